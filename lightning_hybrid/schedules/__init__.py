@@ -1,0 +1,16 @@
+"""What each rank does, in order: pure data, executed by the runtime, timed and drawn elsewhere."""
+
+from lightning_hybrid.schedules.gpipe import gpipe
+from lightning_hybrid.schedules.instructions import (
+    Instruction,
+    Kind,
+    Schedule,
+    check,
+    draw,
+    execute,
+)
+
+SCHEDULES = {"gpipe": gpipe}
+"""The schedules by the name they have in a plan."""
+
+__all__ = ["SCHEDULES", "Instruction", "Kind", "Schedule", "check", "draw", "execute", "gpipe"]

@@ -1,0 +1,79 @@
+"""Fill and drain (GPipe): all micro-batches forward, then all of them backward."""
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule
+
+
+def gpipe(stages: int, microbatches: int, *, input_gradient: bool = False) -> Schedule:
+    """Make the fill-drain schedule of `stages` stages and `microbatches` micro-batches.
+
+    It looks like this (see `draw`)::
+
+        stage 0   0 1 2 3 . . | . . 3 2 1 0
+        stage 1   . 0 1 2 3 . | . 3 2 1 0 .
+        stage 2   . . 0 1 2 3 | 3 2 1 0 . .
+
+    The backward pass takes the micro-batches in reverse. So does autograd in the reference
+    `torch.cat([net(x_i) for x_i in x.chunk(M)])`: it walks the youngest graph first. Parameter
+    gradients are thus summed in the same order, and floating-point sums come out bit for bit equal.
+
+    Args:
+        stages: Number of stages; the last one is the driver's. One stage sends nothing.
+        microbatches: Number of micro-batches.
+        input_gradient: Whether the driver wants the gradient of the network's inputs.
+
+    Raises:
+        PlanError: `stages` or `microbatches` is less than one.
+
+    Reference: Huang et al., GPipe (arXiv 1811.06965).
+    """
+    for name, value in (("stages", stages), ("microbatches", microbatches)):
+        if value < 1:
+            raise PlanError(f"{name}({value}) must be at least 1")
+    return Schedule(
+        name="gpipe",
+        stages=stages,
+        microbatches=microbatches,
+        forward=tuple(_forward(stage, stages, microbatches) for stage in range(stages)),
+        backward=tuple(
+            _backward(stage, stages, microbatches, input_gradient) for stage in range(stages)
+        ),
+    )
+
+
+def _forward(stage: int, stages: int, microbatches: int) -> tuple[Instruction, ...]:
+    driver = stage == stages - 1
+    steps: list[Instruction] = []
+    if driver and stages > 1:
+        # All inputs leave at once: the driver then waits for activations, and stage 0 must not
+        # wait for the driver.
+        steps += [Instruction(Kind.SEND_INPUT, m) for m in range(microbatches)]
+    for m in range(microbatches):
+        if stages > 1:
+            steps.append(Instruction(Kind.RECEIVE_ACTIVATION, m))
+        steps.append(Instruction(Kind.FORWARD, m))
+        if not driver:
+            steps.append(Instruction(Kind.SEND_ACTIVATION, m))
+    return tuple(steps)
+
+
+def _backward(
+    stage: int, stages: int, microbatches: int, input_gradient: bool
+) -> tuple[Instruction, ...]:
+    driver = stage == stages - 1
+    input_gradient = input_gradient and stages > 1  # with one stage autograd has it already
+    steps: list[Instruction] = []
+    for m in reversed(range(microbatches)):
+        if not driver:
+            steps.append(Instruction(Kind.RECEIVE_GRADIENT, m))
+        if m == 0:
+            steps.append(Instruction(Kind.REDUCE, m))
+        steps.append(Instruction(Kind.BACKWARD, m))
+        if stage > 0 or input_gradient:
+            steps.append(Instruction(Kind.SEND_GRADIENT, m))
+    if driver and input_gradient:
+        # At the end: the driver must hand all gradients on before it waits for their echo.
+        steps += [
+            Instruction(Kind.RECEIVE_INPUT_GRADIENT, m) for m in reversed(range(microbatches))
+        ]
+    return tuple(steps)

@@ -1,0 +1,226 @@
+"""What a rank does, in order: instructions, the lists they form, and the rules they obey.
+
+The stages form a ring. Activations travel to the next stage, gradients to the previous one, and
+the driver, which owns the last stage, closes the ring: it feeds the inputs to stage 0 and takes
+the gradient of the inputs from it. ::
+
+    inputs                 activations                    activations
+    driver ──────> stage 0 ───────────> stage 1 ── ... ──────────────> last stage (driver)
+           <──────         <───────────         <─ ... ──────────────
+    gradients of the inputs      gradients                  gradients
+
+A message between two stages therefore always goes one step along the ring or one step against it,
+and the two directions of an edge are two links. A link delivers in the order of sending. Sends
+never block; receives block until the message is there.
+
+The lists are plain data with three readers: the runtime executes them, the simulator times them
+and the report draws them.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lightning_hybrid.errors import PlanError
+
+
+class Kind(StrEnum):
+    """The steps a rank knows."""
+
+    SEND_INPUT = "send_input"
+    """Driver: send a micro-batch of the network's inputs to stage 0."""
+    RECEIVE_ACTIVATION = "receive_activation"
+    """Take the values that the previous stage (for stage 0: the driver) sent."""
+    FORWARD = "forward"
+    """Run the stage on the micro-batch and keep what its backward needs."""
+    SEND_ACTIVATION = "send_activation"
+    """Send the values that cross the cut to the next stage."""
+    RECEIVE_GRADIENT = "receive_gradient"
+    """Take the gradient of what this stage sent forward."""
+    BACKWARD = "backward"
+    """Back-propagate the micro-batch through the stage; parameter gradients accumulate."""
+    SEND_GRADIENT = "send_gradient"
+    """Send the gradient of what this stage received to where it came from."""
+    REDUCE = "reduce"
+    """Average the gradients over the copies of the stage, overlapped with the next instruction.
+
+    It stands right before the last BACKWARD and carries its micro-batch: from here on a gradient
+    is final as soon as that backward has added to it, and may travel while the rest is computed.
+    """
+    RECEIVE_INPUT_GRADIENT = "receive_input_gradient"
+    """Driver: take the gradient of the network's inputs from stage 0."""
+
+    @property
+    def is_send(self) -> bool:
+        return self in (Kind.SEND_INPUT, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+
+    @property
+    def is_receive(self) -> bool:
+        return self in (
+            Kind.RECEIVE_ACTIVATION,
+            Kind.RECEIVE_GRADIENT,
+            Kind.RECEIVE_INPUT_GRADIENT,
+        )
+
+
+# Where the other end of a message is: one step along (+1) or against (-1) the ring.
+_STEP_TO_PEER = {
+    Kind.SEND_INPUT: +1,
+    Kind.SEND_ACTIVATION: +1,
+    Kind.RECEIVE_ACTIVATION: -1,
+    Kind.SEND_GRADIENT: -1,
+    Kind.RECEIVE_GRADIENT: +1,
+    Kind.RECEIVE_INPUT_GRADIENT: +1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of one rank on one micro-batch."""
+
+    kind: Kind
+    microbatch: int
+
+    def peer(self, stage: int, stages: int) -> int:
+        """The stage at the other end of this send or receive of `stage`."""
+        return (stage + _STEP_TO_PEER[self.kind]) % stages
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.microbatch})"
+
+
+Lists = tuple[tuple[Instruction, ...], ...]
+"""One instruction list per stage; the index is the stage, the last one is the driver's."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a replica does in one call of the network.
+
+    Forward and backward are two lists, because between them the driver runs the user's code: the
+    rest of `training_step` and the start of `loss.backward()`.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    forward: Lists
+    backward: Lists
+
+
+def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instruction]]:
+    """Run the lists of all stages side by side; yield `(stage, instruction)` in a possible order.
+
+    Sends don't block, receives wait for their message. Which of the possible orders comes out does
+    not matter to a reader that keeps one clock per stage and one per link.
+
+    Raises:
+        PlanError: a stage receives another message than the one that comes next on the link, all
+            stages wait (deadlock), or messages are left over at the end.
+    """
+    stages = len(lists)
+    todo = [deque(instructions) for instructions in lists]
+    links: dict[tuple[int, int], deque[Instruction]] = {}
+    progress = True
+    while progress:
+        progress = False
+        for stage, instructions in enumerate(todo):
+            while instructions:
+                instruction = instructions[0]
+                if instruction.kind.is_send:
+                    link = (stage, instruction.peer(stage, stages))
+                    links.setdefault(link, deque()).append(instruction)
+                elif instruction.kind.is_receive:
+                    link = (instruction.peer(stage, stages), stage)
+                    if not links.get(link):
+                        break
+                    _deliver(links[link].popleft(), instruction, link)
+                yield stage, instructions.popleft()
+                progress = True
+    _check_finished(todo, links)
+
+
+def _deliver(sent: Instruction, received: Instruction, link: tuple[int, int]) -> None:
+    # Along the ring run inputs and activations, against it gradients: on a ring of two stages
+    # both run on the same edge, and only the kinds tell them apart.
+    gradient = received.kind is not Kind.RECEIVE_ACTIVATION
+    if sent.microbatch != received.microbatch or gradient != (sent.kind is Kind.SEND_GRADIENT):
+        raise PlanError(
+            f"stage {link[1]} expects {received}, but the next message from stage {link[0]} is "
+            f"{sent}: sends and receives of a link must be in the same order"
+        )
+
+
+def _check_finished(
+    todo: Sequence[deque[Instruction]], links: dict[tuple[int, int], deque[Instruction]]
+) -> None:
+    waiting = [f"stage {stage} at {rest[0]}" for stage, rest in enumerate(todo) if rest]
+    if waiting:
+        raise PlanError(f"deadlock: nobody sends what is waited for ({', '.join(waiting)})")
+    for (source, target), messages in links.items():
+        if messages:
+            left = ", ".join(map(str, messages))
+            raise PlanError(f"stage {target} never receives {left} of stage {source}")
+
+
+def check(schedule: Schedule) -> None:
+    """Check that the lists can be run and do the work, all of it, once.
+
+    Raises:
+        PlanError: a pass has another number of lists than there are stages, a stage does not run
+            each micro-batch exactly once forward and once backward, or see `execute`.
+    """
+    passes = ((Kind.FORWARD, schedule.forward), (Kind.BACKWARD, schedule.backward))
+    for kind, lists in passes:
+        if len(lists) != schedule.stages:
+            raise PlanError(
+                f"schedule {schedule.name!r} has {len(lists)} {kind} lists "
+                f"for stages({schedule.stages})"
+            )
+        for stage, instructions in enumerate(lists):
+            done = sorted(i.microbatch for i in instructions if i.kind is kind)
+            if done != list(range(schedule.microbatches)):
+                raise PlanError(
+                    f"stage {stage} of schedule {schedule.name!r} runs {kind} on micro-batches "
+                    f"{done}, not once on each of 0..{schedule.microbatches - 1}"
+                )
+        for _ in execute(lists):
+            pass
+
+
+def draw(schedule: Schedule) -> str:
+    """Draw the schedule: one row per stage, one column per clock, micro-batches as entries.
+
+    A forward or a backward takes one clock, a message none. Left of the bar is the forward pass,
+    right of it the backward pass; dots are the bubble::
+
+        stage 0   0 1 2 . | . 2 1 0
+        stage 1   . 0 1 2 | 2 1 0 .
+    """
+    width = len(str(schedule.microbatches - 1))
+    halves = [_clock_table(lists, width) for lists in (schedule.forward, schedule.backward)]
+    margin = len(f"stage {schedule.stages - 1}")
+    return "\n".join(
+        f"{f'stage {stage}':<{margin}}   {' | '.join(rows)}"
+        for stage, rows in enumerate(zip(*halves))
+    )
+
+
+def _clock_table(lists: Lists, width: int) -> list[str]:
+    clock = [0] * len(lists)
+    sent: dict[tuple[int, int], deque[int]] = {}
+    cells: list[dict[int, int]] = [{} for _ in lists]
+    for stage, instruction in execute(lists):
+        if instruction.kind.is_send:
+            link = (stage, instruction.peer(stage, len(lists)))
+            sent.setdefault(link, deque()).append(clock[stage])
+        elif instruction.kind.is_receive:
+            link = (instruction.peer(stage, len(lists)), stage)
+            clock[stage] = max(clock[stage], sent[link].popleft())
+        elif instruction.kind in (Kind.FORWARD, Kind.BACKWARD):
+            cells[stage][clock[stage]] = instruction.microbatch
+            clock[stage] += 1
+    return [
+        " ".join(f"{row.get(tick, '.'):>{width}}" for tick in range(max(clock))) for row in cells
+    ]
