@@ -1,0 +1,1 @@
+"""Which shape: the plan, the simulator that times it, and the search that finds it."""

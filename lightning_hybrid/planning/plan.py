@@ -1,0 +1,225 @@
+"""The plan: replicas x stages x micro-batches, the schedule, and which partition goes where."""
+
+import json
+from dataclasses import MISSING, asdict, dataclass, fields
+from io import StringIO
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_hybrid.errors import PlanError
+
+VERSION = 1
+"""Version of the JSON format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What one stage holds, for reports."""
+
+    layers: int
+    """Number of layers (nodes of the traced network)."""
+    partitions: tuple[str, ...]
+    """Names of the network partitions, in order."""
+    parameters: int
+    """Number of parameter elements."""
+    load: float
+    """Share of the whole network's computation, between 0 and 1."""
+    device: int
+    """Index of the device within the replica."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a network is spread over the devices.
+
+    A plan is a value: it is made by the planner, checked when made, written as JSON, and read by
+    the runtime and the report. It knows no process and no tensor.
+
+    Raises:
+        PlanError: two fields contradict each other; the text holds both.
+    """
+
+    replicas: int
+    """Number of chains that each hold the whole network."""
+    stages: int
+    """Number of stages of a replica."""
+    microbatches: int
+    """Number of slices of a replica's batch."""
+    schedule: str
+    """Name of the schedule."""
+    cuts: tuple[str, ...]
+    """Names of the first module of each next stage, as in the network (`stages - 1` of them)."""
+    devices: tuple[int, ...] = ()
+    """Device of each stage, counted within the replica. The last stage is the driver's, and the
+    driver is device 0. Empty: stage k on device k + 1, the last on device 0."""
+    copies: tuple[int, ...] = ()
+    """Copies of each stage. Empty: as many as there are replicas."""
+    rows: tuple[StagePlan, ...] = ()
+    """What each stage holds; empty when the network was not profiled."""
+    predicted_step_s: float | None = None
+    """Predicted seconds of one optimizer step; None when nothing was profiled."""
+    objective: str = "makespan"
+    """What the allocation optimised."""
+    allocation: str = "gabra"
+    """How the allocation was made: `gabra`, `exact` or `given`."""
+    seed: int = 0
+    """Seed of the allocation."""
+    version: int = VERSION
+    """Version of the JSON format."""
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise PlanError(
+                f"the plan has format version {self.version}, this package reads {VERSION}: "
+                "make it anew"
+            )
+        for name in ("replicas", "stages", "microbatches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"{name}({value!r}) must be an integer of at least 1")
+        # JSON knows no tuples, and the two defaults depend on `stages`.
+        derived = {
+            "cuts": tuple(self.cuts),
+            "devices": tuple(self.devices) or (*range(1, self.stages), 0),
+            "copies": tuple(self.copies) or (self.replicas,) * self.stages,
+            "rows": tuple(self.rows),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        self._check_lengths()
+        self._check_devices()
+
+    def _check_lengths(self) -> None:
+        if len(self.cuts) != self.stages - 1 or len(set(self.cuts)) != len(self.cuts):
+            raise PlanError(
+                f"stages({self.stages}) need {self.stages - 1} different cuts, "
+                f"the plan has {len(self.cuts)}: {list(self.cuts)}"
+            )
+        for name in ("devices", "copies", "rows"):
+            value = getattr(self, name)
+            if len(value) != self.stages and not (name == "rows" and not value):
+                raise PlanError(f"stages({self.stages}) != {len(value)} {name}")
+
+    def _check_devices(self) -> None:
+        if sorted(self.devices) != list(range(self.stages)) or self.devices[-1] != 0:
+            raise PlanError(
+                f"devices{self.devices} must name each of 0..{self.stages - 1} once and end with "
+                "0, the driver's, which owns the last stage"
+            )
+        rows = tuple(row.device for row in self.rows)
+        if rows and rows != self.devices:
+            raise PlanError(f"devices{self.devices} contradict the rows of the stages, {rows}")
+        if set(self.copies) != {self.replicas}:
+            raise PlanError(
+                f"replicas({self.replicas}) x stages({self.stages}) != "
+                f"{sum(self.copies)} copies {self.copies}: each stage has one copy per replica"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices, and of processes, that the plan takes."""
+        return sum(self.copies)
+
+    def check_devices(self, available: int) -> None:
+        """Check that the plan is one for this many devices.
+
+        Raises:
+            PlanError: it isn't; the product is in the text.
+        """
+        if self.world_size != available:
+            raise PlanError(
+                f"replicas({self.replicas}) x stages({self.stages}) != devices({available})"
+            )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is no JSON object, a key is unknown or missing (named), or the plan
+                contradicts itself.
+        """
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"the plan is not JSON: {error}") from error
+        _check_keys(cls, record, "the plan")
+        rows = []
+        try:
+            for stage, row in enumerate(record.get("rows", ())):
+                _check_keys(StagePlan, row, f"stage {stage} of the plan")
+                rows.append(StagePlan(**{**row, "partitions": tuple(row["partitions"])}))
+            return cls(**{**record, "rows": tuple(rows)})
+        except TypeError as error:  # a number where a list belongs, or the like
+            raise PlanError(f"the plan has a value of the wrong type: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan from a file.
+
+        Raises:
+            PlanError: the file cannot be read, or see `from_json`.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"no plan can be read from {str(path)!r}: {error}") from error
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    def table(self) -> list[dict[str, str | int | float]]:
+        """One row per stage for a report; a plan without rows lists devices and copies only."""
+        shape = zip(self.devices, self.copies)
+        table: list[dict[str, str | int | float]] = [
+            {"stage": stage, "device": device, "copies": copies}
+            for stage, (device, copies) in enumerate(shape)
+        ]
+        for line, row in zip(table, self.rows):
+            first, last = row.partitions[0], row.partitions[-1]
+            line["partitions"] = first if first == last else f"{first} .. {last}"
+            line |= {"layers": row.layers, "parameters": row.parameters, "load": row.load}
+        return table
+
+    def describe(self) -> str:
+        """The plan as a short table for a terminal."""
+        predicted = self.predicted_step_s
+        step = "" if predicted is None else f", {predicted:.4g} s per step predicted"
+        table = Table(
+            title=f"{self.replicas} replicas x {self.stages} stages = {self.world_size} devices, "
+            f"{self.microbatches} micro-batches, {self.schedule}{step}",
+            caption=f"allocation: {self.allocation}, objective: {self.objective}",
+        )
+        rows = self.table()
+        for column in rows[0]:
+            table.add_column(column, justify="left" if column == "partitions" else "right")
+        for row in rows:
+            table.add_row(*(f"{v:.1%}" if k == "load" else str(v) for k, v in row.items()))
+        text = StringIO()
+        # Plain text wherever it ends up: in a log file, in a notebook, in an error message.
+        Console(file=text, width=100, color_system=None, force_jupyter=False).print(table)
+        return text.getvalue()
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def _check_keys(cls: type[Any], record: Any, where: str) -> None:
+    if not isinstance(record, dict):
+        raise PlanError(f"{where} must be a JSON object, not {record!r}")
+    known = {field.name for field in fields(cls)}
+    required = {field.name for field in fields(cls) if field.default is MISSING}
+    for problem, names in (
+        ("unknown", record.keys() - known),
+        ("missing", required - record.keys()),
+    ):
+        if names:
+            raise PlanError(f"{where} has {problem} keys: {', '.join(sorted(names))}")

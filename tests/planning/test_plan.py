@@ -1,0 +1,121 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.plan import Plan, StagePlan
+
+
+def plan(**changes: Any) -> Plan:
+    rows = (
+        StagePlan(layers=5, partitions=("stem", "layer1"), parameters=100, load=0.6, device=1),
+        StagePlan(layers=2, partitions=("head",), parameters=20, load=0.4, device=0),
+    )
+    values = {
+        "replicas": 2,
+        "stages": 2,
+        "microbatches": 4,
+        "schedule": "gpipe",
+        "cuts": ("head",),
+        "rows": rows,
+        "predicted_step_s": 0.125,
+    }
+    return Plan(**(values | changes))
+
+
+def test_a_plan_survives_json() -> None:
+    assert Plan.from_json(plan().to_json()) == plan()
+
+
+def test_a_plan_survives_a_file(tmp_path: Path) -> None:
+    plan().save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan()
+
+
+def test_the_driver_is_device_0_and_owns_the_last_stage() -> None:
+    small = Plan(replicas=1, stages=3, microbatches=1, schedule="gpipe", cuts=("b", "c"))
+    assert small.devices == (1, 2, 0)
+    assert small.copies == (1, 1, 1)
+    assert small.world_size == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replicas": 0}, r"replicas\(0\) must be an integer of at least 1"),
+        ({"stages": "2"}, r"stages\('2'\) must be an integer"),
+        ({"cuts": ()}, r"stages\(2\) need 1 different cuts, the plan has 0"),
+        ({"devices": (0, 1)}, r"devices\(0, 1\).*end with 0"),
+        ({"devices": (1, 2, 0)}, r"stages\(2\) != 3 devices"),
+        ({"copies": (2, 3)}, r"replicas\(2\) x stages\(2\) != 5 copies \(2, 3\)"),
+        ({"rows": plan().rows[::-1]}, r"contradict the rows of the stages, \(0, 1\)"),
+        ({"version": 99}, r"format version 99, this package reads 1"),
+    ],
+)
+def test_a_contradiction_is_refused_with_both_numbers(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(**changes)
+
+
+def test_the_product_is_written_out() -> None:
+    shape = Plan(replicas=2, stages=3, microbatches=1, schedule="gpipe", cuts=("b", "c"))
+    with pytest.raises(PlanError, match=r"replicas\(2\) x stages\(3\) != devices\(8\)"):
+        shape.check_devices(8)
+    shape.check_devices(6)
+
+
+def test_unknown_and_missing_keys_are_named() -> None:
+    record = json.loads(plan().to_json())
+    with pytest.raises(PlanError, match="unknown keys: colour, size"):
+        Plan.from_json(json.dumps(record | {"size": 1, "colour": 2}))
+    del record["cuts"], record["schedule"]
+    with pytest.raises(PlanError, match="missing keys: cuts, schedule"):
+        Plan.from_json(json.dumps(record))
+
+
+def test_a_wrong_row_names_its_stage() -> None:
+    record = json.loads(plan().to_json())
+    del record["rows"][1]["load"]
+    with pytest.raises(PlanError, match="stage 1 of the plan has missing keys: load"):
+        Plan.from_json(json.dumps(record))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=r"plan\.json.*JSON"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_value_of_the_wrong_type_is_a_plan_error() -> None:
+    record = json.loads(plan().to_json())
+    with pytest.raises(PlanError, match="wrong type"):
+        Plan.from_json(json.dumps(record | {"cuts": 5}))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"nowhere\.json"):
+        Plan.load(tmp_path / "nowhere.json")
+
+
+def test_the_table_has_one_row_per_stage() -> None:
+    assert plan().table()[0] == {
+        "stage": 0,
+        "device": 1,
+        "copies": 2,
+        "partitions": "stem .. layer1",
+        "layers": 5,
+        "parameters": 100,
+        "load": 0.6,
+    }
+
+
+def test_a_plan_prints_its_shape_and_its_stages() -> None:
+    text = str(plan())
+    assert "2 replicas x 2 stages = 4 devices, 4 micro-batches, gpipe" in text
+    assert "stem .. layer1" in text
+    assert "60.0%" in text
