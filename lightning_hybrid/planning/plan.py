@@ -192,12 +192,13 @@ class Plan:
     def describe(self) -> str:
         """The plan as a short table for a terminal."""
         predicted = self.predicted_step_s
-        step = "" if predicted is None else f", {predicted:.4g} s per step predicted"
-        table = Table(
-            title=f"{self.replicas} replicas x {self.stages} stages = {self.world_size} devices, "
-            f"{self.microbatches} micro-batches, {self.schedule}{step}",
-            caption=f"allocation: {self.allocation}, objective: {self.objective}",
+        head = (
+            f"{self.replicas} replicas x {self.stages} stages = {self.world_size} devices, "
+            f"{self.microbatches} micro-batches, {self.schedule}\n"
+            f"allocation: {self.allocation} ({self.objective})"
+            + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
         )
+        table = Table()
         rows = self.table()
         for column in rows[0]:
             table.add_column(column, justify="left" if column == "partitions" else "right")
@@ -206,7 +207,7 @@ class Plan:
         text = StringIO()
         # Plain text wherever it ends up: in a log file, in a notebook, in an error message.
         Console(file=text, width=100, color_system=None, force_jupyter=False).print(table)
-        return text.getvalue()
+        return f"{head}\n{text.getvalue()}"
 
     def __str__(self) -> str:
         return self.describe()

@@ -1,0 +1,151 @@
+"""Time a schedule: its own instruction lists, event by event."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.schedules import Instruction, Kind, Schedule, execute
+
+_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An instruction and when it ran.
+
+    A send lasts while its message is on the link, a receive while the stage waits for it, a
+    reduction while gradients travel. Only forward and backward keep the device busy.
+    """
+
+    stage: int
+    instruction: Instruction
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of a replica, as simulated."""
+
+    events: tuple[Event, ...]
+    makespan_s: float
+    """From the start of the forward pass until the last stage has stepped."""
+    busy_s: tuple[float, ...]
+    """Seconds that each stage computes or steps."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of the stages' time in which they neither compute nor step."""
+        total_s = len(self.busy_s) * self.makespan_s
+        return (total_s - sum(self.busy_s)) / total_s if total_s else 0.0
+
+
+def simulate(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    *,
+    send_s: Sequence[float] | float = 0.0,
+    input_s: float = 0.0,
+    reduce_s: Sequence[float] | float = 0.0,
+    step_s: Sequence[float] | float = 0.0,
+) -> Timeline:
+    """Execute the lists of a schedule on clocks instead of devices.
+
+    A stage runs one instruction after the other. Sends cost the sender nothing; the messages of a
+    link travel one at a time, and the two directions of an edge don't disturb each other. The user's
+    code between forward and backward takes no time.
+
+    Args:
+        schedule: What to run.
+        forward_s: Seconds of the forward of one micro-batch, per stage.
+        backward_s: The same for the backward.
+        send_s: Seconds in which one micro-batch crosses the cut after each stage (`stages - 1`
+            values, or one for all), in either direction.
+        input_s: Seconds in which one micro-batch of inputs, or its gradient, travels between the
+            driver and stage 0.
+        reduce_s: Seconds of the all-reduce between the copies of each stage, or one for all. It
+            runs beside the last backward and ends no earlier than this.
+        step_s: Seconds of the optimizer step of each stage, or one for all.
+
+    Raises:
+        PlanError: a list has not one entry per stage (or cut), an entry is negative or not a
+            number, or the schedule cannot be run.
+    """
+    stages = schedule.stages
+    run = _Run(
+        forward_s=_per("forward_s", forward_s, stages),
+        backward_s=_per("backward_s", backward_s, stages),
+        edge_s=(*_per("send_s", send_s, stages - 1), *_per("input_s", input_s, 1)),
+        reduce_s=_per("reduce_s", reduce_s, stages),
+        clock_s=[0.0] * stages,
+        reduced_s=[0.0] * stages,
+        busy_s=[0.0] * stages,
+    )
+    # The backward list of a stage simply follows its forward list: the driver starts the backward
+    # pass when its forward is over, and all others wait for its gradients.
+    for stage, instruction in execute([f + b for f, b in zip(schedule.forward, schedule.backward)]):
+        run.take(stage, instruction)
+    steps_s = _per("step_s", step_s, stages)
+    ends_s = map(max, zip(run.clock_s, run.reduced_s))
+    return Timeline(
+        events=tuple(run.events),
+        makespan_s=max(end_s + step for end_s, step in zip(ends_s, steps_s)),
+        busy_s=tuple(busy + step for busy, step in zip(run.busy_s, steps_s)),
+    )
+
+
+@dataclass
+class _Run:
+    """The clocks of a simulated step."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    edge_s: tuple[float, ...]  # edge k of the ring joins stage k and the next one
+    reduce_s: tuple[float, ...]
+    clock_s: list[float]
+    reduced_s: list[float]
+    busy_s: list[float]
+    link_free_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    arrivals_s: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def take(self, stage: int, instruction: Instruction) -> None:
+        start_s = self.clock_s[stage]
+        if instruction.kind in _COMPUTE:
+            end_s = self._compute(stage, instruction)
+        elif instruction.kind is Kind.REDUCE:
+            end_s = self.reduced_s[stage] = start_s + self.reduce_s[stage]
+        elif instruction.kind.is_send:
+            start_s, end_s = self._send(stage, instruction)
+        else:
+            link = (instruction.peer(stage, len(self.clock_s)), stage)
+            end_s = self.clock_s[stage] = max(start_s, self.arrivals_s[link].popleft())
+        self.events.append(Event(stage, instruction, start_s, end_s))
+
+    def _compute(self, stage: int, instruction: Instruction) -> float:
+        forward = instruction.kind is Kind.FORWARD
+        duration_s = (self.forward_s if forward else self.backward_s)[stage]
+        self.busy_s[stage] += duration_s
+        self.clock_s[stage] += duration_s
+        return self.clock_s[stage]
+
+    def _send(self, stage: int, instruction: Instruction) -> tuple[float, float]:
+        along = instruction.kind is not Kind.SEND_GRADIENT
+        link = (stage, instruction.peer(stage, len(self.clock_s)))
+        start_s = max(self.clock_s[stage], self.link_free_s.get(link, 0.0))
+        end_s = start_s + self.edge_s[stage if along else link[1]]
+        self.link_free_s[link] = end_s
+        self.arrivals_s.setdefault(link, deque()).append(end_s)
+        return start_s, end_s
+
+
+def _per(name: str, value: Sequence[float] | float, count: int) -> tuple[float, ...]:
+    values = (value,) * count if isinstance(value, int | float) else tuple(value)
+    if len(values) != count:
+        raise PlanError(f"{name} has {len(values)} entries, {count} are needed: {list(values)}")
+    for index, entry in enumerate(values):
+        if not entry >= 0:  # also catches not-a-number
+            raise PlanError(f"{name}[{index}] is {entry}: a time must be 0 s or more")
+    return values

@@ -1,0 +1,90 @@
+from math import nan
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.schedules import Kind, gpipe
+
+stages_ = st.integers(1, 6)
+microbatches_ = st.integers(1, 9)
+
+
+@given(stages_, microbatches_)
+def test_a_balanced_gpipe_has_the_textbook_bubble(stages: int, microbatches: int) -> None:
+    timeline = simulate(gpipe(stages, microbatches), [1.0] * stages, [2.0] * stages)
+    assert timeline.bubble == (stages - 1) / (microbatches + stages - 1)
+    assert timeline.makespan_s == 3 * (microbatches + stages - 1)
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=5), microbatches_)
+def test_without_transfers_the_slowest_stage_sets_the_pace(
+    durations: list[int], microbatches: int
+) -> None:
+    stages = len(durations)
+    timeline = simulate(gpipe(stages, microbatches), durations, [0.0] * stages)
+    assert timeline.makespan_s == sum(durations) + (microbatches - 1) * max(durations)
+
+
+@given(st.data(), stages_, microbatches_)
+def test_the_bounds_of_every_step_hold(data: Any, stages: int, microbatches: int) -> None:
+    times = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
+    forward, backward = data.draw(times), data.draw(times)
+    timeline = simulate(gpipe(stages, microbatches), forward, backward, send_s=1.0)
+    work = [microbatches * (f + b) for f, b in zip(forward, backward)]
+    assert list(timeline.busy_s) == work
+    assert max(work) <= timeline.makespan_s
+    assert timeline.makespan_s >= sum(forward) + sum(backward) + 2 * (stages - 1)
+
+
+def test_a_slow_link_carries_one_message_at_a_time() -> None:
+    timeline = simulate(gpipe(2, 3), [1.0, 1.0], [0.0, 0.0], send_s=[10.0])
+    # The first activation arrives at 1 + 10, the third at 1 + 30; gradients queue up likewise.
+    sends = [e for e in timeline.events if e.instruction.kind is Kind.SEND_ACTIVATION]
+    assert [e.end_s for e in sends] == [11.0, 21.0, 31.0]
+    assert timeline.makespan_s == 31 + 1 + 30
+
+
+def test_the_inputs_travel_on_their_own_link() -> None:
+    timeline = simulate(gpipe(2, 1), [1.0, 1.0], [1.0, 1.0], input_s=5.0)
+    assert timeline.makespan_s == 5 + 4
+
+
+def test_the_reduction_runs_beside_the_last_backward() -> None:
+    def step_s(reduce_s: float) -> float:
+        return simulate(gpipe(1, 2), [1.0], [4.0], reduce_s=reduce_s).makespan_s
+
+    assert step_s(0.0) == step_s(4.0) == 10
+    assert step_s(5.0) == 11
+
+
+def test_the_step_follows_the_reduction_and_counts_as_work() -> None:
+    timeline = simulate(gpipe(1, 1), [1.0], [1.0], reduce_s=2.0, step_s=3.0)
+    assert timeline.makespan_s == 1 + 2 + 3
+    assert timeline.busy_s == (5.0,)
+
+
+def test_events_of_a_stage_follow_each_other() -> None:
+    timeline = simulate(gpipe(3, 2), [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], send_s=0.5)
+    for stage in range(3):
+        work = [e for e in timeline.events if e.stage == stage]
+        work = [e for e in work if e.instruction.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        assert all(a.end_s <= b.start_s for a, b in zip(work, work[1:]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward_s": [1.0]}, "forward_s has 1 entries, 2 are needed"),
+        ({"backward_s": [1.0, -1.0]}, r"backward_s\[1\] is -1.0"),
+        ({"send_s": [1.0, 1.0]}, "send_s has 2 entries, 1 are needed"),
+        ({"reduce_s": nan}, r"reduce_s\[0\] is nan"),
+    ],
+)
+def test_wrong_times_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    times = {"forward_s": [1.0, 1.0], "backward_s": [1.0, 1.0]} | changes
+    with pytest.raises(PlanError, match=message):
+        simulate(gpipe(2, 2), **times)
