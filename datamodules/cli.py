@@ -1,0 +1,126 @@
+"""``python -m datamodules synth|check|manifest|split``.
+
+Exit codes: 0 done (warnings included), 1 problems with the data, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import get_args
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .errors import DataError
+from .synth.levels import GROUPS, Diagnosis, Difficulty
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m datamodules", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_synth(commands.add_parser("synth", help="write a synthetic cohort"))
+    return parser
+
+
+def _add_synth(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", help="folder to write to: new, or the same cohort")
+    parser.add_argument(
+        "--subjects",
+        type=_subjects,
+        default=_subjects("AD=8,NC=8"),
+        metavar="N|AD=60,NC=60",
+        help="subjects per diagnosis (NC, sMCI, pMCI, AD), or a total: half AD, half NC "
+        "(default: AD=8,NC=8)",
+    )
+    parser.add_argument("--resolution", type=float, default=2.0, metavar="MM", help="default: 2")
+    parser.add_argument(
+        "--difficulty",
+        choices=get_args(Difficulty),
+        default="L1",
+        help="L0: intensity drop in a box; L1: atrophy, registered and stripped (default); "
+        "L2: atrophy with all the variety of raw scans",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument(
+        "--visits",
+        type=lambda text: tuple(text.split(",")),
+        default=("bl",),
+        metavar="bl,m12",
+        help="of bl, m06, m12, m24, m36 (default: bl)",
+    )
+    parser.add_argument(
+        "--site-bias",
+        type=float,
+        default=0.0,
+        metavar="0..1",
+        help="how strongly the scanner gives the diagnosis away (default: 0)",
+    )
+    parser.set_defaults(run=_synth)
+
+
+def _subjects(text: str) -> tuple[tuple[Diagnosis, int], ...]:
+    if text.isdigit():
+        text = f"AD={int(text) // 2},NC={int(text) - int(text) // 2}"
+    counts: list[tuple[Diagnosis, int]] = []
+    for part in text.split(","):
+        name, _, count = part.partition("=")
+        known = [group for group in GROUPS if group == name.strip()]
+        if not known or not count.strip().isdigit():
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not DIAGNOSIS=NUMBER with a diagnosis of {', '.join(GROUPS)}"
+            )
+        counts.append((known[0], int(count)))
+    return tuple(counts)
+
+
+def _synth(options: argparse.Namespace) -> int:
+    from .synth import CohortSpec, generate
+
+    spec = CohortSpec(
+        subjects=options.subjects,
+        resolution_mm=options.resolution,
+        difficulty=options.difficulty,
+        seed=options.seed,
+        visits=options.visits,
+        site_bias=options.site_bias,
+    )
+    with progress_bar("scans") as advance:
+        summary = generate(options.out, spec, workers=options.workers, progress=advance)
+    state = "already complete" if summary.already_complete else "written"
+    size = summary.total_bytes / 1e6
+    print(f"{summary.folder}: {state}, {summary.files} files, {size:.1f} MB; truth in truth/")
+    return 0
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error; yields a function of (done, all)."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,194 @@
+"""Who is in a synthetic cohort: subjects, visits, scans and the names the portal would give them.
+
+Everything about a subject comes from (cohort seed, subject number) and everything about a scan from
+(cohort seed, subject number, visit), so neither order nor number of processes changes a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Literal
+
+import numpy as np
+
+from ..errors import DataError
+from .levels import GROUPS, Diagnosis, Difficulty
+
+Kind = Literal["t1", "repeat", "mask"]
+
+SITE = 999  # no such site in ADNI
+FIRST_IMAGE_ID = 9_000_000
+SCANNERS = 6
+_MISSING = 0.15  # share of follow-up visits that did not happen
+_VISIT_MONTHS = {"bl": 0, "m06": 6, "m12": 12, "m24": 24, "m36": 36}
+
+# what each phase calls its visits, and the T1 series of a preprocessed and a raw download
+_PHASES = {
+    "ADNI1": (2006, ("sc", "m06", "m12", "m24", "m36")),
+    "ADNI2": (2011, ("v03", "v05", "v11", "v21", "v31")),
+    "ADNI4": (2023, ("4_init", "4_m06", "4_m12", "4_m24", "4_m36")),
+}
+_PROCESSED = {
+    "ADNI1": "MPR; GradWarp; B1 Correction; N3; Scaled",
+    "ADNI2": "MT1; GradWarp; N3m",
+    "ADNI4": "Accelerated Sagittal MPRAGE",
+}
+_ORIGINAL = {"ADNI1": "MP-RAGE", "ADNI2": "MPRAGE", "ADNI4": "Accelerated Sagittal MPRAGE"}
+
+
+@dataclass(frozen=True)
+class CohortSpec:
+    """What to generate; equal specs give equal bytes.
+
+    Attributes:
+        subjects: how many of each diagnosis.
+        resolution_mm: voxel size; the L2 voxel sizes are multiplied by it.
+        difficulty: see ``levels.LEVELS``.
+        seed: cohort seed.
+        visits: which of bl, m06, m12, m24, m36; follow-ups are missing now and then.
+        site_bias: 0 to 1, how strongly the scanner gives the diagnosis away (confounding).
+    """
+
+    subjects: tuple[tuple[Diagnosis, int], ...]
+    resolution_mm: float = 2.0
+    difficulty: Difficulty = "L1"
+    seed: int = 0
+    visits: tuple[str, ...] = ("bl",)
+    site_bias: float = 0.0
+
+    def __post_init__(self) -> None:
+        unknown = [name for name, _ in self.subjects if name not in GROUPS]
+        if unknown or not any(count > 0 for _, count in self.subjects):
+            raise DataError(
+                "BAD_COHORT",
+                f"subjects {dict(self.subjects)}",
+                action=f"give at least one subject of {', '.join(GROUPS)}, e.g. AD=60,NC=60",
+            )
+        missing = [visit for visit in self.visits if visit not in _VISIT_MONTHS]
+        if missing or "bl" not in self.visits:
+            raise DataError(
+                "BAD_COHORT",
+                f"visits {','.join(self.visits)}",
+                action=f"give bl and any of {', '.join(_VISIT_MONTHS)}",
+            )
+        if not 0.5 <= self.resolution_mm <= 10:
+            raise DataError(
+                "BAD_COHORT", f"resolution {self.resolution_mm} mm", action="use 0.5 to 10 mm"
+            )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One synthetic person."""
+
+    number: int
+    ptid: str
+    diagnosis: Diagnosis
+    sex: str
+    age: float
+    phase: str
+    scanner: int
+    severity: float
+    yearly: float
+    first_scan: datetime
+
+
+@dataclass(frozen=True)
+class ScanPlan:
+    """One file to be written, and its row in the collection table."""
+
+    subject: Subject
+    kind: Kind
+    visit: str
+    months: int
+    image_id: int
+    series_id: int
+
+    @property
+    def acquired(self) -> datetime:
+        """Date and time of the scan; the visits are a few days off their month."""
+        days = self.months * 30.44 + (self.subject.number * 7 + self.months * 5) % 19
+        late = timedelta(minutes=9 if self.kind == "repeat" else 0)
+        return self.subject.first_scan + timedelta(days=round(days)) + late
+
+    @property
+    def severity(self) -> float:
+        """Severity at this visit."""
+        return self.subject.severity + self.subject.yearly * self.months / 12.0
+
+    @property
+    def age(self) -> float:
+        """Age in years at this visit."""
+        return self.subject.age + self.months / 12.0
+
+
+def plan_cohort(spec: CohortSpec) -> list[ScanPlan]:
+    """Every scan of the cohort, in the order of the image IDs."""
+    diagnoses = [name for name, count in spec.subjects for _ in range(count)]
+    # subject numbers must not give the diagnosis away
+    shuffled = np.random.default_rng([spec.seed, 0, 9]).permutation(len(diagnoses))
+    plans: list[ScanPlan] = []
+    for number, index in enumerate(shuffled, start=1):
+        subject = _draw_subject(spec, number, diagnoses[index])
+        for visit in sorted(spec.visits, key=_VISIT_MONTHS.__getitem__):
+            months = _VISIT_MONTHS[visit]
+            chance = np.random.default_rng([spec.seed, number, 2, months]).random()
+            if months and chance < _MISSING:
+                continue
+            for kind in _kinds(spec, number, months):
+                image_id = FIRST_IMAGE_ID + 17 * len(plans) + number % 13
+                plans.append(ScanPlan(subject, kind, visit, months, image_id, 800_000 + len(plans)))
+    return plans
+
+
+def _kinds(spec: CohortSpec, number: int, months: int) -> list[Kind]:
+    """A download holds more than one wants: brain masks, and repeats of the same sequence."""
+    kinds: list[Kind] = ["t1"]
+    if spec.difficulty == "L2" and number % 12 == 6:
+        kinds.append("repeat")
+    if months == 0 and number % 10 == 5:
+        kinds.append("mask")
+    return kinds
+
+
+def _draw_subject(spec: CohortSpec, number: int, diagnosis: Diagnosis) -> Subject:
+    rng = np.random.default_rng([spec.seed, number, 1])
+    group = GROUPS[diagnosis]
+    boxes = spec.difficulty == "L0"
+    severity = group.box_drop if boxes else max(0.0, rng.normal(group.mean, group.sd))
+    late = number % 10 == 0  # ADNI4 counts beyond 9999
+    phase = "ADNI4" if late else ("ADNI1", "ADNI2")[int(rng.integers(2))]
+    scanner = int(rng.integers(SCANNERS))
+    if rng.random() < spec.site_bias:  # patients from the lower half, everybody else from the upper
+        scanner = scanner // 2 + (0 if diagnosis == "AD" else SCANNERS // 2)
+    start = datetime(_PHASES[phase][0], 1, 1, 8) + timedelta(
+        days=int(rng.integers(700)), seconds=int(rng.integers(8 * 3600))
+    )
+    return Subject(
+        number=number,
+        ptid=f"{SITE}_S_{10_000 + number if late else number:04d}",
+        diagnosis=diagnosis,
+        sex="FM"[int(rng.integers(2))],
+        age=float(np.clip(rng.normal(75, 7), 55, 92)),
+        phase=phase,
+        scanner=scanner,
+        severity=float(severity),
+        yearly=0.0 if boxes else group.yearly,
+        first_scan=start,
+    )
+
+
+def visit_name(plan: ScanPlan) -> str:
+    """The visit as the plan's phase writes it."""
+    index = list(_VISIT_MONTHS).index(plan.visit)
+    return _PHASES[plan.subject.phase][1][index]
+
+
+def description(plan: ScanPlan, difficulty: Difficulty) -> str:
+    """The series description as the portal shows it."""
+    names = _ORIGINAL if difficulty == "L2" else _PROCESSED
+    name = names[plan.subject.phase]
+    if plan.kind == "mask":
+        return "MPR; GradWarp; B1 Correction; Mask"
+    return f"{name} REPEAT" if plan.kind == "repeat" else name

@@ -1,0 +1,169 @@
+"""NIfTI files and portal names, written so that a killed run leaves nothing half done."""
+
+# mypy: allow-untyped-calls
+# (most of nibabel carries no annotations)
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+
+from .anatomy import template_box_mm
+from .cohort import CohortSpec, ScanPlan, description, visit_name
+from .grids import Array, Grid, centred_grid
+from .subject import rotation
+
+COLLECTION_COLUMNS = (
+    "Image Data ID",
+    "Subject",
+    "Group",
+    "Sex",
+    "Age",
+    "Visit",
+    "Modality",
+    "Description",
+    "Type",
+    "Acq Date",
+    "Format",
+    "Downloaded",
+)
+_SPACINGS = ((1.0, 1.0, 1.0), (0.94, 0.94, 1.2), (1.25, 1.25, 1.2), (1.05, 1.05, 1.2))
+_ORIENTATIONS = ("RAS", "LAS", "LPI", "PIR", "ASL", "LPS")
+_MARGIN_MM = 18.0  # room for the head shell
+
+
+@dataclass(frozen=True)
+class FileForm:
+    """How a scan is stored: its grid in RAS order, and what is done to it afterwards."""
+
+    grid: Grid
+    orientation: str = "RAS"
+    storage: str = "int16"  # int16 | float32 | scaled (int16 with a slope)
+    qform_only: bool = False
+    suffix: str = ".nii.gz"
+
+
+def draw_form(rng: np.random.Generator, spec: CohortSpec) -> FileForm:
+    """Registered files all lie on one grid; raw ones vary as scanners and converters do."""
+    box = template_box_mm()
+    if spec.difficulty != "L2":
+        return FileForm(centred_grid(box, np.full(3, spec.resolution_mm)))
+    spacing = np.array(_SPACINGS[rng.integers(len(_SPACINGS))]) * spec.resolution_mm
+    jitter = rng.normal(0, 3.0, 3)
+    wide = tuple((a - _MARGIN_MM + j, b + _MARGIN_MM + j) for (a, b), j in zip(box, jitter))
+    grid = centred_grid(wide, spacing)
+    angles = np.deg2rad(rng.uniform(-15, 15, 3)) * (rng.random() < 0.15)
+    return FileForm(
+        _turned(grid, rotation(angles)),
+        orientation=str(rng.choice(_ORIENTATIONS)),
+        storage=str(rng.choice(["int16", "float32", "scaled"], p=[0.6, 0.2, 0.2])),
+        qform_only=bool(rng.random() < 0.1),
+        suffix=str(rng.choice([".nii.gz", ".nii"], p=[0.8, 0.2])),
+    )
+
+
+def _turned(grid: Grid, turn: Array) -> Grid:
+    """The grid rotated about its own centre (an oblique acquisition)."""
+    affine = grid.affine.copy()
+    middle = grid.affine @ np.array([*((np.array(grid.shape) - 1) / 2), 1.0])
+    affine[:3, :3] = turn @ grid.affine[:3, :3]
+    affine[:3, 3] = middle[:3] - affine[:3, :3] @ ((np.array(grid.shape) - 1) / 2)
+    return Grid(grid.shape, affine)
+
+
+def nifti_bytes(volume: Array, form: FileForm, storage: str) -> bytes:
+    """An uncompressed NIfTI-1 file: RAS volume in, file in the form's orientation out."""
+    if storage in ("int16", "uint8"):
+        limit = np.iinfo(storage).max
+        volume = np.clip(np.rint(volume), 0, limit).astype(storage)
+    image = nib.Nifti1Image(volume, form.grid.affine)
+    image.header.set_xyzt_units("mm")
+    start = nib.io_orientation(form.grid.affine)
+    target = nib.orientations.axcodes2ornt(tuple(form.orientation))
+    image = image.as_reoriented(nib.orientations.ornt_transform(start, target))
+    image.set_qform(image.affine, 1)
+    image.set_sform(None if form.qform_only else image.affine, 0 if form.qform_only else 1)
+    image.set_data_dtype(np.int16 if storage == "scaled" else volume.dtype)
+    return bytes(image.to_bytes())
+
+
+def write_volume(path: Path, volume: Array, form: FileForm, storage: str) -> int:
+    """Write a volume atomically, gzipped when the name ends in ``.gz``; return its bytes."""
+    data = nifti_bytes(volume, form, storage)
+    if path.suffix == ".gz":
+        buffer = io.BytesIO()
+        # no name and no time in the header: the same volume is the same file
+        with gzip.GzipFile("", "wb", compresslevel=5, fileobj=buffer, mtime=0) as stream:
+            stream.write(data)
+        data = buffer.getvalue()
+    write_atomically(path, data)
+    return len(data)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write under a temporary name beside the target, then replace."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def download_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
+    """Where the portal's archive would put this scan, relative to the download folder."""
+    name = re.sub(r"[^0-9A-Za-z-]", "_", description(plan, spec.difficulty))
+    stamp = f"{plan.acquired:%Y%m%d%H%M%S}{plan.image_id % 1000:03d}"
+    file = (
+        f"ADNI_{plan.subject.ptid}_MR_{name}_Br_{stamp}_S{plan.series_id}_I{plan.image_id}{suffix}"
+    )
+    day = f"{plan.acquired:%Y-%m-%d_%H_%M_%S}.0"
+    return Path("ADNI", plan.subject.ptid, name, day, f"I{plan.image_id}", file)
+
+
+def collection_row(plan: ScanPlan, spec: CohortSpec) -> tuple[str, ...]:
+    """The row of the collection table, with the portal's own habits."""
+    late = plan.subject.phase == "ADNI2"
+    mci = {"sMCI": "EMCI" if late else "MCI", "pMCI": "LMCI" if late else "MCI"}
+    group = {"NC": "CN", "AD": "AD", **mci}[plan.subject.diagnosis]
+    day = plan.acquired
+    text = description(plan, spec.difficulty)
+    original = plan.kind != "mask" and "N3" not in text
+    return (
+        # newer collections leave the letter out
+        str(plan.image_id) if spec.difficulty == "L2" else f"I{plan.image_id}",
+        plan.subject.ptid,
+        group,
+        plan.subject.sex,
+        str(int(plan.age)),
+        visit_name(plan),
+        "MRI",
+        text,
+        "Original" if original else "Processed",
+        f"{day.month}/{day.day}/{day.year}",
+        "NiFTI",
+        "" if plan.subject.number % 7 == 0 else "1/31/2026",
+    )
+
+
+def table_bytes(header: Sequence[str], rows: Iterable[Sequence[object]], tab: bool) -> bytes:
+    """A fully quoted, comma-separated table as the portal writes it, or a tab-separated one."""
+    buffer = io.StringIO()
+    writer = csv.writer(
+        buffer,
+        delimiter="\t" if tab else ",",
+        quoting=csv.QUOTE_MINIMAL if tab else csv.QUOTE_ALL,
+        lineterminator="\n",
+    )
+    writer.writerow(header)
+    writer.writerows(rows)
+    return buffer.getvalue().encode("utf-8")

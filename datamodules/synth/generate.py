@@ -1,0 +1,215 @@
+"""Write a synthetic cohort: the download tree, the collection table and, beside them, the truth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import FolderError
+from .anatomy import Anatomy, build_anatomy
+from .cohort import CohortSpec, ScanPlan, plan_cohort
+from .files import (
+    COLLECTION_COLUMNS,
+    FileForm,
+    collection_row,
+    download_path,
+    draw_form,
+    table_bytes,
+    write_atomically,
+    write_volume,
+)
+from .levels import LEVELS
+from .render import Rendered, render
+from .subject import draw_head, draw_scanner
+
+FORMAT_VERSION = 1  # raise it whenever the same spec gives other bytes than before
+TRUTH_FOLDER = "truth"
+COHORT_FILE = "cohort.json"  # in the truth folder: marks it, so that no reader scans it
+
+
+@dataclass(frozen=True)
+class CohortSummary:
+    """Where the cohort lies, its files and bytes, and whether all of it was there already."""
+
+    folder: Path
+    files: int
+    total_bytes: int
+    already_complete: bool
+
+
+def generate(
+    out: str | Path,
+    spec: CohortSpec,
+    *,
+    workers: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> CohortSummary:
+    """Write the cohort to ``out``; return at once when the same one is already there.
+
+    The data lie in ``out/ADNI`` and ``out/*.csv``; the truth (``truth.tsv``, planted masks and
+    effect maps on each scan's own grid) lies in ``out/truth``.
+
+    Args:
+        out: a folder that is missing, empty, or holds the same cohort, complete or not.
+        spec: what to generate.
+        workers: processes; the result does not depend on it.
+        progress: called with (scans done, all scans).
+
+    Raises:
+        FolderError: ``out`` holds something else.
+    """
+    folder = Path(out)
+    done = _existing(folder, spec)
+    if done is not None:
+        return CohortSummary(folder, len(done), sum(done.values()), already_complete=True)
+    plans = plan_cohort(spec)
+    marker = folder / TRUTH_FOLDER / COHORT_FILE
+    write_atomically(marker, _marker_bytes(spec, None))
+    files: dict[str, int] = {}
+    truth: list[dict[str, object]] = []
+    for count, written in enumerate(_render_all(folder, spec, plans, workers), start=1):
+        files.update(written.files)
+        truth += [written.truth] if written.truth else []
+        if progress:
+            progress(count, len(plans))
+    rows = [collection_row(plan, spec) for plan in plans]
+    name = f"SYNTHETIC_{spec.difficulty}_1_31_2026.csv"
+    write_atomically(folder / name, table_bytes(COLLECTION_COLUMNS, rows, tab=False))
+    table = table_bytes(list(truth[0]), [list(row.values()) for row in truth], tab=True)
+    write_atomically(folder / TRUTH_FOLDER / "truth.tsv", table)
+    write_atomically(marker, _marker_bytes(spec, files))
+    return CohortSummary(folder, len(files), sum(files.values()), already_complete=False)
+
+
+def _marker_bytes(spec: CohortSpec, files: dict[str, int] | None) -> bytes:
+    content = {"format": FORMAT_VERSION, "spec": asdict(spec), "files": files}
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _existing(folder: Path, spec: CohortSpec) -> dict[str, int] | None:
+    """The files of the same, complete cohort in ``folder``, or None if it has to be made."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    marker = folder / TRUTH_FOLDER / COHORT_FILE
+    if not marker.is_file():
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ["a file"]
+        raise FolderError(
+            "NOT_EMPTY",
+            f"not a synthetic cohort, and not empty: {', '.join(names[:5])}",
+            str(folder),
+            "give a new folder",
+        )
+    content = json.loads(marker.read_text())
+    wanted = json.loads(_marker_bytes(spec, None))
+    if (content["format"], content["spec"]) != (wanted["format"], wanted["spec"]):
+        raise FolderError(
+            "OTHER_COHORT",
+            f"a synthetic cohort made with other parameters: {content['spec']}",
+            str(folder),
+            f"give a new folder, or remove this one to make {wanted['spec']}",
+        )
+    files: dict[str, int] | None = content["files"]
+    if files is None or not all(_has_size(folder / path, size) for path, size in files.items()):
+        return None
+    return files
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+@dataclass(frozen=True)
+class _Written:
+    files: dict[str, int]  # path relative to the cohort's folder: bytes
+    truth: dict[str, object] | None  # the row of truth.tsv; None for what is no T1 scan
+
+
+def _render_all(
+    folder: Path, spec: CohortSpec, plans: list[ScanPlan], workers: int
+) -> Iterator[_Written]:
+    job = partial(_write_scan, folder, spec)
+    if workers <= 1:
+        yield from map(job, plans)
+        return
+    # fresh processes: a forked copy of a threaded parent may hang
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(job, plans)
+
+
+@cache
+def _anatomy(resolution_mm: float) -> Anatomy:
+    return build_anatomy(resolution_mm)
+
+
+def render_plan(
+    spec: CohortSpec, plan: ScanPlan, *, severity: float | None = None
+) -> tuple[Rendered, FileForm]:
+    """Render one planned scan, with another severity if one is given (0: its healthy twin)."""
+    level = LEVELS[spec.difficulty]
+    number = plan.subject.number
+    head_rng = np.random.default_rng([spec.seed, number, 0])
+    repeat = 1 if plan.kind == "repeat" else 0
+    scan_rng = np.random.default_rng([spec.seed, number, 3, plan.months, repeat])
+    form = draw_form(scan_rng, spec)
+    rendered = render(
+        _anatomy(spec.resolution_mm),
+        level,
+        form.grid,
+        draw_head(head_rng, level),
+        plan.severity if severity is None else severity,
+        draw_scanner(plan.subject.scanner, level),
+        scan_rng,
+    )
+    return rendered, form
+
+
+def _write_scan(folder: Path, spec: CohortSpec, plan: ScanPlan) -> _Written:
+    rendered, form = render_plan(spec, plan)
+    scan = download_path(plan, spec, form.suffix)
+    if plan.kind == "mask":
+        size = write_volume(folder / scan, rendered.brain, form, "uint8")
+        return _Written({scan.as_posix(): size}, None)
+    name = f"I{plan.image_id}"
+    planted = Path(TRUTH_FOLDER, "planted", f"{name}.nii.gz")
+    effect = Path(TRUTH_FOLDER, "effect", f"{name}.nii.gz")
+    files = {
+        scan.as_posix(): write_volume(folder / scan, rendered.image, form, form.storage),
+        planted.as_posix(): write_volume(folder / planted, rendered.planted, form, "uint8"),
+        effect.as_posix(): write_volume(folder / effect, rendered.effect, form, "float32"),
+    }
+    paths = {"path": scan, "planted": planted, "effect": effect}
+    truth = _truth_row(plan, rendered, form)
+    return _Written(files, truth | {key: path.as_posix() for key, path in paths.items()})
+
+
+def _truth_row(plan: ScanPlan, rendered: Rendered, form: FileForm) -> dict[str, Any]:
+    rng = np.random.default_rng([plan.subject.number, 4, plan.months])
+    mmse = 29.2 - 9.0 * plan.severity * (1.0 + 0.3 * rng.uniform(-1, 1))
+    left, right = rendered.hippocampus_ml
+    return {
+        "subject": plan.subject.ptid,
+        "image_id": f"I{plan.image_id}",
+        "diagnosis": plan.subject.diagnosis,
+        "visit": plan.visit,
+        "repeat": int(plan.kind == "repeat"),
+        "severity": f"{plan.severity:.4f}",
+        "sex": plan.subject.sex,
+        "age": f"{plan.age:.1f}",
+        "mmse": f"{mmse:.1f}",
+        "phase": plan.subject.phase,
+        "scanner": plan.subject.scanner,
+        "hippocampus_left_ml": f"{left:.3f}",
+        "hippocampus_right_ml": f"{right:.3f}",
+        "ventricles_ml": f"{rendered.ventricles_ml:.3f}",
+        "planted_voxels": int(rendered.planted.sum()),
+        "orientation": form.orientation,
+        "spacing_mm": " ".join(f"{size:.3f}" for size in form.grid.spacing_mm),
+    }
