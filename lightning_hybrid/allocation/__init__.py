@@ -1,0 +1,78 @@
+"""Which partition goes to which device: the knapsack problem, GABRA, and exact solvers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hybrid.allocation.exact import solve_exactly
+from lightning_hybrid.allocation.gabra import gabra
+from lightning_hybrid.allocation.knapsack import Objective, make_problem
+from lightning_hybrid.errors import AllocationError
+
+__all__ = ["Allocation", "allocate"]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A placement of the partitions."""
+
+    assignment: tuple[int, ...]
+    """For each partition the index of its device."""
+    value: float
+    """The objective: the makespan (smaller is better) or the profit z of Eq. 5 (larger is)."""
+    history: tuple[float, ...]
+    """Best value after each generation, the initial population first; one entry if exact."""
+
+
+def allocate(
+    loads: Sequence[float],
+    capacities: Sequence[float],
+    *,
+    cut_costs: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+    memory_limits: Sequence[float] | None = None,
+    method: Literal["gabra", "exact"] = "gabra",
+    objective: Objective = "makespan",
+    contiguous: bool = True,
+    seed: int = 0,
+) -> Allocation:
+    """Place n network partitions on m devices, at least one on each.
+
+    Args:
+        loads: n computation loads, in seconds or FLOPs.
+        capacities: m relative speeds (`makespan`), or the loads that the devices may carry
+            (`profit`).
+        cut_costs: n - 1 costs of cutting after partition i, charged to the devices on both sides,
+            in the unit of load / capacity. They are no part of `profit` (Eq. 5).
+        memory: n sizes; together with `memory_limits`, m sizes, a hard limit of every device.
+        memory_limits: See `memory`.
+        method: `gabra`, the genetic algorithm, or `exact`.
+        objective: `makespan`, the time of the slowest device, or `profit`, the paper's Eq. 5; see
+            `knapsack` for the difference.
+        contiguous: Whether each device gets one run of partitions, the devices in any order.
+        seed: Seed of the genetic algorithm; the same seed gives the same result.
+
+    Raises:
+        AllocationError: the numbers are wrong (negative, not finite, of unequal count), there are
+            more devices than partitions, or no placement keeps the limits.
+
+    Reference: Akintoye et al., IEEE Access 10:77950, 2022 (Eqs. 3-9, Algorithms 1-3).
+    """
+    problem = make_problem(
+        loads,
+        capacities,
+        cut_costs=cut_costs,
+        memory=memory,
+        memory_limits=memory_limits,
+        objective=objective,
+        contiguous=contiguous,
+    )
+    if method == "exact":
+        assignment = solve_exactly(problem)
+        costs: tuple[float, ...] = (float(problem.costs(assignment[None])[0]),)
+    elif method == "gabra":
+        assignment, costs = gabra(problem, seed)
+    else:
+        raise AllocationError(f"method {method!r} is neither 'gabra' nor 'exact'")
+    values = tuple(-cost if objective == "profit" else cost for cost in costs)
+    return Allocation(tuple(assignment.tolist()), values[-1], values)

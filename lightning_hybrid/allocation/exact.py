@@ -1,0 +1,174 @@
+"""Exact solvers: the oracle that GABRA is measured against, and `method="exact"`.
+
+Contiguous problems are solved by dynamic programming over the chain, free ones by HiGHS.
+"""
+
+from collections import Counter
+from itertools import product
+from math import prod
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import block_array, csr_array, eye_array, hstack, kron
+
+from lightning_hybrid.allocation.knapsack import Floats, Ints, Problem
+from lightning_hybrid.errors import AllocationError
+
+_MAX_OPERATIONS = 2e10
+"""Elementary steps that the dynamic programme may take: about a minute."""
+
+
+def solve_exactly(problem: Problem) -> Ints:
+    """Find an assignment of least cost, shape (n,).
+
+    Raises:
+        AllocationError: no assignment satisfies the limits, or finding the best takes too long.
+    """
+    return _chain(problem) if problem.contiguous else _highs(problem)
+
+
+def _chain(problem: Problem) -> Ints:
+    """Dynamic programming over (devices used, partitions done).
+
+    Equal devices are interchangeable, so a state counts the used devices of each class: m + 1
+    states when all are equal, 2^m when all differ. `best[state][i]` is the least cost of running
+    the first i partitions on the devices of the state, and ::
+
+        best[state][k] = min over class c, i < k of  best[state - c][i] (+) run_c[i, k]
+
+    where (+) is the maximum (makespan) or the sum (profit) and run_c[i, k] the cost of the run
+    i .. k-1 on a device of class c.
+    """
+    counts = Counter(problem.classes)
+    classes, totals = list(counts), list(counts.values())
+    _check_size(problem, totals)
+    combine = np.add if problem.objective == "profit" else np.maximum
+    runs = [_run_costs(problem, device) for device in classes]
+    start = np.full(problem.n + 1, np.inf)
+    start[0] = 0.0
+    best: dict[tuple[int, ...], Floats] = {}
+    for state in product(*(range(total + 1) for total in totals)):
+        reached = [
+            combine(best[_without(state, c)][:, None], run).min(axis=0)
+            for c, run in enumerate(runs)
+            if state[c]
+        ]
+        best[state] = np.min(reached, axis=0) if reached else start
+    state, k = tuple(totals), problem.n
+    if not np.isfinite(best[state][k]):
+        raise AllocationError(
+            "no contiguous assignment keeps every device within its limits: "
+            "use more or larger devices, smaller partitions, or contiguous=False"
+        )
+    # Walk back from the end: which last run explains the best cost?
+    free = [[j for j, c in enumerate(problem.classes) if c == device] for device in classes]
+    assignment = np.empty(problem.n, dtype=np.int64)
+    while k:
+        c, i = next(
+            (c, int(i))
+            for c, run in enumerate(runs)
+            if state[c]
+            for i in [np.argmin(combine(best[_without(state, c)], run[:, k]))]
+            if combine(best[_without(state, c)][i], run[i, k]) == best[state][k]
+        )
+        assignment[i:k] = free[c].pop()
+        state, k = _without(state, c), i
+    return assignment
+
+
+def _without(state: tuple[int, ...], c: int) -> tuple[int, ...]:
+    return (*state[:c], state[c] - 1, *state[c + 1 :])
+
+
+def _check_size(problem: Problem, totals: list[int]) -> None:
+    states = prod(total + 1 for total in totals)
+    operations = states * len(totals) * (problem.n + 1) ** 2
+    if operations > _MAX_OPERATIONS:
+        raise AllocationError(
+            f"{problem.n} partitions on {problem.m} devices of {len(totals)} kinds take "
+            f"{operations:.1g} steps exactly, more than {_MAX_OPERATIONS:.0g}: use method='gabra'"
+        )
+
+
+def _run_costs(problem: Problem, device: int) -> Floats:
+    """Cost of the run of partitions i .. k-1 on a device, shape (n + 1, n + 1), or inf."""
+
+    def between(values: Floats) -> Floats:
+        sums = np.concatenate([[0.0], np.cumsum(values)])
+        return np.asarray(sums[None, :] - sums[:, None])
+
+    cost = between(problem.loads) / problem.capacities[device]
+    if problem.objective == "profit":
+        cost = -cost
+    else:
+        edge = np.concatenate([[0.0], problem.cut_costs, [0.0]])  # the two ends cost nothing
+        cost += edge[:, None] + edge[None, :]
+    possible = np.triu(np.ones_like(cost, dtype=bool), 1)  # no run is empty
+    for weights, ceilings in zip(problem.weights, problem.ceilings):
+        possible &= between(weights) <= ceilings[device]
+    return np.where(possible, cost, np.inf)
+
+
+def _highs(problem: Problem) -> Ints:
+    """Solve the mixed-integer model in x_ij of Eq. 4.
+
+    For the makespan it also has y_ij, whether a cut beside device j lies after partition i, and
+    the makespan T itself.
+    """
+    n, m = problem.n, problem.m
+    x = eye_array(n * m, format="csr")  # x_ij is variable i * m + j
+
+    def per_device(weights: Floats) -> csr_array:
+        return csr_array(kron(weights[None, :], eye_array(m)))
+
+    each_once = kron(eye_array(n), np.ones((1, m)))
+    rows = [(each_once, 1.0, 1.0), (per_device(np.ones(n)), 1.0, np.inf)]
+    rows += [(per_device(w), -np.inf, top) for w, top in zip(problem.weights, problem.limits)]
+    constraints = [LinearConstraint(_padded(problem, a), low, high) for a, low, high in rows]
+    if problem.objective == "profit":
+        cost = -(problem.loads[:, None] / problem.capacities).ravel()
+    else:
+        cost = np.zeros(_variables(problem))
+        cost[-1] = 1.0
+        constraints += _makespan_rows(problem, x, per_device(problem.loads))
+    integral = np.zeros(len(cost))
+    integral[: n * m] = 1
+    upper = np.ones(len(cost))
+    if problem.objective == "makespan":
+        upper[-1] = np.inf
+    answer = milp(
+        cost,
+        integrality=integral,
+        bounds=Bounds(0, upper),
+        constraints=constraints,
+        options={"time_limit": 60.0, "mip_rel_gap": 1e-9},
+    )
+    if answer.status != 0:
+        raise AllocationError(
+            f"no proven optimum for {n} partitions on {m} devices: {answer.message} "
+            "If it took too long use method='gabra', if it is infeasible larger devices"
+        )
+    return np.asarray(answer.x[: n * m].reshape(n, m).argmax(axis=1), dtype=np.int64)
+
+
+def _variables(problem: Problem) -> int:
+    x = problem.n * problem.m
+    return x if problem.objective == "profit" else x + (problem.n - 1) * problem.m + 1
+
+
+def _padded(problem: Problem, rows: csr_array) -> csr_array:
+    """Rows over x, widened by zeros for the other variables."""
+    rest = _variables(problem) - rows.shape[1]
+    return rows if not rest else hstack([rows, csr_array((rows.shape[0], rest))], format="csr")
+
+
+def _makespan_rows(problem: Problem, x: csr_array, loads: csr_array) -> list[LinearConstraint]:
+    m, cuts = problem.m, (problem.n - 1) * problem.m
+    y = eye_array(cuts, format="csr")
+    here, after = x[:cuts], x[m:]
+    none = csr_array((cuts, 1))
+    compute = csr_array(loads / problem.capacities[:, None])
+    traffic = csr_array(kron(problem.cut_costs[None, :], eye_array(m)))
+    finish = hstack([compute, traffic, -np.ones((m, 1))], format="csr")
+    changes = block_array([[here - after, -y, none], [after - here, -y, none]], format="csr")
+    return [LinearConstraint(finish, -np.inf, 0.0), LinearConstraint(changes, -np.inf, 0.0)]

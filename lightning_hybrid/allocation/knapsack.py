@@ -1,0 +1,218 @@
+"""The allocation problem: n network partitions on m devices, as a 0-1 multiple knapsack.
+
+With loads p_i and capacities d_j the paper (Akintoye et al. 2022, Eqs. 3-8) asks for ::
+
+    c_ij = p_i / d_j                            profit of partition i on device j      (3)
+    max z = sum_ij x_ij c_ij                                                           (5)
+    sum_i x_ij p_i <= d_j     for every j       capacity                               (6)
+    sum_j x_ij = 1            for every i       one device per partition               (7)
+    x_ij in {0, 1}                                                                     (4), (8)
+
+and, in its prose, for at least one partition on each device. This is the objective `profit`.
+
+It does not make training faster. On equal devices z = sum_i p_i / d whatever the assignment; on
+unequal ones it is largest when the *smallest* devices are full, and neither balance nor traffic
+enters. Four partitions of load 1 on devices of capacity 2 and 4, to show it:
+
+>>> from lightning_hybrid.allocation import allocate
+>>> allocate([1, 1, 1, 1], [3, 3], objective="profit").value == 4 / 3  # like all the others
+True
+>>> allocate([1, 1, 1, 1], [2, 4], objective="profit").assignment.count(0)  # done after 2/2
+2
+>>> allocate([1, 1, 1, 1], [2, 4], objective="makespan").assignment.count(0)  # done after 3/4
+1
+
+`makespan`, the default, minimises what decides the time of a step: the slowest device, ::
+
+    min max_j ( sum_i x_ij p_i / d_j + sum over cuts i beside j of k_i )
+
+with d_j the relative speed of device j and k_i the cost of cutting between partitions i and i + 1,
+charged to the devices on both sides. Memory is a hard limit, not a cost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hybrid.errors import AllocationError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Objective = Literal["makespan", "profit"]
+
+SLACK = 1e-9
+"""Relative rounding that a limit forgives, so that sums of exactly fitting loads do fit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A checked instance. Partitions are counted by i < n, devices by j < m, limits by k.
+
+    An assignment is an integer array of shape (n,), the device of each partition; most methods take
+    any number of them at once, shape (b, n).
+    """
+
+    loads: Floats
+    """(n,) computation of each partition."""
+    capacities: Floats
+    """(m,) speed of each device (`makespan`) or the load it may carry (`profit`)."""
+    cut_costs: Floats
+    """(n - 1,) cost of cutting after a partition, for each of the two devices beside it."""
+    weights: Floats
+    """(k, n) what counts against the limits: loads (`profit`), memory."""
+    limits: Floats
+    """(k, m) how much of it a device takes."""
+    objective: Objective
+    contiguous: bool
+    """Whether the partitions of a device must follow each other."""
+
+    @property
+    def n(self) -> int:
+        return len(self.loads)
+
+    @property
+    def m(self) -> int:
+        return len(self.capacities)
+
+    @cached_property
+    def classes(self) -> tuple[int, ...]:
+        """For each device the first device equal to it in speed and limits."""
+        traits = list(map(tuple, np.vstack([self.capacities, self.limits]).T))
+        return tuple(traits.index(trait) for trait in traits)
+
+    @cached_property
+    def ceilings(self) -> Floats:
+        """The limits, with the rounding they forgive."""
+        return self.limits * (1 + SLACK)
+
+    def times(self, assignments: Ints) -> Floats:
+        """Computation plus cut costs of each device, shape (b, m)."""
+        times = self._sums(assignments, self.loads) / self.capacities
+        if self.cut_costs.any():
+            cost = np.where(assignments[:, 1:] != assignments[:, :-1], self.cut_costs, 0.0)
+            times += self._sums(assignments[:, :-1], cost) + self._sums(assignments[:, 1:], cost)
+        return times
+
+    def values(self, assignments: Ints) -> Floats:
+        """The objective, shape (b,): z of Eq. 5 (larger is better) or the makespan (smaller is)."""
+        if self.objective == "profit":
+            return np.asarray((self.loads / self.capacities[assignments]).sum(axis=1))
+        return np.asarray(self.times(assignments).max(axis=1))
+
+    def feasible(self, assignments: Ints) -> NDArray[np.bool_]:
+        """Whether every device has a partition and no limit is passed, shape (b,).
+
+        Contiguity is not looked at: it is a matter of how solvers represent an assignment.
+        """
+        fits = self._sums(assignments, np.ones(self.n)) > 0
+        for weights, ceilings in zip(self.weights, self.ceilings):
+            fits &= self._sums(assignments, weights) <= ceilings
+        return np.asarray(fits.all(axis=1))
+
+    def costs(self, assignments: Ints) -> Floats:
+        """What solvers minimise, shape (b,): the makespan or -z; infinite where infeasible."""
+        values = self.values(assignments)
+        signed = -values if self.objective == "profit" else values
+        return np.where(self.feasible(assignments), signed, np.inf)
+
+    @cached_property
+    def bound(self) -> float:
+        """A cost below which no assignment can lie; reaching it proves optimality."""
+        total = self.loads.sum()
+        if self.objective == "profit":
+            # Pretend that loads are divisible: then the smallest devices are filled first.
+            sizes = np.sort(self.capacities)
+            filled = np.clip(total - (np.cumsum(sizes) - sizes), 0, sizes)
+            return -float((filled / sizes).sum())
+        cheapest = np.sort(self.cut_costs)[: self.m - 1].sum()  # at least m - 1 cuts, paid twice
+        shared = (total + 2 * cheapest * self.capacities.min()) / self.capacities.sum()
+        return float(max(shared, self.loads.max() / self.capacities.max()))
+
+    def _sums(self, assignments: Ints, weights: Floats) -> Floats:
+        """Sum of the weights on each device, shape (b, m); weights of shape (n,) or (b, n)."""
+        rows = len(assignments)
+        cells = assignments + self.m * np.arange(rows)[:, None]
+        spread = np.broadcast_to(weights, assignments.shape)
+        sums = np.bincount(cells.ravel(), spread.ravel(), minlength=rows * self.m)
+        return sums.astype(np.float64, copy=False).reshape(rows, self.m)
+
+
+def make_problem(
+    loads: Sequence[float],
+    capacities: Sequence[float],
+    *,
+    cut_costs: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+    memory_limits: Sequence[float] | None = None,
+    objective: Objective = "makespan",
+    contiguous: bool = True,
+) -> Problem:
+    """Check the numbers and make a problem of them; the arguments are those of `allocate`.
+
+    Raises:
+        AllocationError: the numbers are wrong, or no assignment can satisfy them.
+    """
+    p = _numbers("loads", loads)
+    d = _numbers("capacities", capacities, positive=True)
+    n, m = len(p), len(d)
+    if objective not in ("makespan", "profit"):
+        raise AllocationError(f"objective {objective!r} is neither 'makespan' nor 'profit'")
+    if m < 1 or n < m:
+        raise AllocationError(
+            f"{n} partitions cannot give each of {m} devices one: "
+            "use fewer devices (stages), or cut the network into more partitions"
+        )
+    cuts = _numbers("cut_costs", [0.0] * (n - 1) if cut_costs is None else cut_costs, count=n - 1)
+    limited: list[tuple[str, Floats, Floats]] = []
+    if objective == "profit":
+        limited.append(("load", p, d))
+    if (memory is None) != (memory_limits is None):
+        raise AllocationError("memory and memory_limits must be given together")
+    if memory is not None and memory_limits is not None:
+        sizes = _numbers("memory", memory, count=n)
+        limited.append(("memory", sizes, _numbers("memory_limits", memory_limits, count=m)))
+    for name, weights, limits in limited:
+        _check_limit(name, weights, limits)
+    return Problem(
+        loads=p,
+        capacities=d,
+        cut_costs=cuts,
+        weights=np.array([weights for _, weights, _ in limited]).reshape(-1, n),
+        limits=np.array([limits for _, _, limits in limited]).reshape(-1, m),
+        objective=objective,
+        contiguous=contiguous,
+    )
+
+
+def _numbers(
+    name: str, values: Sequence[float], *, count: int | None = None, positive: bool = False
+) -> Floats:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or (count is not None and len(array) != count):
+        raise AllocationError(f"{name} has shape {array.shape}, {count or 'n'} numbers are needed")
+    low = array <= 0 if positive else array < 0
+    wrong = np.flatnonzero(low | ~np.isfinite(array))
+    if wrong.size:
+        least = "more than 0" if positive else "0 or more"
+        raise AllocationError(
+            f"{name}[{wrong[0]}] is {array[wrong[0]]}: a finite number of {least} is needed"
+        )
+    return array
+
+
+def _check_limit(name: str, weights: Floats, limits: Floats) -> None:
+    largest = int(weights.argmax())
+    if weights[largest] > limits.max() * (1 + SLACK):
+        raise AllocationError(
+            f"partition {largest} has {name} {weights[largest]:g}, more than any device takes "
+            f"({limits.max():g}): cut it further or use a larger device"
+        )
+    if weights.sum() > limits.sum() * (1 + SLACK):
+        raise AllocationError(
+            f"the partitions have {name} {weights.sum():g} in all, the devices take "
+            f"{limits.sum():g}: use more or larger devices"
+        )
