@@ -1,0 +1,27 @@
+"""The private names of torch that this package uses, each with its reason, all in this one file."""
+
+from typing import Any
+
+import torch
+
+# tensors with shapes and no memory: there is no public way to run code on them (torch.export uses it)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# leaves a FakeTensorMode for a moment, to run the one sub-module that cannot run on fake tensors
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+
+
+def backward_reaches(ctx: Any, index: int) -> bool:
+    """Whether the running backward will go on to the ``index``-th tensor input of a Function.
+
+    `torch.autograd.grad(loss, x)` passes through a node without wanting the gradients of
+    parameters; the engine knows, and there is no public way to ask it
+    (`torch.autograd.graph` and AOTAutograd ask it in the same words).
+    """
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward was called with ``retain_graph=True``; no public way either."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

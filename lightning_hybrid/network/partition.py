@@ -1,0 +1,221 @@
+"""Group the layers of a network into network partitions, the smallest units that move as a whole.
+
+One heavy layer (convolution, linear layer, opaque module with parameters) with the light ones
+around it makes one partition: Akintoye et al. 2022, III-A.1. Where the light layers between two
+heavy ones are divided follows the network's own modules: the cut lies where the fewest modules are
+left open, and as late as possible (so convolution, norm and ReLU stay together).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network.cuts import Cuts
+from lightning_hybrid.network.graph import Layer, NetworkGraph
+
+
+@dataclass(frozen=True)
+class NetworkPartition:
+    """Consecutive layers that are always on the same device."""
+
+    name: str
+    """dotted name of its first module"""
+    start: int
+    """number of its first layer in the graph"""
+    stop: int
+    """number after that of its last layer"""
+    layers: tuple[str, ...]
+    """names of its layers' nodes"""
+    modules: tuple[str, ...]
+    """per layer: dotted name of the module called, or of the one whose code calls the function"""
+    parameters: tuple[str, ...]
+    """dotted names of its parameters"""
+    flops: int
+    """load: floating-point operations of one forward at the traced batch size"""
+    output_bytes: int
+    """bytes of all that crosses a cut after it, at the traced batch size"""
+    refused: tuple[tuple[str, str], ...]
+    """places inside it where a cut was looked for and is not allowed: module name, and why"""
+
+
+def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
+    """The partitions of a traced network, in order; a cut before each but the first is allowed.
+
+    The load of a partition counts 2 FLOPs per multiplication and addition in convolutions and
+    matrix products (C_o C_i T H W K_T K_H K_W for a convolution: IV-C.1 of the paper), and one per
+    element that a light layer returns.
+    """
+    cuts = Cuts(graph)
+    heavy = _heavy_layers(graph, cuts)
+    starts, refused = [0], {}
+    for before, after in pairwise(heavy):
+        place, reason = _best_place(graph, cuts, before + 1, after)
+        if reason is None:
+            starts.append(place)
+        else:
+            refused[place] = reason
+    stops = [*starts[1:], len(graph.layers)]
+    names: set[str] = set()
+    partitions = []
+    for start, stop in zip(starts, stops):
+        inside = {place: reason for place, reason in refused.items() if start < place < stop}
+        partitions.append(_partition(graph, cuts, start, stop, inside, names))
+    return tuple(partitions)
+
+
+def layer_flops(layer: Layer) -> int:
+    """Load of one layer: counted operations, or one per element that it returns."""
+    return layer.flops or sum(torch.Size(value.size).numel() for value in layer.values)
+
+
+def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
+    """Numbers of the heavy layers.
+
+    A pointwise layer next to another heavy layer that reads the same tensor is not one by itself:
+    the shortcut of a residual block, or queries, keys and values of an attention.
+    """
+    heavy = [
+        number
+        for number, layer in enumerate(graph.layers)
+        if layer.parameters and (layer.flops or layer.module in graph.opaque)
+    ]
+    shapes = {name: tuple(p.shape) for name, p in graph.network.named_parameters()}
+    pointwise = {
+        number
+        for number in heavy
+        if all(size == 1 for name in graph.layers[number].parameters for size in shapes[name][2:])
+        and graph.layers[number].module not in graph.opaque
+    }
+
+    def beside_another(number: int) -> bool:
+        return any(
+            cuts.reads[number] & cuts.reads[other]
+            for other in heavy
+            if other < number or (other > number and other not in pointwise)
+        )
+
+    return [n for n in heavy if n not in pointwise or not beside_another(n)]
+
+
+def _best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[int, str | None]:
+    """The best position to cut from ``first`` to ``last``; with the reason if none is allowed."""
+    places = sorted(range(first, last + 1), key=lambda p: (_open_modules(graph, p), -p))
+    reasons = []
+    for place in places:
+        reason = cuts.refusal(place)
+        if reason is None:
+            return place, None
+        reasons.append(reason)
+    return places[0], reasons[0]
+
+
+def _open_modules(graph: NetworkGraph, position: int) -> int:
+    """How many modules (the network itself not counted) have layers on both sides of a cut."""
+    before, after = (_scope(graph.layers[i]) for i in (position - 1, position))
+    common = 0
+    for a, b in zip(before, after):
+        if a != b:
+            break
+        common += 1
+    return common
+
+
+def _scope(layer: Layer) -> list[str]:
+    parts = layer.module.split(".") if layer.module else []
+    return parts[:-1] if layer.is_module else parts
+
+
+def _partition(
+    graph: NetworkGraph,
+    cuts: Cuts,
+    start: int,
+    stop: int,
+    refused: dict[int, str],
+    names: set[str],
+) -> NetworkPartition:
+    layers = graph.layers[start:stop]
+    used = set().union(*(layer.parameters for layer in layers))
+    name = _label(graph, start, stop)
+    count = 2
+    while name in names:  # a module that is called several times
+        name = f"{_label(graph, start, stop)}#{count}"
+        count += 1
+    names.add(name)
+    return NetworkPartition(
+        name,
+        start,
+        stop,
+        tuple(layer.name for layer in layers),
+        tuple(layer.module for layer in layers),
+        tuple(n for n, _ in graph.network.named_parameters() if n in used),
+        sum(map(layer_flops, layers)),
+        cuts.bytes(stop),
+        tuple((_label(graph, place, stop), reason) for place, reason in refused.items()),
+    )
+
+
+def _label(graph: NetworkGraph, start: int, stop: int) -> str:
+    layers = graph.layers[start:stop]
+    first = next((layer.module for layer in layers if layer.is_module), None)
+    if first is not None or not layers:
+        return first or ""
+    return f"{layers[0].module}.{layers[0].name}".removeprefix(".")
+
+
+def find_boundary(partitions: Sequence[NetworkPartition], name: str) -> int:
+    """The number of the partition that begins with the module ``name``, as in the network.
+
+    Args:
+        partitions: from `network_partitions`.
+        name: dotted name of a module: a layer, or one that holds layers ("layer3").
+
+    Raises:
+        NetworkError: no partition begins there.
+    """
+    begins = _beginnings(partitions)
+    if name in begins:
+        number = begins[name]
+        if number > 0:
+            return number
+        raise NetworkError(f"cannot cut before {name!r}: the network begins there")
+    for partition in partitions:
+        for place, reason in partition.refused:
+            if place == name or place.startswith(f"{name}."):
+                raise NetworkError(f"cannot cut before {name!r}: {reason}")
+    known = [n for n, number in begins.items() if number > 0]
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.4) or known[:4]
+    inside = [p.name for p in partitions if name in _prefixes(p.modules)]
+    where = f"it lies inside partition {inside[0]!r}" if inside else "there is no such module in it"
+    raise NetworkError(
+        f"no partition of the network begins with {name!r} ({where}); "
+        f"close to it: {', '.join(map(repr, close)) or 'none, the network is one partition'}"
+    )
+
+
+def _beginnings(partitions: Sequence[NetworkPartition]) -> dict[str, int]:
+    """Module names that a partition begins with."""
+    begins: dict[str, int] = {}
+    seen: set[str] = set()
+    for number, partition in enumerate(partitions):
+        for index, module in enumerate(partition.modules):
+            new = _prefixes([module]) - seen
+            seen |= new
+            if index == 0:
+                begins.update(dict.fromkeys(sorted(new), number))
+    for number, partition in enumerate(partitions):
+        begins.setdefault(partition.name, number)
+    return begins
+
+
+def _prefixes(modules: Sequence[str]) -> set[str]:
+    found = set()
+    for module in modules:
+        parts = module.split(".")
+        found |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)} - {""}
+    return found

@@ -1,0 +1,522 @@
+"""Run a network once on tensors without memory and write down every layer that it calls.
+
+The run is ordinary Python: sizes, types and devices are known, so control flow on them works. What
+is written down is plain data; `graph.trace` compares several runs (other batch sizes, training and
+evaluation) and so learns which numbers depend on the batch size and which code on the mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MethodWrapperType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_hybrid.compat import FakeTensorMode, unset_fake_temporarily
+from lightning_hybrid.network.structure import Step, Token, rebuild, tensors_in
+
+_DESCENDED = (
+    nn.Sequential,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+)
+"""Modules of torch.nn whose parts are layers; all others of torch.nn are layers themselves."""
+
+
+class Untraceable(Exception):
+    """The code of a module cannot be written down layer by layer."""
+
+
+@dataclass(frozen=True)
+class Ref(Token):
+    """A tensor in a recording: an input, a part of what a call returned, or an attribute."""
+
+    kind: str
+    """``input``, ``call`` or ``attribute``"""
+    source: int | str
+    """number of the input or of the call, or dotted name of the attribute"""
+    path: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of one tensor."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    """tensors with the same number share memory"""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A module that is not a layer itself was entered or left."""
+
+    scope: tuple[str, ...]
+    entered: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One layer: what was called, with what, and which tensors came back."""
+
+    scope: tuple[str, ...]
+    """dotted names of the modules whose code was running, outermost first"""
+    op: str
+    """``call_module`` or ``call_function``"""
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    returned: dict[tuple[Step, ...], Shape] = field(hash=False)
+    mutated: frozenset[int] = frozenset()
+    """storages changed in place"""
+    mutated_names: frozenset[str] = frozenset()
+    """parameters and buffers changed in place"""
+    flops: int = 0
+    """of convolutions and matrix products"""
+
+
+@dataclass
+class Recording:
+    """All that one run wrote down."""
+
+    events: list[Mark | Call]
+    inputs: list[Shape]
+    output: Any
+    """the network's return value with a `Ref` for each tensor"""
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """Call a user's autograd function; one layer, so that its own backward is kept."""
+    return function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether the module is one layer: of torch.nn, or a call does more than its ``forward``."""
+    forward = type(module).forward
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or parametrize.is_parametrized(module)
+        or isinstance(module, torch.jit.ScriptModule)
+        or getattr(module, "_orig_mod", None) is not None  # torch.compile's wrapper
+    ):
+        return True
+    if any(forward is descended.forward for descended in _DESCENDED):
+        return False
+    return forward.__module__.startswith(("torch.nn.", "torch.ao."))
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down the calls made while it is active (inside the given fake mode).
+
+    Args:
+        network: the module whose call is recorded.
+        fakes: stand-ins for its parameters and buffers by dotted name.
+        fake_mode: the mode that runs operations on shapes alone.
+        device: the device that the network seems to be on.
+        opaque: dotted names of modules to record as one layer; grows when ``fall_back``.
+        fall_back: record a module that cannot be followed as one layer; else raise.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        fakes: Mapping[str, Tensor],
+        fake_mode: FakeTensorMode,
+        device: torch.device,
+        opaque: dict[str, str],
+        fall_back: bool,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.fake_mode = fake_mode
+        self.device = device
+        self.opaque = opaque
+        self.fall_back = fall_back
+        self.events: list[Mark | Call] = []
+        self._names = {id(module): name for name, module in network.named_modules()}
+        self._originals = dict(_named_tensors(network))
+        self._refs: dict[int, Ref] = {}
+        self._alive: list[Tensor] = []  # an id is only a name while its owner lives
+        self._storages: dict[int, int] = {}
+        self._scope: tuple[str, ...] = ()
+        self._quiet = 0
+        self._calls = 0
+        self._flops = FlopCounterMode(display=False)
+        self._state_names: dict[int, str] = {}
+        for name, fake in fakes.items():
+            self._know(fake, Ref("attribute", name))
+            self._state_names[self._storage(fake)] = name
+        for name, constant in _constants(network):
+            self._know(constant, Ref("attribute", name))
+
+    # ------------------------------------------------------------------ running the network
+
+    def run(self, call: Callable[[], Any], inputs: list[Tensor]) -> Recording:
+        """Record ``call()``, in which the network is called on ``inputs``."""
+        shapes = []
+        for number, value in enumerate(inputs):
+            self._know(value, Ref("input", number))
+            shapes.append(self._shape(value))
+        self._ambient = self._context()
+        with self._intercepted(), self._flops, self:
+            output = call()
+        return Recording(self.events, shapes, rebuild(output, self._written))
+
+    @contextlib.contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        """Let calls of modules and of autograd functions come to this recorder."""
+
+        def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._call_module(module, args, kwargs)
+
+        def call_autograd(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            if self._quiet:
+                return apply(cls, *args, **kwargs)
+            self._quiet += 1
+            try:
+                return self._record(
+                    "call_function",
+                    apply_function,
+                    (cls, *args),
+                    kwargs,
+                    lambda: apply(cls, *args, **kwargs),
+                )
+            finally:
+                self._quiet -= 1
+
+        def enter_hooks(hooks: Any) -> None:
+            # activation checkpointing and its like: the graph would lose them without a word
+            if not self._quiet:
+                raise Untraceable("uses saved-tensor hooks or activation checkpointing")
+            enter(hooks)
+
+        hooks_class = torch.autograd.graph.saved_tensors_hooks
+        apply = torch.autograd.Function.__dict__["apply"].__func__
+        enter = hooks_class.__enter__
+        with (
+            _replaced(nn.Module, "__call__", call_module),
+            _replaced(torch.autograd.Function, "apply", classmethod(call_autograd)),
+            _replaced(hooks_class, "__enter__", enter_hooks),
+        ):
+            yield
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
+        if func is Tensor.__iter__:
+            with self:  # so that the parts are recorded
+                return iter(args[0].unbind(0))
+        target, args_written = func, args
+        if isinstance(func, MethodWrapperType):  # a property, such as x.T
+            target, args_written = getattr, (args[0], func.__self__.__name__)  # type: ignore[attr-defined]
+        return self._record(
+            "call_function", target, args_written, kwargs, lambda: func(*args, **kwargs)
+        )
+
+    # ------------------------------------------------------------------ modules
+
+    def _call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        # the forward itself, never the hooks: they are the user's, and would see fake tensors
+        name = self._names.get(id(module))
+        if self._quiet or name is None:  # strangers are plain code
+            return _forward(module)(*args, **kwargs)
+        if module is self.network:
+            with side_effects_refused(module):
+                return module.forward(*args, **kwargs)
+        if name in self.opaque or is_leaf(module):
+            return self._layer(name, module, args, kwargs)
+        events, refs, calls = len(self.events), dict(self._refs), self._calls
+        try:
+            return self._descend(name, module, args, kwargs)
+        except Exception as error:
+            if not self.fall_back:
+                raise
+            del self.events[events:]
+            self._refs, self._calls = refs, calls
+            self.opaque[name] = f"{type(error).__name__}: {error}"
+            try:
+                return self._layer(name, module, args, kwargs)
+            except Exception as second:
+                raise second from error
+
+    def _descend(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        outer, self._scope = self._scope, (*self._scope, name)
+        self.events.append(Mark(self._scope, entered=True))
+        try:
+            with side_effects_refused(module):
+                output = module.forward(*args, **kwargs)
+        finally:
+            scope, self._scope = self._scope, outer
+        self.events.append(Mark(scope, entered=False))
+        return output
+
+    def _layer(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        def run() -> Any:
+            try:
+                with unchanged(module):
+                    return _forward(module)(*args, **kwargs)
+            except Exception as error:
+                return self._really_run(name, module, args, kwargs, error)
+
+        self._quiet += 1
+        try:
+            return self._record("call_module", name, args, kwargs, run)
+        finally:
+            self._quiet -= 1
+
+    def _really_run(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, reason: Exception
+    ) -> Any:
+        """Learn shapes from zeros, on copies of the module's tensors: it refuses fake tensors."""
+        state = {
+            inner: self._originals[f"{name}.{inner}"].detach().clone()
+            for inner, _ in _named_tensors(module)
+        }
+        if not isinstance(reason, Untraceable) and not is_about_values(reason):
+            raise reason
+        device = next((value.device for value in state.values()), torch.device("cpu"))
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.zeros(value.shape, dtype=value.dtype, device=device)
+
+        with unset_fake_temporarily(), unchanged(module), torch.no_grad():  # type: ignore[no-untyped-call]
+            values = rebuild(args, real), rebuild(kwargs, real)
+            output = torch.func.functional_call(module, state, *values)
+        return rebuild(
+            output,
+            lambda v: (
+                torch.empty(v.shape, dtype=v.dtype, device=self.device)
+                if isinstance(v, Tensor)
+                else v
+            ),
+        )
+
+    # ------------------------------------------------------------------ writing down
+
+    def _record(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any, run: Callable[[], Any]
+    ) -> Any:
+        given = [value for _, value in tensors_in((args, kwargs))]
+        state = self._state_of(target) if op == "call_module" else []
+        before = [value._version for value in (*given, *state)]
+        written = rebuild(args, self._written_lazily), rebuild(kwargs, self._written_lazily)
+        flops = self._flops.get_total_flops()
+        result = run()
+        mutated = {
+            self._storage(value)
+            for value, version in zip((*given, *state), before)
+            if value._version != version
+        }
+        parts = list(tensors_in(result))
+        if not parts and not mutated:
+            return result
+        self._check_context()
+        args_written, kwargs_written = (rebuild(w, self._resolved) for w in written)
+        # a call may return what it was given (in place, or dropout in evaluation); under an object
+        # of its own, what was given and what came back can be told apart afterwards
+        olds = {id(value) for value in given}
+        result = rebuild(result, lambda v: v.view(v.shape) if id(v) in olds else v)
+        parts = list(tensors_in(result))
+        returned = {path: self._shape(value) for path, value in parts}
+        for path, value in parts:
+            self._know(value, Ref("call", self._calls, path))
+        self._calls += 1
+        names = frozenset(self._state_names[s] for s in mutated if s in self._state_names)
+        self.events.append(
+            Call(
+                self._scope, op, target, args_written, kwargs_written, returned,
+                frozenset(mutated), names, self._flops.get_total_flops() - flops,
+            )
+        )  # fmt: skip
+        return result
+
+    def _state_of(self, name: str) -> list[Tensor]:
+        module = self.network.get_submodule(name)
+        return [value for _, value in _named_tensors(module)]
+
+    def _know(self, value: Tensor, ref: Ref) -> None:
+        self._refs[id(value)] = ref
+        self._alive.append(value)
+
+    def _written_lazily(self, value: Any) -> Any:
+        # a call that returns no tensor (x.shape) may well be made on a tensor that is not known
+        return self._refs.get(id(value), value) if isinstance(value, Tensor) else value
+
+    def _resolved(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            raise Untraceable(
+                f"uses a tensor of size {tuple(value.shape)} that is neither an input, nor a "
+                "parameter, buffer or attribute of a module, nor made by a call that torch shows"
+            )
+        if isinstance(value, nn.Module) or (callable(value) and hasattr(value, "__closure__")):
+            raise Untraceable(f"passes {value!r:.80} to a function, which may hide parameters")
+        return value
+
+    def _written(self, value: Any) -> Any:
+        return self._resolved(self._written_lazily(value))
+
+    def _shape(self, value: Tensor) -> Shape:
+        return Shape(tuple(value.shape), value.dtype, self._storage(value))
+
+    def _storage(self, value: Tensor) -> int:
+        try:
+            key = value.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # sparse tensors have none
+            key = id(value)
+        return self._storages.setdefault(key, len(self._storages))
+
+    def _context(self) -> tuple[Any, ...]:
+        kind = self.device.type
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+        )
+
+    def _check_context(self) -> None:
+        if self._context() != self._ambient:
+            raise Untraceable("switches gradients, inference mode or autocast inside its forward")
+
+
+def _forward(module: nn.Module) -> Callable[..., Any]:
+    # wrapped by torch.compile: the code that it wraps tells the shapes
+    inner = getattr(module, "_orig_mod", None)
+    return inner.forward if isinstance(inner, nn.Module) else module.forward
+
+
+def is_about_values(error: Exception) -> bool:
+    """Whether a module failed because fake tensors hold no values (and not by a mistake in it)."""
+    module = type(error).__module__
+    return module.startswith("torch._subclasses") or "fake" in str(error).lower() or (
+        "meta tensor" in str(error).lower() or "data pointer" in str(error).lower()
+        or "data-dependent" in str(error).lower()
+    )  # fmt: skip
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _constants(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are plain attributes of modules, with their dotted names."""
+    for name, module in network.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield (f"{name}.{key}" if name else key), value
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, list[Any] | None]]:
+    """The module's attributes, each with a copy of its parts where it is a container."""
+    attributes = {}
+    for key, value in vars(module).items():
+        parts: list[Any] | None = None
+        if isinstance(value, dict):
+            parts = list(value.items())
+        elif isinstance(value, list | set):
+            parts = list(value)
+        attributes[key] = (value, parts)
+    return attributes
+
+
+def _differs(old: tuple[Any, list[Any] | None], new: tuple[Any, list[Any] | None]) -> bool:
+    if old[0] is not new[0] or (old[1] is None) != (new[1] is None):
+        return True
+    if old[1] is None or new[1] is None:
+        return False
+
+    def parts(items: list[Any]) -> list[int]:
+        return [id(part[1]) if isinstance(part, tuple) else id(part) for part in items]
+
+    return parts(old[1]) != parts(new[1])
+
+
+@contextlib.contextmanager
+def side_effects_refused(module: nn.Module) -> Iterator[None]:
+    """Undo what the block changes in the module's own attributes, and say that it did so.
+
+    Raises:
+        Untraceable: the block set an attribute or drew from Python's or NumPy's generator; a
+            recording would lose the first and freeze the second.
+    """
+    before = _attributes(module)
+    draws = random.getstate(), numpy.random.get_state()[2]
+    try:
+        yield
+    finally:
+        after = _attributes(module)
+        changed = sorted(
+            key
+            for key in before.keys() | after.keys()
+            if key not in before or key not in after or _differs(before[key], after[key])
+        )
+        _put_back(module, before)
+    if changed:
+        raise Untraceable(f"its forward sets or changes the attribute {changed[0]!r}")
+    if draws != (random.getstate(), numpy.random.get_state()[2]):
+        raise Untraceable("its forward draws from Python's or NumPy's random generator")
+
+
+def _put_back(module: nn.Module, before: dict[str, tuple[Any, list[Any] | None]]) -> None:
+    attributes = vars(module)
+    for key in attributes.keys() - before.keys():
+        del attributes[key]
+    for key, (value, parts) in before.items():
+        attributes[key] = value
+        if parts is None:
+            continue
+        if _differs((value, parts), _attributes_of(value)):
+            value.clear()
+            value.extend(parts) if isinstance(value, list) else value.update(parts)
+
+
+def _attributes_of(value: Any) -> tuple[Any, list[Any]]:
+    return value, list(value.items()) if isinstance(value, dict) else list(value)
+
+
+@contextlib.contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Undo every change of attributes, and every draw from Python's and NumPy's generators."""
+    before = [(part, _attributes(part)) for part in module.modules()]
+    python, numpys = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            _put_back(part, attributes)
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    old = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if old is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)

@@ -1,0 +1,222 @@
+"""Trace a network into layers, for known sizes and any batch size."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_hybrid.compat import FakeTensorMode
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network.build import Builder
+from lightning_hybrid.network.graph import NetworkGraph, batch_size, describe, signature
+from lightning_hybrid.network.merge import Merger, Mismatch, Setting
+from lightning_hybrid.network.recorder import Recorder, Recording, unchanged
+from lightning_hybrid.network.structure import flatten, rebuild
+
+
+def trace(
+    network: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> NetworkGraph:
+    """Find the layers of a network and what flows between them.
+
+    The network's code runs a few times on tensors that have a size but no memory, with several
+    batch sizes, in training and in evaluation. So control flow on sizes, types and devices goes the
+    way it goes for the given arguments; the batch size stays free; and what depends on
+    ``module.training`` is still decided when the graph runs. A module whose code cannot be followed
+    (values in control flow, attributes set in ``forward``, hooks, parametrizations, activation
+    checkpointing, other layers in training than in evaluation) becomes one opaque layer.
+    Hooks of the network itself are not part of the graph: they belong to its call.
+
+    Nothing of the network changes, and no random number is drawn.
+
+    Args:
+        network: any module; its parameters may be on the meta device.
+        args: example arguments; only structure, sizes and types of the tensors matter, so tensors
+            on the meta device will do (see `describe`).
+        kwargs: example keyword arguments.
+        device: where the network will run, if its code asks; default: where the arguments are,
+            else where the parameters are.
+
+    Raises:
+        NetworkError: the forward of the network itself cannot be followed.
+    """
+    return _Tracing(network, args, dict(kwargs or {}), device).graph()
+
+
+class _Tracing:
+    def __init__(
+        self,
+        network: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device | str | None,
+    ) -> None:
+        lazy = [name for name, value in network.named_parameters() if is_lazy(value)]
+        if lazy:
+            raise NetworkError(
+                f"parameter {lazy[0]!r} has no size yet (lazy module); call the network once first"
+            )
+        self.network = network
+        self.args, self.kwargs = args, kwargs
+        self.tensors: list[Tensor] = []
+        flatten((args, kwargs), self.tensors)
+        self.batch = batch_size(self.tensors)
+        self.device = _seeming_device(device, self.tensors, network)
+        self.opaque: dict[str, str] = {}
+        self.now = network.training
+        self.training: bool | None = None
+
+    def graph(self) -> NetworkGraph:
+        """Record until all recordings agree, then build the graph."""
+        with unchanged(self.network), _training_restored(self.network):
+            while True:
+                opaque = len(self.opaque)
+                recordings = self._recordings()
+                if len(self.opaque) > opaque:
+                    continue
+                merger = Merger(list(recordings), self.device)
+                recorded = list(recordings.values())
+                try:
+                    calls, output = merger.calls(recorded), merger.output(recorded)
+                except Mismatch as mismatch:
+                    self._give_way(mismatch)
+                    continue
+                inputs = [merger.value(shapes) for shapes in zip(*(r.inputs for r in recorded))]
+                builder = Builder(self.network, self.device, inputs)
+                return builder.build(
+                    calls,
+                    output,
+                    key=signature(self.args, self.kwargs),
+                    training=self.training,
+                    batch=self.batch,
+                    opaque=self.opaque,
+                    example=describe(self.args, self.kwargs),
+                )
+
+    def _recordings(self) -> dict[Setting, Recording]:
+        batch = self.batch or 1
+        mode = self.training
+        recordings = {}
+        if mode is None:
+            now, other = Setting(batch, self.now), Setting(batch, not self.now)
+            recordings[now] = self._record(now, True)
+            try:
+                recordings[other] = self._record(other, True)
+            except NetworkError:
+                self.training = mode = self.now
+                recordings = {}
+        last = False if mode is None else mode
+        for setting in (Setting(batch, last), Setting(2 * batch, last)):
+            if setting not in recordings:
+                recordings[setting] = self._record(setting, True)
+        # a batch of one takes its own way through some code; some networks cannot run on it
+        with contextlib.suppress(NetworkError):
+            small = Setting(1 if batch > 1 else 3, last)
+            recordings[small] = self._record(small, False)
+        return dict(sorted(recordings.items(), key=lambda item: item[0].training, reverse=True))
+
+    def _give_way(self, mismatch: Mismatch) -> None:
+        if mismatch.scope:
+            module = self.network.get_submodule(mismatch.scope[-1])
+            why = "other in training than in evaluation" if mismatch.by_mode else "batch size"
+            for name, other in self.network.named_modules():
+                # the same code will differ in the same way elsewhere
+                if type(other) is type(module) and other is not self.network:
+                    self.opaque.setdefault(name, f"{mismatch.reason} ({why})")
+        elif mismatch.by_mode and self.training is None:
+            self.training = self.now
+        else:
+            raise NetworkError(
+                f"{type(self.network).__name__}.forward {mismatch.reason} for another batch size; "
+                "move that code into a sub-module, which then becomes one layer"
+            )
+
+    def _record(self, setting: Setting, fall_back: bool) -> Recording:
+        for module in self.network.modules():
+            vars(module)["training"] = setting.training
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_mode, torch.enable_grad():
+            fakes = _fake_state(self.network, self.device)
+            inputs = [self._fake_input(t, setting.batch) for t in self.tensors]
+            remaining = iter(inputs)
+            args, kwargs = rebuild(
+                (self.args, self.kwargs), lambda v: next(remaining) if isinstance(v, Tensor) else v
+            )
+            recorder = Recorder(self.network, fakes, fake_mode, self.device, self.opaque, fall_back)
+            try:
+                return recorder.run(
+                    lambda: torch.func.functional_call(self.network, fakes, args, kwargs), inputs
+                )
+            except Exception as error:
+                raise self._cannot(error) from error
+
+    def _fake_input(self, tensor: Tensor, batch: int) -> Tensor:
+        size = list(tensor.shape)
+        if size and size[0] == self.batch:
+            size[0] = batch
+        fake = torch.empty(size, dtype=tensor.dtype, device=self.device)
+        for memory_format in (torch.channels_last, torch.channels_last_3d):
+            if tensor.dim() == (4 if memory_format is torch.channels_last else 5) and (
+                not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format)
+            ):
+                fake = fake.contiguous(memory_format=memory_format)
+        return fake
+
+    def _cannot(self, error: Exception) -> NetworkError:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = re.compile(r"/(torch|lightning_hybrid)/")
+        user = [f for f in frames if not ours.search(f.filename)]
+        line = f"{user[-1].filename}:{user[-1].lineno}: {user[-1].line}" if user else "its forward"
+        return NetworkError(
+            f"cannot follow {type(self.network).__name__}.forward at {line}\n"
+            f"  {type(error).__name__}: {error}\n"
+            "  move that code into a sub-module (it then becomes one layer), or name the part of "
+            "the model that is to be cut with network='...'"
+        )
+
+
+def _seeming_device(
+    given: torch.device | str | None, tensors: Sequence[Tensor], network: nn.Module
+) -> torch.device:
+    devices = [torch.device(given)] if given else []
+    devices += [t.device for t in (*tensors, *network.parameters()) if t.device.type != "meta"]
+    device = devices[0] if devices else torch.device("cpu")
+    return device if device.type == "cpu" else torch.device(device.type, 0)
+
+
+def _fake_state(network: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Stand-ins for parameters and buffers; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for kind in (network.named_parameters, network.named_buffers):
+        for name, value in kind(remove_duplicate=False):
+            if id(value) not in made:
+                fake = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=device
+                )
+                if isinstance(value, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=value.requires_grad)
+                made[id(value)] = fake
+            state[name] = made[id(value)]
+    return state
+
+
+@contextlib.contextmanager
+def _training_restored(network: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in network.modules()]
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            vars(module)["training"] = flag
