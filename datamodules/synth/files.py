@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 
+from ..atomic import write_atomically
 from .anatomy import template_box_mm
 from .cohort import CohortSpec, ScanPlan, description, visit_name
 from .grids import Array, Grid, centred_grid
@@ -106,17 +106,6 @@ def write_volume(path: Path, volume: Array, form: FileForm, storage: str) -> int
         data = buffer.getvalue()
     write_atomically(path, data)
     return len(data)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write under a temporary name beside the target, then replace."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def download_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:

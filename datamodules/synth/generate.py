@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ..atomic import write_atomically
 from ..errors import FolderError
+from ..ida import TRUTH_MARKER
 from .anatomy import Anatomy, build_anatomy
 from .cohort import CohortSpec, ScanPlan, plan_cohort
 from .files import (
@@ -23,7 +25,6 @@ from .files import (
     download_path,
     draw_form,
     table_bytes,
-    write_atomically,
     write_volume,
 )
 from .levels import LEVELS
@@ -32,7 +33,6 @@ from .subject import draw_head, draw_scanner
 
 FORMAT_VERSION = 1  # raise it whenever the same spec gives other bytes than before
 TRUTH_FOLDER = "truth"
-COHORT_FILE = "cohort.json"  # in the truth folder: marks it, so that no reader scans it
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def generate(
     if done is not None:
         return CohortSummary(folder, len(done), sum(done.values()), already_complete=True)
     plans = plan_cohort(spec)
-    marker = folder / TRUTH_FOLDER / COHORT_FILE
+    marker = folder / TRUTH_FOLDER / TRUTH_MARKER
     write_atomically(marker, _marker_bytes(spec, None))
     files: dict[str, int] = {}
     truth: list[dict[str, object]] = []
@@ -98,7 +98,7 @@ def _existing(folder: Path, spec: CohortSpec) -> dict[str, int] | None:
     """The files of the same, complete cohort in ``folder``, or None if it has to be made."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
-    marker = folder / TRUTH_FOLDER / COHORT_FILE
+    marker = folder / TRUTH_FOLDER / TRUTH_MARKER
     if not marker.is_file():
         names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ["a file"]
         raise FolderError(

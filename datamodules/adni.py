@@ -1,0 +1,285 @@
+"""The data module for ADNI scans."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader
+
+from .cache import Item, ScanDataset
+from .errors import DataError, ProblemsError, SplitError
+from .labels import TASKS, TaskName
+from .records import ScanRecord, fingerprint, read_manifest, write_manifest
+from .seeding import seed_transforms, seed_worker
+from .splits import SPLITS, Split, SplitName, assign, check_leak, load_split, make_split, save_split
+from .survey import refuse_inside, survey, write_problems
+from .transforms import fixed_transforms, random_transforms
+
+
+class ADNIDataModule(lightning.LightningDataModule):
+    """Structural MRI of ADNI, read from a portal (IDA) download.
+
+    Each item is a dictionary of plain tensors and strings: ``image`` (1, D, H, W) float32 in RAS
+    order, ``label`` int64, ``subject``, ``image_id``, ``affine`` (4, 4) float32 from voxel index to
+    RAS mm. ``prepare_data`` reads every file once to its end, reports all problems together and
+    writes manifest and split beside the cache; ``setup`` only reads these two small files and
+    checks that no subject is in two parts.
+
+    Args:
+        root: download folder with the scans and the collection CSV. Never written to.
+        task: ``ad_nc``: label 0 is NC, label 1 is AD.
+        batch_size: scans per batch (of one replica).
+        spatial_shape: voxels of an image (D, H, W), reached by cropping and padding.
+        spacing_mm: voxel size.
+        val_fraction: share of the subjects for validation.
+        test_fraction: share of the subjects for testing; may be 0.
+        seed: decides the split, and the permutation of ``shuffle_labels``.
+        num_workers: loader processes.
+        augment: vary pose, gain and noise of training images.
+        flip: also mirror training images; this erases left-right differences.
+        eval_visits: validate and test on each subject's first scan, or on all.
+        shuffle_labels: permute the labels over the subjects of each part. A sanity run: whatever a
+            network then scores on held-out subjects is not knowledge about the disease.
+        collection_csv: the collection table, when it is not the only CSV in ``root``.
+        split_file: read the split from here, or write it here when the file does not exist.
+        cache_dir: prepared images, results of the check, manifests and splits.
+        cache_images: keep prepared images on disk.
+        on_bad: stop when anything is wrong with the data, or go on without the bad scans.
+
+    Raises:
+        FolderError: no such folder, no scans, or an output inside ``root``.
+        TableError: the collection table is missing, ambiguous or not understood.
+        ProblemsError: problems with scans or rows, all at once (``on_bad="error"``).
+        SplitError: a leak, a class too small, or a split file that does not fit.
+        ScanReadError: a scan cannot be read any more while training.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        task: TaskName = "ad_nc",
+        batch_size: int = 6,
+        *,
+        spatial_shape: tuple[int, int, int] = (91, 109, 91),
+        spacing_mm: float = 2.0,
+        val_fraction: float = 0.15,
+        test_fraction: float = 0.15,
+        seed: int = 0,
+        num_workers: int = 0,
+        augment: bool = True,
+        flip: bool = False,
+        eval_visits: Literal["baseline", "all"] = "baseline",
+        shuffle_labels: bool = False,
+        collection_csv: str | Path | None = None,
+        split_file: str | Path | None = None,
+        cache_dir: str | Path = ".cache/adni",
+        cache_images: bool = True,
+        on_bad: Literal["error", "skip"] = "error",
+    ) -> None:
+        super().__init__()
+        if task not in TASKS:
+            raise DataError("BAD_TASK", f"task {task!r}", action=f"use one of {', '.join(TASKS)}")
+        self.root = Path(root)
+        self.task = TASKS[task]
+        self.batch_size = batch_size
+        self.spatial_shape = spatial_shape
+        self.spacing_mm = spacing_mm
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.seed = seed
+        self.num_workers = num_workers
+        self.augment = augment
+        self.flip = flip
+        self.eval_visits = eval_visits
+        self.shuffle_labels = shuffle_labels
+        self.collection_csv = Path(collection_csv) if collection_csv else None
+        self.split_file = Path(split_file) if split_file else None
+        self.cache_dir = Path(cache_dir)
+        self.cache_images = cache_images
+        self.on_bad = on_bad
+        self.split: Split | None = None
+        self.records: list[ScanRecord] = []
+        self._told = False
+        for path, what in ((self.cache_dir, "cache_dir"), (self.split_file, "split_file")):
+            if path is not None:
+                refuse_inside(self.root, path, what)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Class names; the index is the label."""
+        return self.task.class_names
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.task.class_names)
+
+    @property
+    def state_dir(self) -> Path:
+        """Folder of the manifest, the split and the check's results for this data folder."""
+        key = f"{self.root.resolve()}|{self.task.name}|{self.collection_csv}"
+        name = f"{self.root.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        return self.cache_dir / name
+
+    def prepare_data(self) -> None:
+        """Survey the folder, report every problem at once, write manifest and split."""
+        found = survey(
+            self.root,
+            self.task,
+            self.state_dir / "checks.json",
+            collection_csv=self.collection_csv,
+        )
+        if found.problems:
+            report = self.state_dir / "problems.tsv"
+            write_problems(report, found.problems)
+            if self.on_bad == "error":
+                raise ProblemsError(found.problems, str(self.root), str(report))
+        write_manifest(self.state_dir / "manifest.tsv", found.records)
+        path = self._split_path(found.records)
+        if not path.exists():
+            fractions = (self.val_fraction, self.test_fraction)
+            save_split(path, make_split(found.records, *fractions, self.seed))
+        if not self._told:
+            self.setup()
+            rank_zero_info(f"{found.summary()}\n{self.describe()}")
+            self._told = True
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read manifest and split, and check for leaks; reads no image, so any rank may call it."""
+        manifest = self.state_dir / "manifest.tsv"
+        if not manifest.exists():
+            raise DataError(
+                "NOT_PREPARED", "no manifest yet", str(manifest), "call prepare_data() first"
+            )
+        records = read_manifest(manifest)
+        path = self._split_path(records)
+        self.split = load_split(path)
+        records = assign(records, self.split, str(path))
+        check_leak(records)
+        self.records = _permuted(records, self.seed) if self.shuffle_labels else records
+        self._check_classes()
+
+    def _split_path(self, records: Sequence[ScanRecord]) -> Path:
+        if self.split_file is not None:
+            return self.split_file
+        subjects = sorted({record.subject for record in records if record.used})
+        key = f"{subjects}|{self.val_fraction}|{self.test_fraction}|{self.seed}"
+        return self.state_dir / f"split-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+    def _check_classes(self) -> None:
+        present = {record.label for record in self.records if record.split == "train"}
+        missing = [n for label, n in enumerate(self.class_names) if label not in present]
+        if missing:
+            raise SplitError(
+                "MISSING_CLASS",
+                f"no training scan of {', '.join(missing)}",
+                str(self.root),
+                "add scans of that class, or use another split",
+            )
+
+    def scans(self, part: SplitName) -> list[ScanRecord]:
+        """The records of ``train``, ``val`` or ``test`` in the order of the data set."""
+        chosen = [record for record in self.records if record.split == part]
+        if part == "train" or self.eval_visits == "all":
+            return chosen
+        first: dict[str, ScanRecord] = {}
+        for record in sorted(chosen, key=lambda r: (r.acq_date, r.image_id)):
+            first.setdefault(record.subject, record)
+        return [record for record in chosen if first[record.subject] is record]
+
+    def dataset(self, part: SplitName, augment: bool = False) -> ScanDataset:
+        """The scans of one part as a data set of items."""
+        return ScanDataset(
+            self.scans(part),
+            fixed_transforms(self.spatial_shape, self.spacing_mm),
+            random_transforms(self.flip) if augment else (),
+            self.cache_dir / "images" if self.cache_images else None,
+        )
+
+    def train_dataloader(self) -> DataLoader[Item]:
+        """Shuffled training scans."""
+        return self._loader("train", shuffle=True, augment=self.augment)
+
+    def val_dataloader(self) -> DataLoader[Item]:
+        """Validation scans, in fixed order."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Item]:
+        """Test scans, in fixed order."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Item]:
+        """The test scans again: predictions about subjects that were trained on prove nothing."""
+        return self._loader("test")
+
+    def _loader(
+        self, part: SplitName, shuffle: bool = False, augment: bool = False
+    ) -> DataLoader[Item]:
+        dataset = self.dataset(part, augment)
+        rank = self.trainer.global_rank if self.trainer else 0
+        if augment:  # for num_workers=0; worker processes seed themselves
+            seed_transforms(dataset, torch.initial_seed(), rank)
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            worker_init_fn=partial(seed_worker, rank=rank),
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def describe(self) -> str:
+        """Scans and subjects per class and part, as a small table."""
+        lines = [
+            f"{'':8}" + "".join(f"{name:>8}" for name in self.class_names) + f"{'subjects':>10}"
+        ]
+        for part in SPLITS:
+            scans = self.scans(part)
+            counts = Counter(record.label for record in scans)
+            numbers = "".join(f"{counts[label]:>8}" for label in range(self.num_classes))
+            lines.append(f"{part:8}{numbers}{len({r.subject for r in scans}):>10}")
+        if self.shuffle_labels:
+            lines.append("labels are PERMUTED over subjects (shuffle_labels=True)")
+        return "\n".join(lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to know: which split and which scans it was trained on."""
+        if self.split is None:
+            return {}
+        return {"split": self.split.fingerprint, "scans": fingerprint(self.records)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse to go on from a checkpoint that was trained on another split.
+
+        Raises:
+            SplitError: today's held-out subjects may have been trained on.
+        """
+        if self.split is not None and state_dict.get("split") not in (None, self.split.fingerprint):
+            raise SplitError(
+                "OTHER_SPLIT",
+                "the checkpoint was trained on another split of the subjects",
+                str(self._split_path(self.records)),
+                "give the split_file of that run, or start anew",
+            )
+
+
+def _permuted(records: Sequence[ScanRecord], seed: int) -> list[ScanRecord]:
+    """Labels permuted over the subjects of each part, so that the class counts stay."""
+    labels: dict[str, int | None] = {}
+    for number, part in enumerate(SPLITS):
+        own = {record.subject: record.label for record in records if record.split == part}
+        subjects = sorted(own)
+        order = np.random.default_rng([seed, number]).permutation(len(subjects))
+        labels |= {subject: own[subjects[other]] for subject, other in zip(subjects, order)}
+    return [replace(r, label=labels[r.subject]) if r.split else r for r in records]

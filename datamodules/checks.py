@@ -1,0 +1,279 @@
+"""Reading every file to its end before the first training step.
+
+MONAI and nibabel name no path when a file is cut off, and take a flipped bit in a gzip stream for
+data, because they never read as far as the checksum. Here each file is read whole, once; results
+are kept outside the data, keyed by path, size and times, so that the next start is quick.
+"""
+
+# mypy: allow-untyped-calls
+# (most of nibabel carries no annotations)
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+
+from .atomic import write_atomically
+from .errors import Problem
+from .records import ScanRecord
+
+_VERSION = 1  # raise it when a check changes
+_LARGEST_BYTES = 4 << 30  # of one volume, by its header
+_GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """What is known of one file. ``code`` is empty for a good one; a ``warning`` does no harm."""
+
+    code: str = ""
+    detail: str = ""
+    action: str = ""
+    warning: str = ""
+    sha256: str = ""
+    shape: str = ""
+    zooms: str = ""
+    axcodes: str = ""
+
+
+class _Bad(Exception):
+    def __init__(self, code: str, detail: str, action: str) -> None:
+        super().__init__(code, detail, action)
+        self.report = FileReport(code, detail, action)
+
+
+_AGAIN = "download the file again"
+
+
+def check_file(path: Path) -> FileReport:
+    """Read one file to its end and say what is wrong with it, or describe it."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return FileReport("NOT_FOUND", "the file has gone", _AGAIN)
+    except OSError as error:
+        return FileReport("UNREADABLE", f"{error.strerror}", "check rights and disk")
+    try:
+        image = _parse(path, data)
+        report = _check_geometry(image)
+        _check_values(image)
+    except _Bad as bad:
+        return bad.report
+    return replace(report, sha256=hashlib.sha256(data).hexdigest())
+
+
+def _parse(path: Path, data: bytes) -> Any:
+    if not data:
+        raise _Bad("EMPTY", "0 bytes", _AGAIN)
+    gzipped, named_gz = data.startswith(_GZIP), path.name.lower().endswith(".gz")
+    header = _start(data) if gzipped else data[:540]
+    kind = _nifti_class(header)
+    if kind is None:
+        if gzipped and len(header) < 348:
+            raise _Bad("CORRUPT_GZIP", f"gzip stream broken off in {len(data)} bytes", _AGAIN)
+        raise _Bad("NOT_NIFTI", f"starts with {header[:24]!r}", _AGAIN)
+    if gzipped != named_gz:
+        right = path.name + ".gz" if gzipped else path.name[: -len(".gz")]
+        what = "gzipped" if gzipped else "not gzipped"
+        raise _Bad("WRONG_SUFFIX", f"the content is {what}", f"rename it to {right}")
+    expected = _volume_end(kind.header_class(header[: kind.header_class.template_dtype.itemsize]))
+    if expected > _LARGEST_BYTES:
+        raise _Bad("TOO_LARGE", f"the header claims {expected / 2**30:.0f} GiB", _AGAIN)
+    if gzipped:
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, OSError, zlib.error) as error:
+            raise _Bad("CORRUPT_GZIP", f"{error}", _AGAIN) from None
+    if len(data) < expected:
+        raise _Bad("TRUNCATED", f"{len(data)} bytes where {expected} are promised", _AGAIN)
+    try:
+        return kind.from_bytes(data)
+    except (ValueError, OSError, nib.spatialimages.HeaderDataError) as error:
+        raise _Bad("NOT_NIFTI", f"{error}", _AGAIN) from None
+
+
+def _start(data: bytes) -> bytes:
+    try:
+        return zlib.decompressobj(wbits=31).decompress(data, 540)
+    except zlib.error:
+        return b""
+
+
+def _nifti_class(header: bytes) -> Any:
+    for order in ("little", "big"):
+        size = int.from_bytes(header[:4], order)
+        if size == 348 and header[344:347] == b"n+1":
+            return nib.Nifti1Image
+        if size == 540 and header[4:7] == b"n+2":
+            return nib.Nifti2Image
+    return None
+
+
+def _volume_end(header: Any) -> int:
+    """Where the data end in the file, by the header alone."""
+    shape = [int(n) for n in header.get_data_shape()]
+    return int(header.get_data_offset()) + math.prod(shape) * int(header.get_data_dtype().itemsize)
+
+
+def _check_geometry(image: Any) -> FileReport:
+    header, shape = image.header, image.shape
+    while len(shape) > 3 and shape[-1] == 1:  # a series of one volume is a volume
+        shape = shape[:-1]
+    if len(shape) != 3 or min(shape) < 2:
+        raise _Bad("NOT_3D", f"shape {image.shape}", "give one 3-D volume per file")
+    if image.get_data_dtype().kind not in "iuf":
+        raise _Bad("BAD_DTYPE", f"voxels of type {image.get_data_dtype()}", "convert to numbers")
+    if int(header["sform_code"]) == 0 and int(header["qform_code"]) == 0:
+        raise _Bad("NO_ORIENTATION", "sform and qform codes are 0", "convert again from DICOM")
+    zooms = np.asarray(header.get_zooms()[:3], float)
+    if not (np.isfinite(zooms).all() and (zooms > 0).all()):
+        raise _Bad("BAD_PIXDIM", f"voxel size {tuple(zooms)} mm", "convert again from DICOM")
+    affine = image.affine
+    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-6:
+        raise _Bad("SINGULAR_AFFINE", f"affine {affine[:3].tolist()}", "convert again from DICOM")
+    _check_forms(header)
+    sizes = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
+    extent = sizes * shape
+    odd = sizes.min() < 0.4 or sizes.max() > 4 or extent.min() < 100 or extent.max() > 450
+    measures = f"voxels {sizes.round(2).tolist()} mm, field of view {extent.round().tolist()} mm"
+    return FileReport(
+        warning=f"GEOMETRY: {measures}" if odd else "",
+        shape=" ".join(str(n) for n in shape),
+        zooms=" ".join(f"{size:.4g}" for size in sizes),
+        axcodes="".join(nib.aff2axcodes(affine)),
+    )
+
+
+def _check_forms(header: Any) -> None:
+    """Readers take the sform silently when the two disagree; one of them is wrong."""
+    if int(header["sform_code"]) == 0 or int(header["qform_code"]) == 0:
+        return
+    sform, qform = header.get_sform(), header.get_qform()
+    axes = nib.aff2axcodes(sform), nib.aff2axcodes(qform)
+    apart = float(np.abs(sform[:3, 3] - qform[:3, 3]).max())
+    if axes[0] != axes[1] or apart > 1.0:
+        detail = f"sform {''.join(axes[0])}, qform {''.join(axes[1])}, origins {apart:.1f} mm apart"
+        raise _Bad("FORM_CONFLICT", detail, "find out which is right, and write it to both")
+
+
+def _check_values(image: Any) -> None:
+    values = np.asarray(image.dataobj)
+    if values.dtype.kind == "f":
+        finite = np.isfinite(values)
+        if not finite.all():
+            first = tuple(int(i) for i in np.argwhere(~finite)[0])
+            detail = f"{int((~finite).sum())} voxels are NaN or infinite, the first at {first}"
+            raise _Bad("NON_FINITE", detail, "repair or exclude the scan")
+    low, high = values.min(), values.max()
+    if low == high:
+        raise _Bad("CONSTANT", f"every voxel is {low}", _AGAIN)
+    if bool(((values == low) | (values == high)).all()):
+        raise _Bad("BINARY_LOOKS_LIKE_MASK", f"only {low} and {high}", "exclude the mask")
+
+
+def check_records(
+    records: Sequence[ScanRecord],
+    store: Path,
+    *,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[ScanRecord], list[Problem], list[str]]:
+    """Check the files of all used records.
+
+    Threads are enough: unpacking, hashing and the array operations release the interpreter lock.
+
+    Args:
+        records: all records; those excluded or bad already are passed through unread.
+        store: JSON file, outside the data, that keeps the results.
+        workers: threads; None means one per core, eight at most.
+        progress: called with (files done, all files).
+
+    Returns:
+        The records with content hash, shape and problem filled in; the problems; the warnings.
+    """
+    known = _load(store)
+    paths = [record.path for record in records if record.used]
+    keys = {path: _key(path) for path in paths}
+    todo = [path for path in paths if keys[path] not in known]
+    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
+        for count, report in enumerate(pool.map(lambda path: check_file(Path(path)), todo), 1):
+            known[keys[todo[count - 1]]] = report
+            if count % 100 == 0:  # a stopped check goes on from here
+                _save(store, known)
+            if progress:
+                progress(count, len(todo))
+    if todo:
+        _save(store, known)
+    return _apply(records, {path: known[key] for path, key in keys.items()})
+
+
+def _apply(
+    records: Sequence[ScanRecord], reports: dict[str, FileReport]
+) -> tuple[list[ScanRecord], list[Problem], list[str]]:
+    owners: dict[str, list[str]] = defaultdict(list)
+    for record in records:
+        if record.path in reports and reports[record.path].sha256:
+            owners[reports[record.path].sha256].append(record.image_id)
+    checked, problems, warnings = [], [], []
+    for record in records:
+        report = reports.get(record.path)
+        if report is not None:
+            twins = owners[report.sha256] if report.sha256 else []
+            if len(twins) > 1:
+                detail = (
+                    f"the same content as {', '.join(i for i in twins if i != record.image_id)}"
+                )
+                report = replace(
+                    report, code="DUPLICATE_CONTENT", detail=detail, action="keep the right one"
+                )
+            record = replace(
+                record,
+                sha256=report.sha256,
+                shape=report.shape,
+                zooms=report.zooms,
+                axcodes=report.axcodes,
+                problem=report.code,
+            )
+            who = (record.path, record.subject, record.image_id)
+            problems += [Problem(report.code, report.detail, report.action, *who)] * bool(
+                report.code
+            )
+            warnings += [f"{report.warning} ({record.path})"] * bool(report.warning)
+        checked.append(record)
+    return checked, problems, warnings
+
+
+def _key(path: str) -> str:
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return f"{path}|gone"
+    # the change time too: a replaced file may have been given the old modification time
+    return f"{path}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}"
+
+
+def _load(store: Path) -> dict[str, FileReport]:
+    try:
+        content = json.loads(store.read_text())
+        if content["version"] != _VERSION:
+            return {}
+        return {key: FileReport(**report) for key, report in content["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # missing or damaged: the files are read again
+
+
+def _save(store: Path, reports: dict[str, FileReport]) -> None:
+    files = {key: asdict(report) for key, report in reports.items() if not key.endswith("|gone")}
+    write_atomically(store, json.dumps({"version": _VERSION, "files": files}).encode())

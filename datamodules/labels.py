@@ -1,0 +1,41 @@
+"""Diagnosis words and classification tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TaskName = Literal["ad_nc"]
+
+_WORDS = {
+    "NC": ("cn", "nc", "nl", "normal", "control"),
+    "SMC": ("smc",),
+    "MCI": ("mci", "emci", "lmci"),
+    "AD": ("ad", "dementia"),
+}
+_ALIASES = {word: name for name, words in _WORDS.items() for word in words}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A classification task: class names in the order of the labels, diagnosis of each class."""
+
+    name: str
+    class_names: tuple[str, ...]
+
+    def label(self, dx: str) -> int | None:
+        """Label of a diagnosis, or None when it has no part in the task."""
+        return self.class_names.index(dx) if dx in self.class_names else None
+
+
+TASKS: dict[str, Task] = {"ad_nc": Task("ad_nc", ("NC", "AD"))}
+
+
+def diagnosis(word: str) -> str | None:
+    """The diagnosis that a table's word stands for, or None for an unknown word."""
+    return _ALIASES.get(word.strip().lower())
+
+
+def known_words() -> str:
+    """All accepted words, for messages."""
+    return ", ".join(sorted(_ALIASES))

@@ -1,0 +1,92 @@
+"""Everything that is found out about a data folder before training: who, what, and is it sound."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from .atomic import write_atomically
+from .checks import check_records
+from .collection import find_collection
+from .errors import FolderError, Problem
+from .ida import discover, read_ida
+from .labels import Task
+from .records import ScanRecord, count_line
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Records, problems (each makes a scan bad or names a missing one) and harmless warnings."""
+
+    root: Path
+    table: Path
+    records: list[ScanRecord]
+    problems: list[Problem]
+    warnings: list[str]
+
+    def summary(self) -> str:
+        """Counts that add up, and what lies behind them."""
+        reasons = Counter(r.reason.partition(":")[0] for r in self.records if r.reason)
+        kinds = Counter(problem.code for problem in self.problems)
+        lines = [f"{self.root} with {self.table.name}", count_line(self.records)]
+        if reasons:
+            lines.append("excluded: " + ", ".join(f"{n} x {r}" for r, n in reasons.most_common()))
+        if kinds:
+            lines.append("problems: " + ", ".join(f"{n} x {k}" for k, n in kinds.most_common()))
+        if self.warnings:
+            lines.append(f"warnings: {len(self.warnings)}, first: {self.warnings[0]}")
+        return "\n".join(lines)
+
+
+def survey(
+    root: Path,
+    task: Task,
+    store: Path | None,
+    *,
+    collection_csv: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Survey:
+    """Find the scans, join them with their table, label them and read every used file to its end.
+
+    Args:
+        root: the download folder; nothing is written into it.
+        task: which diagnoses become which label.
+        store: file for the results of the reading, outside ``root``; None: files are not read.
+        collection_csv: the collection table; None: the only one directly in ``root``.
+        progress: called with (files read, files to read).
+
+    Raises:
+        FolderError: no such folder, or no scans in it.
+        TableError: the collection table is missing, ambiguous or not understood.
+    """
+    discover(root)  # a missing folder is a better message than a missing table
+    collection = find_collection(root, collection_csv)
+    reading = read_ida(root, collection, task)
+    if store is None:
+        return Survey(root, collection.path, reading.records, reading.problems, [])
+    records, problems, warnings = check_records(reading.records, store, progress=progress)
+    return Survey(root, collection.path, records, reading.problems + problems, warnings)
+
+
+def refuse_inside(root: Path, path: Path, what: str) -> None:
+    """Raise unless ``path`` lies outside the data folder ``root``."""
+    if path.resolve().is_relative_to(root.resolve()):
+        raise FolderError(
+            "INSIDE_DATA",
+            f"{what} {path} lies inside the data folder, where nothing is ever written",
+            str(root),
+            f"give another {what}",
+        )
+
+
+def write_problems(path: Path, problems: Sequence[Problem]) -> None:
+    """Write the problems as a tab-separated table, atomically."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
+    writer.writerow([field.name for field in fields(Problem)])
+    writer.writerows(astuple(problem) for problem in problems)
+    write_atomically(path, buffer.getvalue().encode())

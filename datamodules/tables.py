@@ -1,0 +1,116 @@
+"""Reading CSV files that people have opened in spreadsheets.
+
+Accepts UTF-8 with or without BOM, UTF-16 with BOM and Windows-1252; comma, semicolon and tab.
+Column names are compared without case, spaces, dots and underscores. All values stay text:
+converting ``0295`` or ``NA`` is the business of whoever knows the column.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import TableError
+
+_DELIMITERS = (",", ";", "\t")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows by normalised column name; ``lines`` are the line numbers in the file."""
+
+    path: Path
+    header: tuple[str, ...]
+    rows: tuple[dict[str, str], ...]
+    lines: tuple[int, ...]
+    encoding: str
+
+
+def normalise(column: str) -> str:
+    """``Image Data ID``, ``image_data_id`` and ``Image.Data.ID`` are one column."""
+    return re.sub(r"[\s_.]+", "", column).lower()
+
+
+def read_table(path: Path, required: Collection[str]) -> Table:
+    """Read a table that has at least the ``required`` (normalised) columns, and one row.
+
+    Raises:
+        TableError: missing, empty or undecodable file, wrong or doubled columns, a row with more
+            values than the header, or a header alone.
+    """
+    text, encoding = _decode(path)
+    header, delimiter = _sniff(path, text, required)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    names: list[str] | None = None
+    rows, lines = [], []
+    for values in reader:
+        if not any(value.strip() for value in values):
+            continue
+        if names is None:
+            names = [normalise(value) for value in values]
+            continue
+        if len(values) > len(names) and any(values[len(names) :]):
+            raise _bad(
+                path,
+                f"line {reader.line_num} has {len(values)} values for {len(names)} columns",
+                "put quotes around the value that holds the separator, or export the table again",
+            )
+        rows.append({name: value.strip() for name, value in zip(names, values)})
+        lines.append(reader.line_num)
+    if not rows:
+        raise _bad(path, "a header and no rows", "export the table again from the portal")
+    return Table(path, header, tuple(rows), tuple(lines), encoding)
+
+
+def _bad(path: Path, found: str, action: str) -> TableError:
+    return TableError("BAD_TABLE", found, str(path), action)
+
+
+def _decode(path: Path) -> tuple[str, str]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _bad(path, f"cannot be read: {error.strerror}", "check the path") from None
+    if not data.strip():
+        raise _bad(path, "an empty file", "export the table again from the portal")
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        text, encoding = data.decode("utf-16", errors="replace"), "utf-16"
+    else:
+        try:
+            text, encoding = data.decode("utf-8-sig"), "utf-8"
+        except UnicodeDecodeError:
+            text, encoding = data.decode("cp1252", errors="replace"), "cp1252"
+    if "\0" in text:
+        raise _bad(path, "NUL bytes: not a text file", "save it as CSV in UTF-8")
+    if text.lstrip()[:15].lower().startswith(("<!doctype", "<html")):
+        raise _bad(path, "a web page", "log in to the portal and export the table again")
+    return text, encoding
+
+
+def _sniff(path: Path, text: str, required: Collection[str]) -> tuple[tuple[str, ...], str]:
+    """Header and delimiter: the one delimiter under which all required columns appear."""
+    first = next(line for line in text.splitlines() if line.strip())
+    headers = {mark: next(csv.reader([first], delimiter=mark)) for mark in _DELIMITERS}
+    best = max(headers, key=lambda mark: len(headers[mark]))
+    for mark, header in headers.items():
+        if set(required) <= {normalise(name) for name in header}:
+            best = mark
+            break
+    header = [name.strip() for name in headers[best]]
+    names = Counter(normalise(name) for name in header if name)
+    missing = [name for name in required if name not in names]
+    if missing:
+        raise _bad(
+            path,
+            f"no column {', '.join(missing)}; the header is: {', '.join(header)[:300]}",
+            "export the collection table from the portal (Data Collections, CSV)",
+        )
+    doubled = [name for name, count in names.items() if count > 1]
+    if doubled:
+        raise _bad(path, f"the column {doubled[0]} appears twice", "remove one of them")
+    return tuple(header), best

@@ -1,0 +1,104 @@
+"""From a file to the tensor the network sees.
+
+The deterministic part is cached on disk; the random part is drawn anew each time. Order:
+orientation, voxel size, field of view, intensity. Statistics are taken from the single image only,
+so nothing of the training set leaks into the held-out ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from monai.transforms.croppad.dictionary import ResizeWithPadOrCropd
+from monai.transforms.intensity.dictionary import RandGaussianNoised, RandScaleIntensityd
+from monai.transforms.io.dictionary import LoadImaged
+from monai.transforms.spatial.dictionary import Orientationd, RandAffined, RandFlipd, Spacingd
+from monai.transforms.transform import MapTransform, Transform
+from monai.transforms.utility.dictionary import EnsureChannelFirstd, EnsureTyped
+
+_BRIGHTEST = 3.0  # times the mean of the head: beyond it lie vessels and artefacts
+
+
+class KeepAffined(Transform):
+    """Copy the affine of a MONAI image into an ordinary entry, (4, 4) float32.
+
+    It maps voxel indices of the tensor to the scanner's RAS millimetres, so that a saliency map can
+    be drawn over the original file.
+    """
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return ``data`` with the entry ``affine``."""
+        affine = torch.as_tensor(np.asarray(data["image"].affine), dtype=torch.float32)
+        return {**data, "affine": affine}
+
+
+class DivideByHeadMeand(MapTransform):
+    """Divide by the mean intensity of the head, clip at three times it; air stays 0.
+
+    The head is what is brighter than the image's mean: in T1-weighted images that separates it from
+    the air, stripped or not. Division alone is right because a scanner's gain is a factor; and with
+    air at 0 the borders look like the zero padding of a convolution.
+    """
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return ``data`` with the scaled images."""
+        out = dict(data)
+        for key in self.key_iterator(out):
+            image = out[key]
+            values = image.as_tensor()
+            head = values[values > values.mean()]
+            scale = float(head.mean()) if head.numel() else 1.0
+            out[key] = (image / scale).clamp(0.0, _BRIGHTEST)
+        return out
+
+
+def fixed_transforms(spatial_shape: tuple[int, int, int], spacing_mm: float) -> list[Transform]:
+    """File to plain float32 tensor (1, D, H, W), RAS, at the given size and voxel size."""
+    keys = ["image"]
+    return [
+        LoadImaged(keys, reader="NibabelReader", image_only=True),
+        SqueezeSingleVolumed(keys),
+        EnsureChannelFirstd(keys, channel_dim="no_channel"),
+        Orientationd(keys, axcodes="RAS", labels=None),
+        Spacingd(keys, pixdim=(spacing_mm,) * 3, mode="bilinear"),
+        ResizeWithPadOrCropd(keys, spatial_size=spatial_shape),
+        DivideByHeadMeand(keys),
+        KeepAffined(),
+        EnsureTyped(keys, dtype=torch.float32, track_meta=False),
+    ]
+
+
+def random_transforms(flip: bool) -> list[Transform]:
+    """Augmentation of a plain tensor (1, D, H, W): pose, gain, noise and, if asked, the side."""
+    keys = ["image"]
+    steps: list[Transform] = [
+        RandAffined(
+            keys,
+            prob=0.8,
+            rotate_range=(0.06, 0.06, 0.06),  # rad, about 3.5 degrees
+            translate_range=(2, 2, 2),  # voxels
+            scale_range=(0.05, 0.05, 0.05),
+            mode="bilinear",
+            padding_mode="zeros",
+        ),
+        RandScaleIntensityd(keys, factors=0.1, prob=0.5),
+        RandGaussianNoised(keys, prob=0.3, std=0.03),
+    ]
+    if flip:  # erases the difference between left and right, which is part of the disease
+        steps.append(RandFlipd(keys, prob=0.5, spatial_axis=0))
+    return [*steps, EnsureTyped(keys, dtype=torch.float32, track_meta=False)]
+
+
+class SqueezeSingleVolumed(MapTransform):
+    """Drop trailing axes of length 1: a series of one volume is a volume."""
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return ``data`` with 3-D images."""
+        out = dict(data)
+        for key in self.key_iterator(out):
+            while out[key].ndim > 3 and out[key].shape[-1] == 1:
+                out[key] = out[key][..., 0]
+        return out
