@@ -9,12 +9,17 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .errors import DataError
+from .labels import TASKS
+from .records import write_manifest
+from .splits import SPLITS, make_split, save_split
+from .survey import Survey, refuse_inside, survey, write_problems
 from .synth.levels import GROUPS, Diagnosis, Difficulty
 
 
@@ -33,6 +38,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m datamodules", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_synth(commands.add_parser("synth", help="write a synthetic cohort"))
+    check = commands.add_parser("check", help="read every file and report every problem")
+    check.add_argument("--out", type=Path, default=Path("adni_check"), help="folder for the report")
+    check.set_defaults(run=_check)
+    manifest = commands.add_parser("manifest", help="list the scans, without reading them")
+    manifest.add_argument("--out", type=Path, default=Path("adni_check/manifest.tsv"))
+    manifest.set_defaults(run=_manifest)
+    split = commands.add_parser("split", help="split the subjects into train, val and test")
+    split.add_argument("--out", type=Path, default=Path("adni_check/split.json"))
+    split.add_argument("--val", type=float, default=0.15, help="share for validation")
+    split.add_argument("--test", type=float, default=0.15, help="share for testing")
+    split.add_argument("--seed", type=int, default=0)
+    split.set_defaults(run=_split)
+    for reader in (check, manifest, split):
+        reader.add_argument("root", type=Path, help="folder of the download; never written to")
+        reader.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
+        reader.add_argument(
+            "--collection-csv", type=Path, help="default: the only CSV directly in ROOT"
+        )
     return parser
 
 
@@ -124,3 +147,47 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=total)
 
         yield advance
+
+
+def _check(options: argparse.Namespace) -> int:
+    refuse_inside(options.root, options.out, "--out")
+    with progress_bar("files") as advance:
+        found = survey(
+            options.root,
+            TASKS[options.task],
+            options.out / "checks.json",
+            collection_csv=options.collection_csv,
+            progress=advance,
+        )
+    write_manifest(options.out / "manifest.tsv", found.records)
+    write_problems(options.out / "problems.tsv", found.problems)
+    print(found.summary())
+    for problem in found.problems:
+        print(problem)
+    for warning in found.warnings:
+        print(f"warning: {warning}")
+    print(f"report: {options.out / 'manifest.tsv'}, {options.out / 'problems.tsv'}")
+    return 1 if found.problems else 0
+
+
+def _read_unchecked(options: argparse.Namespace) -> Survey:
+    refuse_inside(options.root, options.out, "--out")
+    found = survey(options.root, TASKS[options.task], None, collection_csv=options.collection_csv)
+    print(found.summary())
+    return found
+
+
+def _manifest(options: argparse.Namespace) -> int:
+    found = _read_unchecked(options)
+    write_manifest(options.out, found.records)
+    print(f"manifest: {options.out}")
+    return 1 if found.problems else 0
+
+
+def _split(options: argparse.Namespace) -> int:
+    found = _read_unchecked(options)
+    split = make_split(found.records, options.val, options.test, options.seed)
+    save_split(options.out, split)
+    sizes = ", ".join(f"{name} {len(getattr(split, name))}" for name in SPLITS)
+    print(f"split: {options.out}: {sizes} subjects, stratified on {split.stratified_on}")
+    return 1 if found.problems else 0

@@ -49,7 +49,7 @@ class Reading:
 
 
 def discover(root: Path) -> list[FoundFile]:
-    """All NIfTI files below folders named after a subject, in sorted order.
+    """All NIfTI files below folders named after a subject, by subject and image ID.
 
     Raises:
         FolderError: no such folder, or nothing found in it.
@@ -79,7 +79,8 @@ def discover(root: Path) -> list[FoundFile]:
             str(root),
             dicom if others[".dcm"] else unpack,
         )
-    return found
+    # the order must not depend on how the download was unpacked
+    return sorted(found, key=lambda file: (file.subject, file.image_id, file.path))
 
 
 def _walk(root: Path) -> Iterator[Path]:

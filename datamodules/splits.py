@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from sklearn.model_selection import train_test_split
 
 from .atomic import write_atomically
 from .errors import SplitError
@@ -105,6 +104,8 @@ def _cut(
     subjects: list[str], fraction: float, first: dict[str, ScanRecord], seed: int
 ) -> tuple[list[str], list[str], str]:
     """(rest, part, what it was stratified on), with the finest stratification that is possible."""
+    from sklearn.model_selection import train_test_split  # a second that only splitting needs
+
     size = round(fraction * len(subjects))
     labels = [str(first[subject].label) for subject in subjects]
     sexes = [first[subject].sex for subject in subjects]

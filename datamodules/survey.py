@@ -63,6 +63,7 @@ def survey(
         FolderError: no such folder, or no scans in it.
         TableError: the collection table is missing, ambiguous or not understood.
     """
+    root = root.absolute()  # paths in manifests must not depend on where a run was started
     discover(root)  # a missing folder is a better message than a missing table
     collection = find_collection(root, collection_csv)
     reading = read_ida(root, collection, task)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from datamodules.synth import CohortSpec, generate
+
+TINY = CohortSpec(
+    subjects=(("AD", 6), ("NC", 6), ("sMCI", 1)),
+    resolution_mm=8.0,
+    difficulty="L1",
+    visits=("bl", "m12"),
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not to be changed: take ``download`` for that."""
+    folder = tmp_path_factory.mktemp("cohort") / "tiny"
+    generate(folder, TINY)
+    return folder
+
+
+@pytest.fixture
+def download(tiny_cohort: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny cohort that a test may damage."""
+    return Path(shutil.copytree(tiny_cohort, tmp_path / "download"))
+
+
+@pytest.fixture
+def table(download: Path) -> Path:
+    return next(download.glob("*.csv"))
+
+
+@pytest.fixture
+def edit(table: Path) -> Callable[[Callable[[list[str]], list[str]]], None]:
+    """Apply a function to the lines of the collection table."""
+
+    def apply(change: Callable[[list[str]], list[str]]) -> None:
+        table.write_text("\n".join(change(table.read_text().splitlines())) + "\n")
+
+    return apply
