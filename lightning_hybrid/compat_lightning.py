@@ -1,0 +1,65 @@
+"""The private names of Lightning that this package uses, each with its reason, all in this file."""
+
+from typing import Any
+
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+
+# the random states of torch, numpy and Python together; a checkpoint has no use for them, ours has
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import LightningModule, Trainer
+
+# The launchers: there are no public ones, and a worker must be caught between the launch of the
+# processes and the Trainer's handling of exceptions.
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher as MultiProcessingLauncher,
+)
+from lightning.pytorch.strategies.launchers import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from lightning.pytorch.trainer.call import _call_teardown_hook
+from torch import device
+
+__all__ = [
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "call_teardown_hooks",
+    "keep_samplers",
+    "random_states",
+    "set_module_device",
+    "set_num_threads",
+    "set_random_states",
+]
+
+
+def set_num_threads(num_processes: int) -> None:
+    """Share the cores among the processes of a node, as Lightning's launchers do."""
+    _set_num_threads_if_needed(num_processes=num_processes)
+
+
+def call_teardown_hooks(trainer: Trainer) -> None:
+    """Call the users' ``teardown`` hooks: on a worker the Trainer does not get there."""
+    _call_teardown_hook(trainer)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all generators that draw on the CPU."""
+    return _collect_rng_states(include_cuda=False)
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put back what :func:`random_states` gave."""
+    _set_rng_states(states)
+
+
+def keep_samplers(trainer: Trainer) -> None:
+    """With one replica: no distributed sampler, which would shuffle an unshuffled train loader.
+
+    The flag is an argument of the Trainer, but a strategy that is made inside cannot give it.
+    """
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def set_module_device(module: LightningModule, root_device: device) -> None:
+    """``LightningModule.device`` is the driver's, though only a part of it has moved there."""
+    module._device = root_device
+

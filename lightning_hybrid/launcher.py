@@ -1,0 +1,235 @@
+"""Launchers that part drivers and workers.
+
+Every rank runs the Trainer up to ``strategy.setup``. There a worker leaves by :class:`Parted`,
+which is caught here; it serves its driver until the run is over, and its call of
+``fit/validate/test/predict`` then returns with the driver's results.
+
+The first error of a run is put on top everywhere: a rank that fails writes it to the common
+store, one that merely lost a peer reads it from there, and a worker speaks after its driver.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MethodType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+
+from lightning_hybrid.compat_lightning import (
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    call_teardown_hooks,
+    random_states,
+    set_num_threads,
+    set_random_states,
+)
+from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategy import HybridGabraStrategy
+
+GRACE_S = 8.0
+"""How long the ranks of a failed run may take to say why and to end, before they are killed."""
+
+_ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
+
+
+class Parted(BaseException):
+    """Takes a worker from ``strategy.setup`` to its launcher; no ``except Exception`` stops it."""
+
+
+class Part:
+    """What is launched in every process: the Trainer's function, and serving on a worker.
+
+    Args:
+        function: a bound method of the Trainer. (The strategy is found through it: the launchers
+            that pickle keep its identity.)
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the function, or serve the driver that does."""
+        trainer = cast(Trainer, cast(MethodType, self._function).__self__)
+        strategy = cast("HybridGabraStrategy", trainer.strategy)
+        try:
+            try:
+                result = self._function(*arguments, **keywords)
+                strategy.finish(collect_results(trainer, result))
+            except Parted:
+                results = strategy.serve()
+                result = results.returned
+                adopt_results(trainer, results)
+                call_teardown_hooks(trainer)
+        except BaseException as error:
+            first = strategy.fail(error)
+            if first is None:
+                raise
+            _echo_later(first)
+            raise RemoteError(first) from error
+        return result
+
+
+class HybridSubprocessLauncher(SubprocessScriptLauncher):
+    """Starts the script once per device, as Lightning does for ``ddp``."""
+
+    def __init__(
+        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Start the other processes of this node, then run ``function`` in this one."""
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            self._call_children_scripts()
+            # Lightning's own observer may kill this process in the same instant as a child ends,
+            # before it has said why
+            _Observer(self.procs).start()
+        set_num_threads(self.num_processes)
+        return Part(function)(*args, **kwargs)
+
+
+class HybridMultiProcessingLauncher(MultiProcessingLauncher):
+    """Spawns or forks one process per device."""
+
+    def __init__(
+        self,
+        strategy: "HybridGabraStrategy",
+        start_method: Literal["spawn", "fork", "forkserver"],
+    ) -> None:
+        super().__init__(strategy, start_method=start_method)
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Start a process per device and return the result of the first."""
+        return super().launch(Part(function), *args, trainer=trainer, **kwargs)
+
+
+class _Observer(threading.Thread):
+    """Sees to it that no process outlives a failed child for long."""
+
+    def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
+        super().__init__(daemon=True, name="hybrid-observer")
+        self._children = children
+
+    def run(self) -> None:
+        """Watch until all children have ended well, or one has not."""
+        while True:
+            codes = [child.poll() for child in self._children]
+            if any(codes):
+                break
+            if all(code == 0 for code in codes):
+                return
+            time.sleep(0.2)
+        time.sleep(GRACE_S)
+        failed = next(child for child in self._children if child.returncode)
+        print(
+            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode}; "
+            f"the others did not end within {GRACE_S:.0f} s and are killed.",
+            file=sys.stderr,
+            flush=True,
+        )
+        for child in self._children:
+            child.kill()
+        os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+
+
+def _echo_later(first: str) -> None:
+    """Print the uncaught error of this rank briefly, after the rank that failed first."""
+    usual = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, RemoteError):
+            usual(kind, error, trace)
+            return
+        time.sleep(_ECHO_DELAY_S)
+        print(f"[{os.getpid()}] This process ended because another one failed first: {error}",
+              file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a driver's run leaves for the later lines of the script on its workers.
+
+    Attributes:
+        returned: what ``fit/validate/test/predict`` returns.
+        callback_metrics: the Trainer's.
+        logged_metrics: likewise.
+        callbacks: the state of each callback, in their order.
+        loops: the state of the fit loop (epoch, step).
+        state: the Trainer's state.
+        should_stop: the Trainer's.
+        random: states of the generators, so that later draws are the same on all ranks.
+        plans: the plans of the networks, by name; filled in by the strategy.
+    """
+
+    returned: Any
+    callback_metrics: Mapping[str, torch.Tensor]
+    logged_metrics: Mapping[str, torch.Tensor]
+    callbacks: Sequence[Mapping[str, Any]]
+    loops: Mapping[str, Any]
+    state: Any
+    should_stop: bool
+    random: Mapping[str, Any]
+    plans: dict[str, Plan] = field(default_factory=dict)
+
+
+def collect_results(trainer: Trainer, returned: Any) -> Results:
+    """On a driver: the results of a run that went well."""
+    cpu = torch.device("cpu")
+    return Results(
+        returned=move_data_to_device(returned, cpu),
+        callback_metrics=move_data_to_device(dict(trainer.callback_metrics), cpu),
+        logged_metrics=move_data_to_device(dict(trainer.logged_metrics), cpu),
+        callbacks=[callback.state_dict() for callback in trainer.callbacks],
+        loops=trainer.fit_loop.state_dict(),
+        state=trainer.state,
+        should_stop=trainer.should_stop,
+        random=random_states(),
+    )
+
+
+def adopt_results(trainer: Trainer, results: Results) -> None:
+    """On a worker: what its driver has collected.
+
+    Callbacks get their state by attribute: most of them write attributes into ``state_dict``
+    (``best_model_path``), and their ``load_state_dict`` is made for another run, not for this one.
+    """
+    trainer.callback_metrics.update(results.callback_metrics)
+    trainer.logged_metrics.update(results.logged_metrics)
+    for callback, state in zip(trainer.callbacks, results.callbacks):
+        for name, value in state.items():
+            if name in vars(callback):
+                setattr(callback, name, value)
+    trainer.fit_loop.load_state_dict(dict(results.loops))
+    trainer.state = results.state
+    trainer.should_stop = results.should_stop
+    set_random_states(dict(results.random))

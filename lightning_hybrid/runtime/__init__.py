@@ -1,0 +1,1 @@
+"""The plan at work: ranks, links, stages, gradients and weights of a running job."""

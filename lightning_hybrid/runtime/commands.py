@@ -1,0 +1,67 @@
+"""What a driver can ask of its workers: the operations of a frame and what goes with them."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+
+class Op(IntEnum):
+    """The first number of a frame; behind it stand up to six arguments (in brackets)."""
+
+    CUT = 1
+    """Make the stages of a network; a :class:`Cut` and weights follow. Answered."""
+    TAKE_OPTIMIZERS = 2
+    """Take optimizers as the driver's are now."""
+    FORWARD = 3
+    """[network, call, key, exchange, draws] A :class:`CallKey` follows where the key is new."""
+    BACKWARD = 4
+    """[network, call, pattern, flags] See :class:`BackwardMode`."""
+    FREE = 5
+    """[network, call] This call gets no backward."""
+    REDUCE = 6
+    """[network] Average the gradients over the copies of the stage."""
+    ZERO_GRAD = 7
+    """[optimizer, set_to_none]"""
+    STEP = 8
+    """[optimizer] Parameter groups follow where they have changed."""
+    GRADIENT_NORM = 9
+    """[optimizer] A norm's order follows. Answered with the norm of this rank's gradients."""
+    SCALE_GRADIENTS = 10
+    """[optimizer] A factor follows."""
+    CLIP_VALUES = 11
+    """[optimizer] A bound follows."""
+    BUFFERS = 12
+    """Give every copy of the stage the buffers of replica 0."""
+    GIVE_WEIGHTS = 13
+    """Answer with the weights of the stages, as tensors."""
+    TAKE_WEIGHTS = 14
+    """Weights follow, of the stages or of the whole module."""
+    GIVE_OPTIMIZER = 15
+    """[optimizer] Answered with its state by parameter name."""
+    END = 16
+    """The run is over: :class:`Results` follow. Answered."""
+    ABORT = 17
+    """The driver has failed: the text of its error follows."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How to cut a network, for a rank that has the module but not the batch.
+
+    Attributes:
+        network: number of the network.
+        name: its dotted name in the LightningModule; empty for the LightningModule itself.
+        arguments: args and kwargs of its first call, tensors on the meta device.
+        boundaries: index of the first partition of each next stage.
+        fingerprint: of the driver's graph; another one here means another network.
+        schedule: name of the schedule.
+        seed: of the random numbers inside the network.
+    """
+
+    network: int
+    name: str
+    arguments: Any
+    boundaries: tuple[int, ...]
+    fingerprint: str
+    schedule: str
+    seed: int

@@ -1,0 +1,258 @@
+"""From the first call of a network to its stages on all ranks.
+
+Until the first call nothing is known of the network; that call brings real inputs. It is traced,
+planned, cut and checked then and there, and only then runs, like every later call, through the
+pipeline.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
+from lightning_hybrid.network import (
+    NetworkGraph,
+    NetworkPartition,
+    cut,
+    find_boundary,
+    network_partitions,
+    trace,
+)
+from lightning_hybrid.network.check import check, splits_along_batch
+from lightning_hybrid.network.find import Handler, candidates, unwatch, watch
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.runtime.chunks import call_in_chunks
+from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.mesh import Mesh
+from lightning_hybrid.runtime.transport import broadcast_object
+
+Planner = Callable[[str, NetworkGraph, Sequence[NetworkPartition], list[Tensor], int], Plan]
+"""Makes a plan from the network's name, its graph and partitions, the inputs of one micro-batch, and
+the number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """How networks are found and cut.
+
+    Attributes:
+        names: of the modules that are networks; ``None``: found.
+        microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
+        make_plan: see :data:`Planner`.
+        say: prints a line, once for all replicas.
+    """
+
+    names: tuple[str, ...] | None
+    microbatches: int | None
+    make_plan: Planner
+    say: Callable[[str], None]
+
+
+class Networks:
+    """The networks of one LightningModule during one run, on a driver.
+
+    Args:
+        module: the LightningModule.
+        driver: of this replica.
+        mesh: the groups.
+        discovery: how.
+        plans: plans of networks that were found in earlier runs, by name; new ones are added.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        driver: Driver,
+        mesh: Mesh,
+        discovery: Discovery,
+        plans: dict[str, Plan],
+    ) -> None:
+        self._module, self._driver, self._mesh = module, driver, mesh
+        self._how, self._plans = discovery, plans
+        self._cut: set[str] = set()
+        self._watched: dict[str, nn.Module] = {}
+        if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1:
+            self._watched = candidates(module, discovery.names)
+        self._watch(self._watched, self._called)
+
+    @property
+    def found(self) -> bool:
+        """Whether a network was found, or none is needed."""
+        return bool(self._cut) or not self._watched
+
+    def require(self) -> None:
+        """After a whole step: complain if nothing was called.
+
+        Raises:
+            NetworkNotFoundError: no watched module was called.
+        """
+        if not self.found:
+            raise NetworkNotFoundError(
+                f"No call of a module with parameters was seen in a whole step of "
+                f"{type(self._module).__name__}, so there is nothing to cut into "
+                f"{self._mesh.place.stages} stages. Call the network as a module (self(x), "
+                "self.net(x)), not by its weights; or use strategy='ddp'."
+            )
+
+    def close(self) -> None:
+        """Let every module run its own forward again."""
+        for module in self._watched.values():
+            unwatch(module)
+
+    def _called(
+        self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """The first call of a watched module, from outside of any other."""
+        inner = {n: m for n, m in self._watched.items() if _inside(n, name)}
+        for candidate in inner.values():
+            unwatch(candidate)
+        if self._mesh.place.stages == 1:
+            return self._adopt_whole(name, module).forward(*arguments, **keywords)
+        # The first call may be a validation's; what is learned from it is for training too.
+        with torch.inference_mode(False), torch.enable_grad():
+            try:
+                graph = trace(module, arguments, keywords)
+            except NetworkError:
+                if name:
+                    raise
+                # The LightningModule's own forward is more than a network (it logs, say): it
+                # runs here, and what it calls is watched.
+                self._watch({n: m for n, m in inner.items() if n}, self._called)
+            else:
+                owned = self._adopt(name, module, graph, arguments, keywords)
+                self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
+        return module.forward(*arguments, **keywords)
+
+    def _watch(self, modules: Mapping[str, nn.Module], handler: Handler) -> None:
+        for name, module in modules.items():
+            watch(module, name, handler)
+
+    def _adopt_whole(self, name: str, module: nn.Module) -> nn.Module:
+        """One stage: only micro-batches are left to do."""
+        chunks = self._how.microbatches or 1
+        self._cut.add(name)
+        watch(module, name, lambda n, m, a, k: call_in_chunks(type(m).forward, m, a, k, chunks))
+        return module
+
+    def _adopt(
+        self,
+        name: str,
+        module: nn.Module,
+        graph: NetworkGraph,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> list[nn.Parameter]:
+        """Plan, cut and check a network. Returns the parameters that stages now own."""
+        partitions = network_partitions(graph)
+        stages = self._mesh.place.stages
+        if len(partitions) < stages and self._cut:
+            self._how.say(
+                f"Network {name!r} has {len(partitions)} network partitions, fewer than "
+                f"{stages} stages: it stays on the driver."
+            )
+            return list(module.parameters())
+        plan = self._plan(name, graph, partitions, arguments, keywords)
+        boundaries = [find_boundary(partitions, first) for first in plan.cuts]
+        parts = cut(graph, partitions, boundaries)
+        check(graph, parts, arguments, keywords)
+        network = self._driver.add_network(
+            name,
+            module,
+            graph,
+            parts,
+            boundaries,
+            microbatches=plan.microbatches,
+            schedule=plan.schedule,
+        )
+        self._cut.add(name)
+        self._say_plan(name, module, plan)
+        remote = [p for part in parts[:-1] for p in part.parameters()]
+        inner = {n: m for n, m in self._watched.items() if _inside(n, name) and n != name}
+        self._watch({n: m for n, m in inner.items() if _share(m, remote)}, _refuse_part)
+        watch(module, name, lambda n, m, a, k: network(a, k))
+        return network.module_parameters()
+
+    def _plan(
+        self,
+        name: str,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> Plan:
+        """The plan of replica 0, on all drivers."""
+        if name not in self._plans:
+            plan = None
+            if self._mesh.place.replica == 0:
+                plan = self._make_plan(name, graph, partitions, arguments, keywords)
+            assert self._mesh.drivers is not None
+            self._plans[name] = broadcast_object(self._mesh.drivers, plan)
+        return self._plans[name]
+
+    def _make_plan(
+        self,
+        name: str,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> Plan:
+        stages = self._mesh.place.stages
+        if len(partitions) < stages:
+            raise PlanError(
+                f"Network {name!r} ({type(graph.network).__name__}) has {len(partitions)} network "
+                f"partitions, which is fewer than pipeline_parallel_size={stages}. Use at most "
+                f"{len(partitions)} stages, or name another network: "
+                "HybridGabraStrategy(network='...')."
+            )
+        leaves = graph.bind(arguments, dict(keywords))
+        wanted = self._how.microbatches or _microbatches(leaves, stages)
+        slices = graph.split(leaves, wanted)
+        if len(slices) > 1 and not splits_along_batch(
+            graph, graph.network, arguments, keywords, wanted
+        ):
+            self._how.say(
+                f"The output of network {name!r} depends on how the batch is split, so each "
+                "batch goes through the stages whole (num_microbatches=1)."
+            )
+            wanted, slices = 1, [leaves]
+        return self._how.make_plan(name, graph, partitions, slices[0], wanted)
+
+    def _say_plan(self, name: str, module: nn.Module, plan: Plan) -> None:
+        self._how.say(f"Network {name or 'self'!r} ({type(module).__name__}): {plan.describe()}")
+        normalised = any(isinstance(m, _BatchNorm) for m in module.modules())
+        if normalised and plan.microbatches > 1:
+            self._how.say(
+                f"Network {name or 'self'!r} has batch normalisation: in training its statistics "
+                f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "
+                "every pipeline. num_microbatches=1 gives the numbers of the whole batch."
+            )
+
+
+def _inside(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _share(module: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
+    return not {id(p) for p in module.parameters()}.isdisjoint(map(id, parameters))
+
+
+def _refuse_part(name: str, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+    raise NetworkError(
+        f"{name!r} ({type(module).__name__}) is part of a network that is cut into stages, and its "
+        "weights are on another rank: it cannot be called by itself. Call the whole network, or "
+        "name the modules that are called apart: HybridGabraStrategy(network=[...])."
+    )
+
+
+def _microbatches(leaves: Sequence[Tensor], stages: int) -> int:
+    """Enough to fill the pipeline twice, but no slices of one sample if that can be avoided.
+
+    (On CPUs a convolution of a single sample takes a path that is several times slower.)
+    """
+    batch = next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1)
+    return max(1, min(2 * stages, batch // 2))

@@ -1,0 +1,538 @@
+"""The driver: it runs the user's code, owns the last stage, and drives the workers of its replica.
+
+To the code around it a call of the network is one node of autograd (:class:`_NetworkCall`). Its
+forward runs the pipeline and returns the outputs; its backward sends the gradients back through
+the stages.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.compat import backward_reaches, graph_is_kept
+from lightning_hybrid.errors import HybridError, RemoteError
+from lightning_hybrid.network import NetworkGraph, Stage
+from lightning_hybrid.network.graph import batch_size
+from lightning_hybrid.runtime.calls import BackwardMode, Call, CallKey, Gradients, Values
+from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
+from lightning_hybrid.runtime.commands import Cut, Op
+from lightning_hybrid.runtime.engine import Engine
+from lightning_hybrid.runtime.links import Links
+from lightning_hybrid.runtime.mesh import Mesh
+from lightning_hybrid.runtime.optimizers import (
+    Hyperparameters,
+    OptimizerLink,
+    full_state_dict,
+    ship,
+)
+from lightning_hybrid.runtime.replicas import Copies
+from lightning_hybrid.runtime.staged import StagedNetwork, move, tensors_of, write_tensors
+from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.runtime.transport import TensorSpec
+
+
+class Driver:
+    """Drives one replica through one run.
+
+    Args:
+        module: the LightningModule.
+        mesh: the groups.
+        device: the driver's own.
+        seed: of the random numbers inside networks.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, device: torch.device, seed: int) -> None:
+        self._module, self._mesh, self._device, self._seed = module, mesh, device, seed
+        self._workers = range(1, mesh.place.stages)
+        self._links = Links(mesh, device) if self._workers else None
+        self._trace = Trace(mesh.place.rank, str(mesh.place))
+        self._networks: list[DrivenNetwork] = []
+        self._optimizers: list[OptimizerLink] = []
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._rest = self._copies_of_the_rest()
+        self.synchronize = True  # off while gradients accumulate
+        self._calls_in_step = 0
+        self._stale: set[int] = set()  # networks whose gradients are not averaged yet
+
+    # ------------------------------------------------------------------ the network
+
+    def add_network(
+        self,
+        name: str,
+        network: nn.Module,
+        graph: NetworkGraph,
+        stages: Sequence[Stage],
+        boundaries: Sequence[int],
+        *,
+        microbatches: int,
+        schedule: str,
+    ) -> "DrivenNetwork":
+        """Give every rank of the replica its stage of a network that has been cut.
+
+        Args:
+            name: dotted name of the network in the LightningModule.
+            network: the module.
+            graph: its graph.
+            stages: its stages; the last one stays here.
+            boundaries: index of the first partition of each next stage.
+            microbatches: into how many slices a batch is split.
+            schedule: name of the schedule.
+
+        Raises:
+            RemoteError: a worker cannot make its stage.
+        """
+        assert self._links is not None
+        number = len(self._networks)
+        self._ask(
+            Op.CUT,
+            payload=Cut(
+                number,
+                name,
+                graph.example,
+                tuple(boundaries),
+                graph.fingerprint,
+                schedule,
+                self._seed,
+            ),
+        )
+        prefix = f"{name}." if name else ""
+        tensors = tensors_of(self._module)
+        for worker in self._workers:
+            part = stages[worker - 1]
+            owned = [prefix + n for n in (*part.parameter_names, *part.buffer_names)]
+            self._links.control.tell(worker, Op.TAKE_WEIGHTS)
+            self._links.control.send_tensors(worker, {n: tensors[n] for n in owned})
+        last = stages[-1]
+        move(last, self._device)
+        copies = Copies(last.parameters(), last.buffers(), self._mesh.copies, self._trace)
+        engine = Engine(
+            last,
+            self._mesh.place,
+            self._links,
+            copies,
+            self._device,
+            schedule,
+            self._seed,
+            self._trace,
+        )
+        remote = [
+            prefix + n
+            for stage in stages[:-1]
+            for n in (*stage.parameter_names, *stage.buffer_names)
+        ]
+        driven = DrivenNetwork(self, number, name, network, engine, graph, microbatches, remote)
+        self._networks.append(driven)
+        self._rest.close()
+        self._rest = self._copies_of_the_rest()
+        self.ship_optimizers()
+        return driven
+
+    def _copies_of_the_rest(self) -> Copies:
+        """The copies of what no network owns: temperatures, loss weights, small networks."""
+        cut = {id(p) for network in self._networks for p in network.module_parameters()}
+        parameters = [p for p in self._module.parameters() if id(p) not in cut]
+        return Copies(parameters, [], self._mesh.copies, self._trace)
+
+    def tell(self, operation: Op, *arguments: int, payload: Any = None) -> None:
+        """Send a command to every worker, without waiting."""
+        if self._links is not None:
+            for worker in self._workers:
+                self._links.control.tell(worker, operation, *arguments, payload=payload)
+
+    def _ask(self, operation: Op, *arguments: int, payload: Any = None) -> list[Any]:
+        """Send a command to every worker and wait for all answers.
+
+        Raises:
+            RemoteError: a worker has failed, now or before.
+        """
+        self.tell(operation, *arguments, payload=payload)
+        answers, failures = [], []
+        for worker in self._workers:
+            assert self._links is not None
+            _, _, (failure, answer) = self._links.control.hear(worker)
+            answers.append(answer)
+            failures += [failure] if failure else []
+        if failures:
+            raise RemoteError(failures[0])
+        return answers
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_step(self) -> None:
+        """A `training_step` begins: count its calls of networks anew."""
+        self._calls_in_step = 0
+
+    def note_call(self) -> None:
+        """A differentiable call of a network was made."""
+        self._calls_in_step += 1
+
+    def overlaps(self) -> bool:
+        """Whether the backward of the one call in this step may average gradients as it goes.
+
+        With several calls the last of their backwards is not known in advance; then the
+        gradients are averaged when `loss.backward()` is over. Counting calls, and not open ones,
+        gives all replicas the same answer.
+        """
+        return self.synchronize and self._calls_in_step == 1
+
+    def note_gradients(self, network: int, *, averaged: bool) -> None:
+        """A backward has added to the gradients of a network."""
+        if not averaged:
+            self._stale.add(network)
+
+    def before_backward(self) -> None:
+        """`loss.backward()` comes. Without stages its gradients are final as they come."""
+        if self.synchronize and not self._workers:
+            self._rest.arm()
+
+    def after_backward(self) -> None:
+        """Average over the replicas what the backward passes have not averaged on their way."""
+        if not self.synchronize:
+            return
+        for network in sorted(self._stale):
+            self.tell(Op.REDUCE, network)
+            self._networks[network].engine.copies.reduce()
+        self._stale.clear()
+        if self._workers:
+            self._rest.arm()
+        self._rest.finish()
+
+    def broadcast_buffers(self) -> None:
+        """Give every replica the buffers of replica 0 (collective over the drivers)."""
+        self.tell(Op.BUFFERS)
+        for network in self._networks:
+            network.engine.copies.broadcast_buffers()
+
+    # ------------------------------------------------------------------ optimizers
+
+    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take charge of the user's optimizers."""
+        for link in self._optimizers:
+            link.close()
+        self._optimizers = [
+            OptimizerLink(
+                optimizer,
+                self._names,
+                lambda changed, index=index: self._stepped(index, changed),  # type: ignore[misc]
+                lambda set_to_none, index=index: self.tell(  # type: ignore[misc]
+                    Op.ZERO_GRAD, index, int(set_to_none)
+                ),
+            )
+            for index, optimizer in enumerate(optimizers)
+        ]
+        self.ship_optimizers()
+
+    def ship_optimizers(self) -> None:
+        """Give the workers the optimizers as they are now, and drop their state here."""
+        if not self._networks or self._links is None:
+            return
+        parameters = dict(self._module.named_parameters())
+        remote = {name for network in self._networks for name in network.remote}
+        for worker in self._workers:
+            data = ship([link.optimizer for link in self._optimizers], parameters, remote)
+            self._links.control.tell(worker, Op.TAKE_OPTIMIZERS, payload=data)
+        for link in self._optimizers:
+            for name in remote & parameters.keys():
+                link.optimizer.state.pop(parameters[name], None)
+
+    def _stepped(self, index: int, changed: list[Hyperparameters] | None) -> None:
+        self.tell(Op.STEP, index, payload=changed)
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float, order: float = 2.0) -> None:
+        """Scale the gradients of all stages so that their common norm is at most ``max_norm``."""
+        index = self._index(optimizer)
+        norms = gradient_norms(optimizer, self._names, order)
+        for answer in self._ask(Op.GRADIENT_NORM, index, payload=order):
+            norms |= answer
+        factor = clip_factor(norms, self._names.values(), max_norm, order)
+        self.tell(Op.SCALE_GRADIENTS, index, payload=factor)
+        for gradient in gradients_of(optimizer):
+            gradient.mul_(factor)
+
+    def clip_values(self, optimizer: Optimizer, bound: float) -> None:
+        """Clamp the gradients of all stages to [-bound, bound]."""
+        self.tell(Op.CLIP_VALUES, self._index(optimizer), payload=bound)
+        for gradient in gradients_of(optimizer):
+            gradient.clamp_(-bound, bound)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer as one device would have it, tensors of workers on the CPU."""
+        remote: dict[str, dict[str, Any]] = {}
+        if self._networks:
+            for answer in self._ask(Op.GIVE_OPTIMIZER, self._index(optimizer)):
+                remote |= answer
+        return full_state_dict(optimizer, self._names, remote)
+
+    def _index(self, optimizer: Optimizer) -> int:
+        return [link.optimizer for link in self._optimizers].index(optimizer)
+
+    # ------------------------------------------------------------------ weights
+
+    def gather_weights(self) -> None:
+        """Bring the weights of the workers' stages into the module."""
+        if not self._networks or self._links is None:
+            return
+        self._ask(Op.GIVE_WEIGHTS)
+        for worker in self._workers:
+            write_tensors(self._module, self._links.control.receive_tensors(worker))
+
+    def scatter_weights(self) -> None:
+        """Give the workers the weights of their stages as they stand in the module."""
+        tensors = tensors_of(self._module)
+        names = {name for network in self._networks for name in network.remote}
+        for worker in self._workers if names else ():
+            assert self._links is not None
+            self._links.control.tell(worker, Op.TAKE_WEIGHTS)
+            self._links.control.send_tensors(worker, {name: tensors[name] for name in names})
+
+    # ------------------------------------------------------------------ the end
+
+    def end(self, results: Any, *, weights: bool) -> None:
+        """End the run: the workers get the results and, after a fit, the whole module.
+
+        Raises:
+            RemoteError: a worker has failed since it was last heard of.
+        """
+        if weights:
+            for worker in self._workers:
+                assert self._links is not None
+                self._links.control.tell(worker, Op.TAKE_WEIGHTS)
+                self._links.control.send_tensors(worker, tensors_of(self._module))
+        self._ask(Op.END, payload=results)
+
+    def abort(self, text: str) -> None:
+        """Tell the workers that this replica has failed."""
+        self.tell(Op.ABORT, payload=text)
+
+    def close(self) -> None:
+        """Leave the optimizers and the parameters as they were."""
+        self._trace.write()
+        for link in self._optimizers:
+            link.close()
+        self._rest.close()
+        for network in self._networks:
+            network.engine.copies.close()
+
+
+class DrivenNetwork(StagedNetwork):
+    """A network as its driver sees it: it can be called.
+
+    Args:
+        driver: the driver.
+        number: of the network.
+        name: dotted name in the LightningModule.
+        module: the network.
+        engine: the last stage at work.
+        graph: packs and unpacks arguments and outputs.
+        microbatches: into how many slices a batch is split.
+        remote: names, in the LightningModule, of the tensors that workers own.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        number: int,
+        name: str,
+        module: nn.Module,
+        engine: Engine,
+        graph: NetworkGraph,
+        microbatches: int,
+        remote: Sequence[str],
+    ) -> None:
+        super().__init__(number, name, module, engine)
+        self.driver, self.graph, self.remote = driver, graph, tuple(remote)
+        self._microbatches = microbatches
+        self._numbers: dict[CallKey, int] = {}
+        self._patterns: dict[tuple[Any, ...], int] = {}
+        self._count = 0
+        # calls whose outputs were dropped; a finaliser may run anywhere, so it only notes them
+        self._dropped: deque[int] = deque()
+        # Tells "do parameters want gradients?": not a leaf (torch.autograd.grad refuses those),
+        # and a view, which keeps nothing and so survives any number of backward passes.
+        leaf = torch.zeros((), requires_grad=True)
+        self._anchor = leaf.view_as(leaf)
+
+    def module_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the network's stages own, here and on workers."""
+        tensors = tensors_of(self.driver._module)
+        names = (*self.remote, *self.owned())
+        return [t for n in names if isinstance(t := tensors[n], nn.Parameter)]
+
+    def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Call the network."""
+        leaves = self.graph.bind(arguments, keywords)
+        if torch.is_grad_enabled() and self._differentiable(leaves):
+            outputs = _NetworkCall.apply(self, self._anchor_if_trained(), *leaves)
+        else:
+            _, parts = self.forward(leaves, grad=False)
+            outputs = _join(parts)
+        return self.graph.pack(outputs)
+
+    def _differentiable(self, leaves: Sequence[Tensor]) -> bool:
+        return any(leaf.requires_grad for leaf in leaves) or self._trained()
+
+    def _trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._parameters)
+
+    def _anchor_if_trained(self) -> Tensor | None:
+        return self._anchor if self._trained() else None
+
+    def forward(self, leaves: Sequence[Tensor], *, grad: bool) -> tuple[Call, list[Values]]:
+        """Run the pipeline forward. Returns the call and, per micro-batch, the outputs."""
+        while self._dropped:
+            self._free(self._dropped.popleft())
+        slices = self.graph.split(leaves, self._microbatches)
+        key = self._key(slices, grad)
+        index = self._numbers.get(key)
+        exchange = index is None
+        if index is None:
+            index = self.add_key(key)
+        draws = exchange or self.traffic(index).draws
+        self._count += 1
+        call = self.open(self._count, index, exchange=exchange, draws=draws)
+        self.driver.tell(
+            Op.FORWARD,
+            self.number,
+            call.number,
+            index,
+            exchange,
+            draws,
+            payload=key if exchange else None,
+        )
+        try:
+            outputs = self.engine.forward(call, slices)
+        except Exception:
+            self._free(call.number)
+            raise
+        # known from here on: a call that fails half-way has taught nobody its shapes
+        self._numbers[key] = index
+        if grad:
+            self.driver.note_call()
+        return call, outputs
+
+    def backward(
+        self,
+        call: Call,
+        gradients: Sequence[Gradients],
+        *,
+        parameters: bool,
+        keep: bool,
+        input_gradient: bool,
+    ) -> list[Gradients]:
+        """Run the pipeline backward. Returns, per micro-batch, the gradients of the inputs."""
+        pattern_key = (
+            call.key,
+            tuple(gradient is not None for gradient in gradients[0]),
+            parameters,
+            input_gradient,
+        )
+        exchange = pattern_key not in self._patterns
+        pattern = self._patterns.setdefault(pattern_key, len(self._patterns))
+        reduce = parameters and self.driver.overlaps()
+        mode = BackwardMode(pattern, exchange, parameters, keep, input_gradient, reduce)
+        self.driver.tell(Op.BACKWARD, self.number, call.number, pattern, mode.flags())
+        if not keep:
+            self.calls.pop(call.number, None)
+        if parameters:
+            self.driver.note_gradients(self.number, averaged=reduce)
+        return self.engine.backward(call, mode, gradients)
+
+    def drop(self, number: int) -> None:
+        """The output of a call was dropped without a backward."""
+        self._dropped.append(number)
+
+    def _free(self, number: int) -> None:
+        if self.calls.pop(number, None) is not None:
+            self.driver.tell(Op.FREE, self.number, number)
+
+    def _key(self, slices: Sequence[Sequence[Tensor]], grad: bool) -> CallKey:
+        training, trainable = self.modes()
+        device = self.engine.device.type
+        autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        specs = tuple(
+            tuple(
+                TensorSpec(tuple(t.shape), t.dtype, grad and t.requires_grad) for t in leaves
+            )
+            for leaves in slices
+        )
+        return CallKey(specs, grad, training, trainable, autocast, torch.get_default_dtype())
+
+
+class _NetworkCall(torch.autograd.Function):
+    """A call of the network as one node of the graph of the user's code."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, network: DrivenNetwork, anchor: Tensor | None, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        call, parts = network.forward(leaves, grad=True)
+        ctx.network, ctx.call = network, call
+        ctx.trained = anchor is not None
+        ctx.sizes = [[len(value) if value.dim() else 1 for value in part] for part in parts]
+        ctx.wanted = [leaf.requires_grad for leaf in leaves]
+        batch = batch_size(leaves)
+        ctx.split = [bool(leaf.dim()) and leaf.shape[0] == batch for leaf in leaves]
+        ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)
+        ctx.finaliser.atexit = False
+        ctx.set_materialize_grads(False)
+        outputs = _join([[value.detach() for value in part] for part in parts])
+        differentiable = [value.requires_grad for value in parts[0]]
+        ctx.mark_non_differentiable(
+            *(o for o, wanted in zip(outputs, differentiable) if not wanted)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise HybridError(
+                "create_graph=True: gradients of gradients cannot pass through a network that is "
+                "cut into stages. Compute the penalty with a network that is not cut "
+                "(HybridGabraStrategy(network=...)), or train with strategy='ddp'."
+            )
+        network: DrivenNetwork = ctx.network
+        parts: list[Gradients] = []
+        split = [
+            None if gradient is None else gradient.split([s[i] for s in ctx.sizes])
+            for i, gradient in enumerate(gradients)
+        ] if len(ctx.sizes) > 1 else [None if g is None else (g,) for g in gradients]
+        for m in range(len(ctx.sizes)):
+            parts.append([None if slices is None else slices[m] for slices in split])
+        keep = graph_is_kept()
+        inputs = network.backward(
+            ctx.call,
+            parts,
+            parameters=ctx.trained and backward_reaches(ctx, 0),
+            keep=keep,
+            input_gradient=any(ctx.wanted),
+        )
+        if not keep:
+            ctx.finaliser.detach()
+        return None, None, *_join_gradients(inputs, ctx.wanted, ctx.split)
+
+
+def _join(parts: Sequence[Values]) -> Values:
+    """The outputs of the whole batch from those of its micro-batches."""
+    if len(parts) == 1:
+        return list(parts[0])
+    return [torch.cat(slices) for slices in zip(*parts)]
+
+
+def _join_gradients(
+    inputs: Sequence[Gradients], wanted: Sequence[bool], split: Sequence[bool]
+) -> Gradients:
+    """The gradients of the inputs of the whole batch; of one that was passed whole, their sum."""
+    joined: Gradients = []
+    for index, (wants, is_split) in enumerate(zip(wanted, split)):
+        slices = [part[index] for part in inputs if part] if wants else []
+        present = [piece for piece in slices if piece is not None]
+        if not present:
+            joined.append(None)
+        else:
+            joined.append(torch.cat(present) if is_split else torch.stack(present).sum(0))
+    return joined

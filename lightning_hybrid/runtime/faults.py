@@ -1,0 +1,35 @@
+"""The first error of a run, on every rank: who fails writes it to the store, who follows reads it."""
+
+from datetime import timedelta
+
+from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.runtime.mesh import Mesh
+from lightning_hybrid.runtime.transport import ConnectionLost
+
+_KEY = "fault"
+_STORE_TIMEOUT = timedelta(seconds=3)  # its host may be the rank that died
+
+
+def first_fault(mesh: Mesh | None, error: BaseException, text: str) -> str | None:
+    """Report a failure of this rank.
+
+    Args:
+        mesh: the groups; ``None`` before there are any.
+        error: what was raised.
+        text: how to report it if it is the first.
+
+    Returns:
+        What another rank has failed with before, or told this one; ``None``: this is the first.
+    """
+    told = isinstance(error, RemoteError) and not isinstance(error, ConnectionLost)
+    if told:
+        text = str(error)
+    if mesh is not None:
+        try:
+            mesh.store.set_timeout(_STORE_TIMEOUT)
+            first = mesh.store.compare_set(_KEY, "", text).decode()
+        except RuntimeError:
+            first = text
+        if first != text:
+            return first
+    return text if told else None

@@ -1,0 +1,53 @@
+"""Random numbers inside the network: one generator per micro-batch, whatever the stages.
+
+A stage that draws (dropout) would draw other numbers than one device does, and other ones again
+under another number of stages. So each micro-batch has a generator of its own, seeded from the
+run's seed, the replica, the call and the micro-batch, and its *state travels with the
+activations*: stage k + 1 goes on where stage k stopped. The numbers then depend on the seed and
+on the micro-batch alone. The generators of the user's code are never touched.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def microbatch_seed(seed: int, replica: int, call: int, microbatch: int) -> int:
+    """The seed of one micro-batch's generator (64 bits)."""
+    text = f"{seed}/{replica}/{call}/{microbatch}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a layer on ``device`` may draw from, as byte tensors."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_random_state(states: list[Tensor], device: torch.device) -> None:
+    """Go on from ``states``, as :func:`random_state` gave them."""
+    torch.set_rng_state(states[0].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), device)
+
+
+@contextmanager
+def generators_of_microbatch(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Inside, draw from a micro-batch's generators; afterwards the old ones are back.
+
+    Args:
+        seed: where the micro-batch's generators start; ``None`` where a state follows.
+        device: the device whose generators are meant, beside the CPU's.
+    """
+    before = random_state(device)
+    try:
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+    finally:
+        set_random_state(before, device)

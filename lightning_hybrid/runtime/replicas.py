@@ -1,0 +1,186 @@
+"""The R copies of one stage: their gradients are averaged, their buffers follow replica 0.
+
+Gradients travel in buckets, in the reverse order of the parameters, which is about the order in
+which the backward pass finishes them. :meth:`Copies.arm` is called right before the last
+micro-batch's backward; from then on a bucket leaves as soon as its last gradient is final, while
+the rest of that backward still runs. :meth:`Copies.finish` sends what is left and waits.
+
+The algorithm is the backend's: gloo runs a ring, NCCL a ring or a tree (``NCCL_ALGO`` decides).
+A ring of m ranks moves 2 (m - 1) / m times the bytes of the gradients out of every rank.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hybrid.runtime.trace import Trace
+
+BUCKET_BYTES = 25 * 2**20
+"""As in DistributedDataParallel: large enough for the link, small enough to start early."""
+
+
+class _Bucket:
+    """Gradients of some parameters in one flat tensor, kept between steps.
+
+    Behind them stands one element per parameter: how many replicas had a gradient for it. A
+    parameter that no replica used keeps ``grad is None``, as on one device.
+    """
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        numbers = sum(parameter.numel() for parameter in parameters)
+        self.flat = torch.empty(
+            numbers + len(parameters), dtype=first.dtype, device=first.device
+        )
+        *views, self.counts = self.flat.split([*(p.numel() for p in parameters), len(parameters)])
+        self.views = [view.view_as(p) for view, p in zip(views, parameters)]
+        self.missing = set(range(len(parameters)))
+        self.work: dist.Work | None = None
+
+    def fill(self, index: int, scale: float) -> None:
+        """Take over a gradient that is final."""
+        gradient = self.parameters[index].grad
+        if gradient is None:
+            self.views[index].zero_()
+        else:
+            torch.mul(gradient, scale, out=self.views[index])
+        self.counts[index] = float(gradient is not None)
+        self.missing.discard(index)
+
+    def empty(self) -> None:
+        """Hand the averages back to the parameters."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
+            if parameter.grad is not None:
+                parameter.grad.copy_(view)
+            elif self.counts[index] > 0:  # asks the device, but only for unused parameters
+                parameter.grad = view.clone()
+        self.missing = set(range(len(self.parameters)))
+        self.work = None
+
+
+class Copies:
+    """The copies of one stage, one per replica.
+
+    Args:
+        parameters: those of the stage, in the same order on every replica.
+        buffers: likewise.
+        group: of the ranks that own a copy.
+        trace: where the all-reduces are recorded.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        buffers: Iterable[Tensor],
+        group: dist.ProcessGroup,
+        trace: Trace,
+    ) -> None:
+        self._parameters, self._buffers = list(parameters), list(buffers)
+        self._group, self._trace = group, trace
+        self._size = group.size()
+        self._armed = False
+        self._next = 0
+        self._buckets: list[_Bucket] = []
+        self._trainable: list[bool] | None = None
+        self._place: dict[Parameter, tuple[_Bucket, int]] = {}
+        self._hooks: dict[Parameter, RemovableHandle] = {}
+
+    def arm(self) -> None:
+        """The next backward adds the last gradients of this step: send them as they come."""
+        if self._size == 1:
+            return
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._make_buckets([p for p in self._parameters if p.requires_grad])
+        self._armed, self._next = True, 0
+
+    def finish(self) -> None:
+        """Send the gradients that no backward touched, wait, and hand out the averages."""
+        if not self._armed:
+            return
+        self._armed = False
+        for bucket in self._buckets:
+            for index in sorted(bucket.missing):
+                bucket.fill(index, 1 / self._size)
+        self._send_full_buckets()
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.empty()
+
+    def reduce(self) -> None:
+        """Average what has accumulated, without overlap."""
+        self.arm()
+        self.finish()
+
+    def broadcast_buffers(self) -> None:
+        """Give every copy the buffers of replica 0, as DDP's running statistics are rank 0's."""
+        if self._size == 1:
+            return
+        for work in [self._group.broadcast([buffer]) for buffer in self._buffers]:
+            work.wait()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        assert isinstance(parameter, Parameter)
+        bucket, index = self._place[parameter]
+        bucket.fill(index, 1 / self._size)
+        if not bucket.missing:
+            self._send_full_buckets()
+
+    def _send_full_buckets(self) -> None:
+        # Always in order, whichever is full first: collectives pair by their order.
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            bucket = self._buckets[self._next]
+            bucket.work = self._group.allreduce([bucket.flat])
+            if self._trace.on:
+                bucket.work.get_future().add_done_callback(self._recorder(self._next))
+            self._next += 1
+
+    def _recorder(self, bucket: int) -> Callable[[object], None]:
+        start = time.time()
+        return lambda _: self._trace.add(
+            f"all-reduce {bucket}", "all-reduce", start, time.time()
+        )
+
+    def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
+        self._buckets, self._place = [], {}
+        waiting: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+        for parameter in reversed(parameters):
+            group = waiting.setdefault((parameter.dtype, parameter.device), [])
+            group.append(parameter)
+            if sum(p.numel() * p.element_size() for p in group) >= BUCKET_BYTES:
+                self._buckets.append(_Bucket(waiting.pop((parameter.dtype, parameter.device))))
+        self._buckets += [_Bucket(group) for group in waiting.values()]
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                self._place[parameter] = (bucket, index)
+                if parameter not in self._hooks:  # a frozen parameter takes none
+                    hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                    self._hooks[parameter] = hook
+
+
+def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank of a gloo ``group`` the weights and buffers of its first."""
+    if group.size() == 1:
+        return
+    tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
+    copies = [t.cpu().contiguous() for t in tensors]
+    for work in [group.broadcast([copy]) for copy in copies if copy.numel()]:
+        work.wait()
+    for tensor, copy in zip(tensors, copies):
+        tensor.copy_(copy)

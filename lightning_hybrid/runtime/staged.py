@@ -1,0 +1,84 @@
+"""A network that has been cut, as one rank sees it."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.runtime.calls import Call, CallKey, Traffic
+from lightning_hybrid.runtime.engine import Engine
+
+
+class StagedNetwork:
+    """One network on one rank: the module, this rank's stage of it, its calls.
+
+    Args:
+        number: of the network, the same on all ranks.
+        name: dotted name in the LightningModule; empty for the LightningModule itself.
+        module: the whole network. Only the tensors of this rank's stage are up to date.
+        engine: this rank's stage at work.
+    """
+
+    def __init__(self, number: int, name: str, module: nn.Module, engine: Engine) -> None:
+        self.number, self.name, self.module, self.engine = number, name, module, engine
+        self.calls: dict[int, Call] = {}
+        self.keys: list[CallKey] = []
+        self._traffic: list[Traffic] = []
+        self._modules = list(module.modules())
+        self._parameters = list(module.parameters())
+
+    def add_key(self, key: CallKey) -> int:
+        """Give a new key its number."""
+        self.keys.append(key)
+        self._traffic.append(Traffic())
+        return len(self.keys) - 1
+
+    def traffic(self, key: int) -> Traffic:
+        return self._traffic[key]
+
+    def open(self, number: int, key: int, *, exchange: bool, draws: bool) -> Call:
+        """Begin a call; a differentiable one stays open until its backward."""
+        call = Call(number, self.keys[key], self._traffic[key], exchange, draws)
+        if call.key.grad:
+            self.calls[number] = call
+        return call
+
+    def modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Training flag of every module, ``requires_grad`` of every parameter."""
+        return (
+            tuple([module.training for module in self._modules]),
+            tuple([parameter.requires_grad for parameter in self._parameters]),
+        )
+
+    def set_modes(self, key: CallKey) -> None:
+        """On a worker: the flags that the driver's network has."""
+        for module, training in zip(self._modules, key.training):
+            module.training = training
+        for parameter, trainable in zip(self._parameters, key.trainable):
+            parameter.requires_grad_(trainable)
+
+    def owned(self) -> list[str]:
+        """Names, in the LightningModule, of the tensors that this rank owns."""
+        stage = self.engine.stage
+        prefix = f"{self.name}." if self.name else ""
+        return [prefix + name for name in (*stage.parameter_names, *stage.buffer_names)]
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name; looked up anew, since a buffer may be replaced."""
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))
+
+
+def write_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy ``values`` into the parameters and buffers of these names."""
+    tensors = tensors_of(module)
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(value)
+
+
+def move(stage: nn.Module, device: torch.device) -> None:
+    """Bring the tensors of a stage to a device; parameters keep their identity (optimizers)."""
+    for tensor in (*stage.parameters(), *stage.buffers()):
+        tensor.data = tensor.data.to(device)

@@ -1,0 +1,197 @@
+"""Tensors and commands between two ranks.
+
+Two kinds of traffic, on groups of their own (:mod:`lightning_hybrid.runtime.mesh`):
+
+* a :class:`Link` moves the tensors of one direction of one edge. Sends do not block; receives are
+  posted ahead. Shapes are known on both sides, so nothing but the numbers travels.
+* the :class:`Control` link moves *frames*: eight integers, and pickled bytes behind them only
+  where a command needs more (a plan, a new shape, an error). A training step in its steady state
+  pickles nothing.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.errors import RemoteError
+
+FRAME = 8
+"""Integers in a frame: operation, six arguments, number of pickled bytes behind it."""
+
+# Sends whose buffers must live until they have left. Older ones have: the peer has answered since.
+_KEPT_SENDS = 64
+
+
+class ConnectionLost(RemoteError):
+    """A peer went away without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a receiver must know of a tensor before it comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+class Arrival:
+    """Tensors on their way: ``wait`` returns them when they are here."""
+
+    def __init__(self, tensors: list[Tensor], works: list[dist.Work], peer: str) -> None:
+        self._tensors, self._works, self._peer = tensors, works, peer
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            _wait(work, self._peer)
+        return self._tensors
+
+
+class Link:
+    """One direction between two ranks.
+
+    Args:
+        group: a group of these two ranks alone.
+        me: this rank's index in the group; the other's is ``1 - me``.
+        peer: how to name the other rank in an error.
+        device: where received tensors live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, me: int, peer: str, device: torch.device) -> None:
+        self._group, self._other, self._peer, self._device = group, 1 - me, peer, device
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send without waiting; the tensors must not be changed before :meth:`flush`."""
+        for tensor in tensors:
+            tensor = tensor.detach().contiguous()
+            work = _start(self._group.send, [tensor], self._other, 0, peer=self._peer)
+            self._sends.append((work, tensor))
+
+    def post(self, specs: Sequence[TensorSpec]) -> Arrival:
+        """Get ready to receive tensors of these shapes, in this order."""
+        tensors = [spec.empty(self._device) for spec in specs]
+        works = [
+            _start(self._group.recv, [tensor], self._other, 0, peer=self._peer)
+            for tensor in tensors
+        ]
+        return Arrival(tensors, works, self._peer)
+
+    def flush(self) -> None:
+        """Wait until everything sent has left."""
+        while self._sends:
+            work, _ = self._sends.popleft()
+            _wait(work, self._peer)
+
+
+class Control:
+    """Frames and objects between the ranks of one replica (or any small gloo group).
+
+    Args:
+        group: a gloo group.
+        names: how to name its ranks in an error, by their index in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, names: Sequence[str]) -> None:
+        self._group, self._names = group, tuple(names)
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def tell(self, peer: int, operation: int, *arguments: int, payload: Any = None) -> None:
+        """Send a frame, and ``payload`` pickled behind it, without waiting."""
+        data = b"" if payload is None else pickle.dumps(payload, protocol=5)
+        padding = (0,) * (FRAME - 2 - len(arguments))
+        frame = torch.tensor((operation, *arguments, *padding, len(data)))
+        self._send(peer, frame)
+        if data:
+            self._send(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def hear(self, peer: int) -> tuple[int, list[int], Any]:
+        """Wait for a frame. Returns operation, six arguments, payload."""
+        frame = torch.empty(FRAME, dtype=torch.int64)
+        self._receive(peer, frame)
+        operation, *arguments, size = frame.tolist()
+        if not size:
+            return operation, arguments, None
+        data = torch.empty(size, dtype=torch.uint8)
+        self._receive(peer, data)
+        return operation, arguments, pickle.loads(data.numpy().tobytes())
+
+    def send_tensors(self, peer: int, tensors: dict[str, Tensor]) -> None:
+        """Send named tensors; those on a device go by way of the CPU."""
+        self.tell(peer, 0, payload={name: TensorSpec.of(t) for name, t in tensors.items()})
+        for tensor in tensors.values():
+            if tensor.numel():
+                self._send(peer, tensor.detach().cpu().contiguous())
+
+    def receive_tensors(self, peer: int) -> dict[str, Tensor]:
+        """The other end of :meth:`send_tensors`."""
+        _, _, specs = self.hear(peer)
+        tensors = {name: spec.empty(torch.device("cpu")) for name, spec in (specs or {}).items()}
+        for tensor in tensors.values():
+            if tensor.numel():
+                self._receive(peer, tensor)
+        return tensors
+
+    def _send(self, peer: int, tensor: Tensor) -> None:
+        work = _start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
+        self._sends.append((work, tensor))
+        while len(self._sends) > _KEPT_SENDS:
+            oldest, _ = self._sends.popleft()
+            _wait(oldest, self._names[peer])
+
+    def _receive(self, peer: int, tensor: Tensor) -> None:
+        name = self._names[peer]
+        _wait(_start(self._group.recv, [tensor], peer, 0, peer=name), name)
+
+
+def broadcast_object(group: dist.ProcessGroup, value: Any, source: int = 0) -> Any:
+    """Give every rank of a gloo ``group`` the object of the rank with index ``source``."""
+    if group.size() == 1:
+        return value
+    here = group.rank() == source
+    data = pickle.dumps(value, protocol=5) if here else b""
+    size = torch.tensor([len(data)])
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    _wait(_start(group.broadcast, [size], options, peer="a rank of the group"), "a rank")
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
+    if buffer is None:
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+    _wait(_start(group.broadcast, [buffer], options, peer="a rank of the group"), "a rank")
+    return value if here else pickle.loads(buffer.numpy().tobytes())
+
+
+def barrier(group: dist.ProcessGroup) -> None:
+    """Wait until every rank of ``group`` is here."""
+    _wait(_start(group.barrier, peer="a rank of the group"), "a rank of the group")
+
+
+def _start(call: Any, *arguments: Any, peer: str) -> dist.Work:
+    try:
+        work: dist.Work = call(*arguments)
+    except RuntimeError as error:
+        raise ConnectionLost(f"Lost {peer}: {error}") from error
+    return work
+
+
+def _wait(work: dist.Work, peer: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise ConnectionLost(f"Lost {peer}: {error}") from error

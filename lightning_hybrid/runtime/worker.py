@@ -1,0 +1,225 @@
+"""A worker: it owns one earlier stage of each network and obeys its driver."""
+
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.errors import NetworkError, RemoteError
+from lightning_hybrid.network import cut, network_partitions, trace
+from lightning_hybrid.runtime.calls import BackwardMode, CallKey
+from lightning_hybrid.runtime.commands import Cut, Op
+from lightning_hybrid.runtime.engine import Engine
+from lightning_hybrid.runtime.links import Links
+from lightning_hybrid.runtime.mesh import Mesh
+from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
+from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
+from lightning_hybrid.runtime.replicas import Copies
+from lightning_hybrid.runtime.staged import StagedNetwork, move, tensors_of, write_tensors
+from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.runtime.transport import ConnectionLost
+
+DRIVER = 0
+_ANSWERED = {Op.CUT, Op.GRADIENT_NORM, Op.GIVE_WEIGHTS, Op.GIVE_OPTIMIZER, Op.END}
+
+
+class Worker:
+    """Serves the commands of one run.
+
+    Args:
+        module: the LightningModule of this rank. Its training flags and weights follow the
+            driver's for the stages that this rank owns.
+        mesh: the groups.
+        device: where the stages go.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        self._links = Links(mesh, device)
+        self._trace = Trace(mesh.place.rank, str(mesh.place))
+        self._networks: list[StagedNetwork] = []
+        self._optimizers: list[Optimizer] = []
+        self._parameters = dict(module.named_parameters())
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._modes: tuple[int, int] | None = None
+        self._failure: str | None = None
+
+    def serve(self) -> Any:
+        """Obey until the run ends.
+
+        Returns:
+            What the driver sends at the end: its results.
+
+        Raises:
+            RemoteError: the driver has failed, or was lost.
+        """
+        with _signals_left_to_the_driver():
+            try:
+                return self._serve()
+            finally:
+                self._trace.write()
+                for network in self._networks:
+                    network.engine.copies.close()
+
+    def _serve(self) -> Any:
+        while True:
+            number, arguments, payload = self._links.control.hear(DRIVER)
+            operation = Op(number)
+            if operation is Op.ABORT:
+                raise RemoteError(payload)
+            answer = None
+            try:
+                answer = getattr(self, f"_{operation.name.lower()}")(payload, *arguments)
+            except ConnectionLost:
+                raise
+            except Exception as error:
+                text = "".join(traceback.format_exception(error))
+                self._failure = self._failure or f"{self._mesh.place} failed:\n{text}"
+            if operation in _ANSWERED:
+                self._links.control.tell(DRIVER, 0, payload=(self._failure, answer))
+            if operation is Op.GIVE_WEIGHTS and self._failure is None:
+                self._send_weights()
+            if operation is Op.END and self._failure is None:
+                return payload
+
+    # -- the network
+
+    def _cut(self, order: Cut, *_: int) -> None:
+        network = self._module.get_submodule(order.name)
+        graph = trace(network, *order.arguments)
+        if graph.fingerprint != order.fingerprint:
+            raise NetworkError(
+                f"{type(network).__name__} {order.name!r} was traced differently on "
+                f"{self._mesh.place} than on its driver. Every rank must build the same network: "
+                "look for Python code that depends on the rank, the time or unseeded randomness."
+            )
+        stages = cut(graph, network_partitions(graph), order.boundaries)
+        stage = stages[self._mesh.place.stage]
+        move(stage, self._device)
+        copies = Copies(stage.parameters(), stage.buffers(), self._mesh.copies, self._trace)
+        engine = Engine(
+            stage,
+            self._mesh.place,
+            self._links,
+            copies,
+            self._device,
+            order.schedule,
+            order.seed,
+            self._trace,
+        )
+        self._networks.append(StagedNetwork(order.network, order.name, network, engine))
+
+    def _forward(
+        self, key: CallKey | None, number: int, call: int, index: int, exchange: int, draws: int, *_: int
+    ) -> None:
+        network = self._networks[number]
+        if key is not None:
+            network.add_key(key)
+        if self._modes != (number, index):
+            network.set_modes(network.keys[index])
+            self._modes = (number, index)
+        opened = network.open(call, index, exchange=bool(exchange), draws=bool(draws))
+        network.engine.failure = self._failure
+        with _contexts(opened.key):
+            network.engine.forward(opened)
+        self._failure = network.engine.failure
+
+    def _backward(
+        self, _: None, number: int, call: int, pattern: int, flags: int, *__: int
+    ) -> None:
+        network = self._networks[number]
+        mode = BackwardMode.of_flags(pattern, flags)
+        opened = network.calls[call] if mode.keep else network.calls.pop(call)
+        network.engine.failure = self._failure
+        network.engine.backward(opened, mode)
+        self._failure = network.engine.failure
+
+    def _free(self, _: None, number: int, call: int, *__: int) -> None:
+        self._networks[number].calls.pop(call, None)
+
+    def _reduce(self, _: None, number: int, *__: int) -> None:
+        self._networks[number].engine.copies.reduce()
+
+    def _buffers(self, _: None, *__: int) -> None:
+        for network in self._networks:
+            network.engine.copies.broadcast_buffers()
+
+    # -- the optimizers
+
+    def _take_optimizers(self, data: bytes, *_: int) -> None:
+        self._optimizers = unship(data, self._parameters)
+
+    def _zero_grad(self, _: None, index: int, set_to_none: int, *__: int) -> None:
+        self._optimizers[index].zero_grad(bool(set_to_none))
+
+    def _step(self, groups: list[Hyperparameters] | None, index: int, *_: int) -> None:
+        if self._failure is not None:
+            return
+        if groups is not None:
+            take_groups(self._optimizers[index], groups, self._parameters)
+        self._optimizers[index].step()
+
+    def _gradient_norm(self, order: float, index: int, *_: int) -> dict[str, torch.Tensor]:
+        return gradient_norms(self._optimizers[index], self._names, order)
+
+    def _scale_gradients(self, factor: float, index: int, *_: int) -> None:
+        for gradient in gradients_of(self._optimizers[index]):
+            gradient.mul_(factor)
+
+    def _clip_values(self, bound: float, index: int, *_: int) -> None:
+        for gradient in gradients_of(self._optimizers[index]):
+            gradient.clamp_(-bound, bound)
+
+    # -- weights
+
+    def _give_weights(self, *_: Any) -> None:
+        """Answered with word that all is well; the tensors follow."""
+
+    def _send_weights(self) -> None:
+        tensors = tensors_of(self._module)
+        owned = [name for network in self._networks for name in network.owned()]
+        self._links.control.send_tensors(DRIVER, {name: tensors[name] for name in owned})
+
+    def _take_weights(self, *_: Any) -> None:
+        write_tensors(self._module, self._links.control.receive_tensors(DRIVER))
+
+    def _give_optimizer(self, _: None, index: int, *__: int) -> dict[str, dict[str, Any]]:
+        return state_of(self._optimizers[index], self._names)
+
+    def _end(self, *_: Any) -> None:
+        """Answered with word that all went well up to here."""
+
+
+@contextmanager
+def _contexts(key: CallKey) -> Iterator[None]:
+    """What surrounds the network's call on the driver."""
+    device, dtype, enabled = key.autocast
+    default = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        stack.enter_context(torch.set_grad_enabled(key.grad))
+        torch.set_default_dtype(key.default_dtype)
+        stack.callback(torch.set_default_dtype, default)
+        yield
+
+
+@contextmanager
+def _signals_left_to_the_driver() -> Iterator[None]:
+    """A worker that dies of a signal takes its driver by surprise: the driver decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

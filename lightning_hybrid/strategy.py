@@ -1,0 +1,511 @@
+"""``Trainer(strategy="hybrid_gabra")``: stages within replicas, replicas side by side.
+
+To Lightning the world is that of DDP over the drivers, one per replica. What is below the
+strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
+:mod:`lightning_hybrid.planning` decides where they go.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hybrid.compat_lightning import keep_samplers, set_module_device
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.launcher import (
+    HybridMultiProcessingLauncher,
+    HybridSubprocessLauncher,
+    Parted,
+    Results,
+)
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.runtime.discovery import Discovery, Networks
+from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.faults import first_fault
+from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
+from lightning_hybrid.runtime.replicas import broadcast_module
+from lightning_hybrid.runtime.transport import barrier, broadcast_object
+from lightning_hybrid.runtime.worker import Worker
+
+T = TypeVar("T")
+Count = int | Literal["auto"]
+
+
+class _Phase(Enum):
+    """Whom a barrier or a broadcast speaks to."""
+
+    TOGETHER = "all ranks: before the setup of a run, and after its end"
+    RUNNING = "the drivers"
+    FAILED = "nobody: the others may be gone"
+
+
+class HybridGabraStrategy(DDPStrategy):
+    """Trains replicas of a chain of stages; a genetic algorithm places the stages.
+
+    The LightningModule stays as it is. Its network is found at its first call, traced, cut into
+    ``pipeline_parallel_size`` stages and given to the ranks of a replica; ``data_parallel_size``
+    replicas average their gradients per stage. The user's code runs on one rank of each replica,
+    its driver; to Lightning the world is that of DDP over the drivers.
+
+    Args:
+        data_parallel_size: number of replicas. ``"auto"``: devices / stages.
+        pipeline_parallel_size: number of stages of a replica. ``"auto"``: devices / replicas, so
+            that without any sizes all devices form one chain.
+        num_microbatches: into how many slices a replica's batch is split on its way through the
+            stages. ``"auto"``: enough to fill the pipeline twice, at least two samples each.
+        schedule: ``"gpipe"`` (fill and drain), which is also ``"auto"``.
+        allocation: ``"gabra"``, ``"exact"``, or cut points: the names of the first module of each
+            next stage, as in the LightningModule (``["net.layer3"]``).
+        objective: ``"makespan"``, the slowest device's time, or ``"profit"``, Eq. 5 of Akintoye et
+            al. 2022 (constant on equal devices; kept for comparison).
+        network: dotted name(s) of the module(s) to cut. ``None``: found.
+        plan: a :class:`Plan` or a path to one; skips profiling and search.
+        seed: of the genetic algorithm.
+        accelerator: as in ``DDPStrategy``, like the following arguments.
+        parallel_devices: see there.
+        cluster_environment: see there.
+        checkpoint_io: see there.
+        precision_plugin: see there.
+        process_group_backend: for tensors between ranks; by default gloo on CPUs, NCCL on CUDA.
+        timeout: of tensors between ranks.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        PlanError: the sizes contradict each other, the plan or the number of devices.
+
+    References:
+        Akintoye et al., "A Hybrid Parallelization Approach for Distributed and Scalable Deep
+        Learning", IEEE Access 10:77950, 2022.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Count = "auto",
+        pipeline_parallel_size: Count = "auto",
+        num_microbatches: Count = "auto",
+        schedule: Literal["auto", "gpipe"] = "auto",
+        allocation: Literal["gabra", "exact"] | list[str] = "gabra",
+        objective: Literal["makespan", "profit"] = "makespan",
+        network: str | list[str] | None = None,
+        plan: Plan | str | Path | None = None,
+        seed: int = 0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self._driver: Driver | None = None  # read by the setter of `optimizers`
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        self._sizes = self._check_sizes(data_parallel_size, pipeline_parallel_size)
+        if num_microbatches != "auto" and num_microbatches < 1:
+            raise PlanError(f"num_microbatches={num_microbatches} must be at least 1 or 'auto'.")
+        self._microbatches = None if num_microbatches == "auto" else num_microbatches
+        self._names = (network,) if isinstance(network, str) else network and tuple(network)
+        self._settings = PlanSettings(
+            schedule="gpipe" if schedule == "auto" else schedule,
+            allocation=allocation if isinstance(allocation, str) else tuple(allocation),
+            objective=objective,
+            seed=seed,
+        )
+        self._plans: dict[str, Plan] = {}
+        self._phase = _Phase.TOGETHER
+        self._mesh: Mesh | None = None
+        self._networks: Networks | None = None
+
+    # ------------------------------------------------------------------ sizes, ranks
+
+    def _check_sizes(self, replicas: Count, stages: Count) -> tuple[int | None, int | None]:
+        for name, value in (
+            ("data_parallel_size", replicas),
+            ("pipeline_parallel_size", stages),
+        ):
+            if value != "auto" and (not isinstance(value, int) or value < 1):
+                raise PlanError(f"{name}={value!r} must be a positive number or 'auto'.")
+        plan = self._given_plan
+        if plan is None:
+            return (
+                None if replicas == "auto" else replicas,
+                None if stages == "auto" else stages,
+            )
+        if replicas not in ("auto", plan.replicas) or stages not in ("auto", plan.stages):
+            raise PlanError(
+                f"data_parallel_size={replicas} x pipeline_parallel_size={stages} contradict the "
+                f"plan: {plan.replicas} replicas x {plan.stages} stages. Give one or the other."
+            )
+        return plan.replicas, plan.stages
+
+    def _shape(self) -> tuple[int, int]:
+        """Replicas and stages, for the devices that there are."""
+        devices = self.num_nodes * self.num_processes
+        replicas, stages = self._sizes
+        if stages is None:
+            stages = devices // (replicas or 1)
+        if replicas is None:
+            replicas = devices // max(stages, 1)
+        if replicas * stages != devices:
+            raise PlanError(
+                f"data_parallel_size({replicas}) x pipeline_parallel_size({stages}) = "
+                f"{replicas * stages} != {devices} devices"
+                f"{f' ({self.num_nodes} nodes)' if self.num_nodes > 1 else ''}: the number of "
+                f"devices must be divisible by the number of stages. Set Trainer(devices=...) to a "
+                f"multiple of {self._sizes[1] or self._sizes[0]}, or change the sizes."
+            )
+        return replicas, stages
+
+    @property
+    def _place(self) -> Place:
+        environment = self.cluster_environment
+        return Place(environment.global_rank() if environment else 0, *self._shape())
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; of the first network, if there are several. ``None`` before it."""
+        return next(iter(self._plans.values()), self._given_plan)
+
+    @property
+    def num_replicas(self) -> int:
+        """Over how many replicas the data is divided: what ``world_size`` is under DDP."""
+        return self._shape()[0]
+
+    @property
+    def world_size(self) -> int:
+        return self.num_replicas
+
+    @property
+    def global_rank(self) -> int:
+        return self._place.lightning_rank if self.parallel_devices else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_replicas, "rank": self._place.replica}
+
+    # ------------------------------------------------------------------ processes and groups
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``hybrid_gabra`` and its variants."""
+        for suffix, start_method in (
+            ("", "popen"),
+            ("_spawn", "spawn"),
+            ("_fork", "fork"),
+            ("_notebook", "fork"),
+        ):
+            strategy_registry.register(
+                f"hybrid_gabra{suffix}",
+                cls,
+                description=f"Stages placed by GABRA, in replicas (start method {start_method})",
+                override=True,
+                start_method=start_method,
+            )
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._shape()  # complain now, before any process is started
+        if self._start_method == "popen":
+            self._launcher = HybridSubprocessLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+        else:
+            self._launcher = HybridMultiProcessingLauncher(self, self._start_method)
+
+    def setup_distributed(self) -> None:
+        if not isinstance(self.accelerator, CPUAccelerator | CUDAAccelerator):
+            raise PlanError(
+                f"hybrid_gabra runs on CPUs and CUDA devices, not on "
+                f"{type(self.accelerator).__name__}. Use Trainer(accelerator='cpu' | 'cuda')."
+            )
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        environment, place = self.cluster_environment, self._place
+        assert environment is not None
+        agent_serves = (
+            isinstance(environment, TorchElasticEnvironment)
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )
+        self._mesh = join_mesh(
+            place,
+            environment.main_address,
+            environment.main_port,
+            serve=place.rank == 0 and not agent_serves,
+            backend=self._process_group_backend,
+            timeout=self._timeout or timedelta(minutes=30),
+        )
+        self._mesh.init_default_group(self._process_group_backend, self.root_device)
+        self._phase = _Phase.TOGETHER
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._phase is _Phase.RUNNING:
+            super().barrier(*args, **kwargs)
+        elif self._phase is _Phase.TOGETHER and self._mesh is not None:
+            barrier(self._mesh.world)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._phase is _Phase.RUNNING:
+            return super().broadcast(obj, src)
+        if self._phase is _Phase.TOGETHER and self._mesh is not None:
+            value: T = broadcast_object(self._mesh.world, obj, src)
+            return value
+        return obj
+
+    # ------------------------------------------------------------------ a run
+
+    def setup(self, trainer: Trainer) -> None:
+        """Part: workers leave from here and serve; drivers go on as under DDP."""
+        assert self.accelerator is not None
+        assert self._mesh is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
+        self._refuse_what_cannot_work()
+        self.model = self.precision_plugin.convert_module(self.model)
+        if not self._mesh.place.is_driver:
+            raise Parted
+        self._phase = _Phase.RUNNING
+        self.accelerator.setup(trainer)
+        if self.num_replicas == 1:
+            keep_samplers(trainer)
+        assert self._mesh.drivers is not None
+        broadcast_module(self.lightning_module, self._mesh.drivers)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model_to_device()
+        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+        seed = broadcast_object(self._mesh.drivers, seed)
+        self._driver = Driver(self.lightning_module, self._mesh, self.root_device, seed)
+        self._networks = Networks(
+            self.lightning_module,
+            self._driver,
+            self._mesh,
+            Discovery(self._names, self._microbatches, self._make_plan, rank_zero_info),
+            self._plans,
+        )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._refuse_optimizers()
+        self.setup_precision_plugin()
+        # clipping by a norm needs the gradients of all stages
+        self.precision_plugin.clip_grad_by_norm = self._driver.clip_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._driver.clip_values  # type: ignore[method-assign]
+
+    def _make_plan(self, *arguments: Any) -> Plan:
+        if self._given_plan is not None:
+            return self._given_plan
+        return make_plan(*arguments, settings=self._settings, shape=self._shape())
+
+    def _refuse_what_cannot_work(self) -> None:
+        if self._shape()[1] == 1:
+            return
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler:
+            raise PlanError(
+                "precision='16-mixed' needs one loss scale over all stages, which is not supported "
+                "yet. Use precision='bf16-mixed' or '32-true'."
+            )
+        if self._layer_sync:
+            raise PlanError(
+                "sync_batchnorm=True is not supported yet with pipeline_parallel_size > 1. "
+                "Switch it off, or use pipeline_parallel_size=1."
+            )
+
+    def _refuse_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LBFGS) and self._shape()[1] > 1:
+                raise PlanError(
+                    "LBFGS evaluates its closure several times a step, and each stage would do so "
+                    "on its own. Use another optimizer, or pipeline_parallel_size=1."
+                )
+
+    def serve(self) -> Results:
+        """On a worker: obey the driver until the run is over. Returns its results."""
+        assert self.lightning_module is not None
+        assert self._mesh is not None
+        worker = Worker(self.lightning_module, self._mesh, self.root_device)
+        results: Results = worker.serve()
+        self._plans.update(results.plans)
+        self.lightning_module.cpu()
+        return results
+
+    def finish(self, results: Results) -> None:
+        """On a driver: end the run on its workers too."""
+        assert self._driver is not None
+        results.plans.update(self._plans)
+        self._driver.end(results, weights=results.state.fn == TrainerFn.FITTING)
+        self._driver = self._networks = None
+        self._phase = _Phase.TOGETHER
+
+    def fail(self, error: BaseException) -> str | None:
+        """This rank fails with ``error``: tell the others.
+
+        Returns:
+            The text of the failure that came first, on another rank; ``None``: it is this one.
+        """
+        place = self._place
+        text = "".join(traceback.format_exception(error))
+        first = first_fault(self._mesh, error, f"{place} failed:\n{text}")
+        if self._driver is not None and self._start_method != "popen":
+            self._abort_workers(first or f"{place} failed:\n{text}")
+        self._failure = first or f"{place} failed:\n{text}"
+        self._phase = _Phase.FAILED if self._driver is None else self._phase
+        return first
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._abort_workers(self._failure)
+
+    def _abort_workers(self, text: str) -> None:
+        if self._driver is not None:
+            self._driver.abort(text)
+        self._phase = _Phase.FAILED
+        forget_mesh()
+
+    def teardown(self) -> None:
+        assert self.lightning_module is not None
+        if self._networks is not None:
+            self._networks.close()
+        if self._driver is not None:
+            trainer = self.lightning_module.trainer
+            if self._phase is _Phase.RUNNING and trainer.state.status != TrainerStatus.INTERRUPTED:
+                if trainer.state.fn == TrainerFn.FITTING:
+                    self._driver.broadcast_buffers()
+                    self._driver.gather_weights()
+            self._driver.close()
+            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+            vars(self.precision_plugin).pop("clip_grad_by_value", None)
+        super().teardown()
+
+    # ------------------------------------------------------------------ a step
+
+    def model_to_device(self) -> None:
+        """One stage: the whole module moves. More: only what no network can own.
+
+        Modules with parameters wait on the CPU until they are called for the first time.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if self._shape()[1] == 1:
+            module.to(self.root_device)
+            return
+        for part in module.modules():
+            if part is not module and next(part.parameters(), None) is None:
+                part.to(self.root_device)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data = tensor.data.to(self.root_device)
+        set_module_device(module, self.root_device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self._driver is not None
+        assert self._networks is not None
+        self._driver.begin_step()
+        output = super().training_step(*args, **kwargs)
+        if output is not None:
+            self._networks.require()
+        return output
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """As in every strategy, and gradients are averaged before any hook sees them."""
+        assert self._driver is not None
+        assert self.lightning_module is not None
+        module, precision = self.lightning_module, self.precision_plugin
+        closure_loss = precision.pre_backward(closure_loss, module)  # type: ignore[assignment]
+        self._driver.before_backward()
+        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._driver.after_backward()
+        return precision.post_backward(closure_loss, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        assert self._driver is not None
+        self._driver.synchronize = False
+        try:
+            yield
+        finally:
+            self._driver.synchronize = True
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if self._driver is not None:
+            self._driver.connect_optimizers(optimizers)
+            for wrapper, optimizer in zip(self._lightning_optimizers, optimizers):
+                # the wrapper inherits zero_grad from its class and would not see the instance's
+                wrapper.zero_grad = optimizer.zero_grad  # type: ignore[attr-defined]
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        assert self._driver is not None
+        self._driver.broadcast_buffers()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's, on the driver of replica 0; the others have nothing to save."""
+        assert self.lightning_module is not None
+        if self._driver is None:
+            return self.lightning_module.state_dict() if self.is_global_zero else {}
+        self._driver.broadcast_buffers()
+        if not self.is_global_zero:
+            return {}
+        self._driver.gather_weights()
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self._driver is None or not self.is_global_zero:
+            return {}
+        return self._driver.optimizer_state(optimizer)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self._driver is not None:
+            self._driver.scatter_weights()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._driver is not None:
+            self._driver.ship_optimizers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_driver": None, "_networks": None, "_mesh": None}
+
+
+HybridGabraStrategy.register_strategies(StrategyRegistry)
