@@ -10,11 +10,10 @@ inversion reverses a stretch of the chain, lengths and devices. What a crossover
 twice, ends out of order) is put right by the least change.
 
 Both know two operators that the paper lacks: a mutation that reaches what inversion cannot (labels
-or boundaries absent from the population), and `refine`, a local search for the makespan that takes
-work from the slowest device. Neither looks at any exact solver.
+or boundaries absent from the population), and `refine`, a local search. No operator looks at an
+exact solver.
 """
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -39,10 +38,16 @@ class Genes(Protocol):
         """Change one gene at random."""
 
     def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Shorten the makespan by local moves until none is found."""
+        """Improve by local moves until none is found."""
+
+    def canonical(self, genes: Ints) -> Ints:
+        """The same with equal devices numbered in order of appearance.
+
+        Assignments that differ only in the names of equal devices are one chromosome, not many.
+        """
 
     def decode(self, genes: Ints) -> Ints:
-        """The assignment, shape (n,). Equal devices are numbered in order of appearance."""
+        """The assignment, shape (n,)."""
 
 
 def _stretch(length: int, rng: np.random.Generator) -> slice:
@@ -50,22 +55,16 @@ def _stretch(length: int, rng: np.random.Generator) -> slice:
     return slice(int(first), int(last))
 
 
-def _canonical(order: Ints, problem: Problem) -> Ints:
-    """Renumber equal devices in order of appearance.
-
-    Assignments that differ only in names of equal devices are one chromosome, not many.
-    """
-    free: dict[int, Iterator[int]] = {
-        kind: iter([j for j, other in enumerate(problem.classes) if other == kind])
-        for kind in set(problem.classes)
-    }
+def _renumbered(devices: Ints, problem: Problem) -> Ints:
+    """Name equal devices anew, in order of appearance."""
+    if len(set(problem.classes)) == problem.m:
+        return devices
+    free = [iter([j for j, c in enumerate(problem.classes) if c == k]) for k in range(problem.m)]
     name: dict[int, int] = {}
-    for device in order.tolist():
+    for device in devices.tolist():
         if device not in name:
             name[device] = next(free[problem.classes[device]])
-    table = np.arange(problem.m)
-    table[list(name)] = list(name.values())
-    return np.asarray(table[order])
+    return np.array([name[device] for device in devices.tolist()])
 
 
 class Labels:
@@ -130,19 +129,24 @@ class Labels:
         return genes
 
     def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Move a partition off the slowest device, or swap it for another one."""
+        """Move a partition or swap two while that helps.
+
+        For the makespan only those of the slowest device matter.
+        """
         cost = self.problem.costs(genes[None])[0]
         while True:
             candidates = self._neighbours(genes, rng)
             costs = self.problem.costs(candidates)
-            if not costs.min() < cost * (1 - SLACK):
+            if not costs.min() < cost - SLACK * abs(cost):
                 return genes
             genes, cost = candidates[costs.argmin()], costs.min()
 
     def _neighbours(self, genes: Ints, rng: np.random.Generator, most: int = 256) -> Ints:
         problem = self.problem
-        slowest = problem.times(genes[None])[0].argmax()
-        here, there = np.flatnonzero(genes == slowest), np.flatnonzero(genes != slowest)
+        here = there = np.arange(problem.n)
+        if problem.objective == "makespan":
+            slow = genes == problem.times(genes[None])[0].argmax()
+            here, there = np.flatnonzero(slow), np.flatnonzero(~slow)
         moves = len(here) * problem.m
         picks = np.arange(moves + len(here) * len(there))
         if len(picks) > most:
@@ -154,11 +158,14 @@ class Labels:
         if swap.size:
             first, second = np.divmod(picks[swap] - moves, len(there))
             candidates[swap, here[first]] = genes[there[second]]
-            candidates[swap, there[second]] = slowest
+            candidates[swap, there[second]] = genes[here[first]]
         return candidates
 
+    def canonical(self, genes: Ints) -> Ints:
+        return _renumbered(genes, self.problem)
+
     def decode(self, genes: Ints) -> Ints:
-        return _canonical(genes, self.problem)
+        return genes
 
 
 class Runs:
@@ -186,7 +193,7 @@ class Runs:
         Most chromosomes have their ends near the fair places, some have them anywhere.
         """
         for _ in range(200):
-            order = self._order(rng.permutation(self.problem.m))
+            order = rng.permutation(self.problem.m)
             ends = self._random_ends(order, rng)
             if ends is not None:
                 return np.array([order, ends])
@@ -195,9 +202,6 @@ class Runs:
             "devices within their limits: use more or larger devices, or contiguous=False "
             "(method='exact' decides it)"
         )
-
-    def _order(self, devices: Ints) -> Ints:
-        return _canonical(devices, self.problem)
 
     def _random_ends(self, order: Ints, rng: np.random.Generator) -> list[int] | None:
         n, m = self.problem.n, self.problem.m
@@ -251,30 +255,34 @@ class Runs:
         return genes
 
     def invert(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        lengths = np.diff(genes[1], prepend=0)
-        stretch = _stretch(len(lengths), rng)
-        order = genes[0].copy()
+        stretch = _stretch(self.problem.m, rng)
+        order, lengths = genes[0].copy(), _lengths(genes)
         order[stretch], lengths[stretch] = order[stretch][::-1], lengths[stretch][::-1]
         return np.array([order, np.cumsum(lengths)])
 
     def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Move one boundary anywhere between its neighbours, and let two devices change places."""
-        genes = genes.copy()
+        """Exchange two runs with their devices, or put one boundary elsewhere."""
+        order, lengths = genes[0].copy(), _lengths(genes)
         if self.problem.m == 1:
             return genes
-        r = int(rng.integers(self.problem.m - 1))
-        before = int(genes[1, r - 1]) if r else 0
-        genes[1, r] = rng.integers(before + 1, genes[1, r + 1])
-        if rng.random() < 0.5:
-            pair = rng.choice(self.problem.m, 2, replace=False)
-            genes[0, pair] = genes[0, pair[::-1]]
-        return genes
+        first, second = rng.choice(self.problem.m, 2, replace=False)
+        if rng.random() < 0.7:
+            pair, riap = [first, second], [second, first]
+            order[pair], lengths[pair] = order[riap], lengths[riap]
+        else:
+            both = lengths[first] + lengths[second]
+            lengths[first] = rng.integers(1, both)
+            lengths[second] = both - lengths[first]
+        return np.array([order, np.cumsum(lengths)])
 
     def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
         """Push partitions away from the slowest run, over full runs, to one with time left.
 
+        Under `profit` no run is the slowest, and nothing is done.
         The goal is lowered while pushing succeeds; when it fails, the next goal is closer.
         """
+        if self.problem.objective == "profit":
+            return genes
         order, ends = genes[0].tolist(), genes[1].tolist()
         times = self._times(order, ends)
         worst = max(times)
@@ -319,6 +327,14 @@ class Runs:
                 return bounds[1:]
         return None
 
+    def canonical(self, genes: Ints) -> Ints:
+        return np.array([_renumbered(genes[0], self.problem), genes[1]])
+
     def decode(self, genes: Ints) -> Ints:
-        order, ends = genes
-        return np.repeat(_canonical(order, self.problem), np.diff(ends, prepend=0))
+        return np.repeat(genes[0], _lengths(genes))
+
+
+def _lengths(genes: Ints) -> Ints:
+    lengths: Ints = genes[1].copy()
+    lengths[1:] -= genes[1, :-1]
+    return lengths

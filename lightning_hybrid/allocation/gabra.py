@@ -18,7 +18,7 @@ The *repaired* reading, the default, changes what keeps the literal one from goo
   a device that all members have lost;
 * a child that was *ever* evaluated counts as a duplicate, and when `tries` children in a row were
   duplicates or infeasible, a new random member takes their place;
-* for the makespan each new member is refined by local moves.
+* each new member is refined by local moves.
 
 Both are steady-state: one child replaces the worst member per generation, so the best value never
 gets worse. Both stop after `generations`, or when the best value reaches a proven bound (for
@@ -38,13 +38,13 @@ from lightning_hybrid.errors import AllocationError
 class Settings:
     """Numbers of the algorithm; those that the paper gives are marked so."""
 
-    population: int = 24
+    population: int = 40
     """Members."""
-    generations: int = 300
+    generations: int = 600
     """t_max."""
     crossover: float = 0.8
     """Probability of a crossover (paper)."""
-    mutation: float = 0.3
+    mutation: float = 0.6
     """Probability of each mutation."""
     tries: int = 60
     """Children in a row that may be rejected before a generation is given up."""
@@ -97,7 +97,7 @@ class _Evolution:
             if child[1] < history[-1]:
                 best = child[0]
             history.append(min(history[-1], child[1]))
-        return self._assignment(best), tuple(history)
+        return self.genes.decode(best), tuple(history)
 
     def _populate(self) -> None:
         """Algorithm 2: random feasible members, no two alike as far as there are enough."""
@@ -149,35 +149,37 @@ class _Evolution:
         return self.members[min(int(np.searchsorted(np.cumsum(fitness), spin)), len(fitness) - 1)]
 
     def _fitness(self) -> Floats:
-        """Eq. 9 for `profit`; the reciprocal of the makespan."""
+        """Eq. 9 as it is (literal), or how much better than the worst member a member is.
+
+        The values of good members differ by a few per cent: as they are they would all have the
+        same chance.
+        """
         costs: Floats = np.asarray(self.costs)
-        if self.problem.objective == "profit":
+        if self.settings.literal and self.problem.objective == "profit":
             return -costs
-        return 1 / np.maximum(costs, np.finfo(np.float64).tiny)
+        spread = float(np.ptp(costs)) or 1.0
+        return np.asarray(costs.max() - costs + 0.1 * spread)
 
     def _admit(self, genes: Ints) -> tuple[Ints, float] | None:
         """Refine and evaluate a chromosome; None if it is infeasible or not new."""
-        if not self._new(genes):
+        if self.settings.literal:
+            new = not any(np.array_equal(genes, member) for member in self.members)
+            return self._evaluated(genes) if new else None
+        start = self.genes.canonical(genes)
+        child = self._evaluated(start) if self._new(start) else None
+        if child is None:
             return None
-        cost = float(self.problem.costs(self._assignment(genes)[None])[0])
-        if not np.isfinite(cost):
-            return None
-        if self.problem.objective == "makespan" and not self.settings.literal:
-            refined = self.genes.refine(genes, self.rng)
-            if not np.array_equal(refined, genes):
-                if not self._new(refined):
-                    return None
-                genes = refined
-                cost = float(self.problem.costs(self._assignment(genes)[None])[0])
-        return genes, cost
+        refined = self.genes.canonical(self.genes.refine(start, self.rng))
+        if np.array_equal(refined, start):
+            return child
+        return self._evaluated(refined) if self._new(refined) else None
+
+    def _evaluated(self, genes: Ints) -> tuple[Ints, float] | None:
+        cost = float(self.problem.costs(self.genes.decode(genes)[None])[0])
+        return (genes, cost) if np.isfinite(cost) else None
 
     def _new(self, genes: Ints) -> bool:
-        if self.settings.literal:
-            return not any(np.array_equal(genes, member) for member in self.members)
-        key = self._assignment(genes).tobytes()
+        key = genes.tobytes()
         new = key not in self.seen
         self.seen.add(key)
         return new
-
-    def _assignment(self, genes: Ints) -> Ints:
-        return genes if self.settings.literal else self.genes.decode(genes)

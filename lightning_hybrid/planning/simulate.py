@@ -54,8 +54,8 @@ def simulate(
     """Execute the lists of a schedule on clocks instead of devices.
 
     A stage runs one instruction after the other. Sends cost the sender nothing; the messages of a
-    link travel one at a time, and the two directions of an edge don't disturb each other. The user's
-    code between forward and backward takes no time.
+    link travel one at a time, and the two directions of an edge don't disturb each other. The
+    user's code between forward and backward takes no time.
 
     Args:
         schedule: What to run.

@@ -1,0 +1,220 @@
+"""From a profile of the partitions to a plan: choose the cuts, predict the step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from lightning_hybrid.allocation import allocate
+from lightning_hybrid.allocation.knapsack import Objective
+from lightning_hybrid.errors import AllocationError, PlanError
+from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.simulate import Timeline, simulate
+from lightning_hybrid.schedules import SCHEDULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Profile:
+    """What is known of the n network partitions, at the size of a micro-batch."""
+
+    names: tuple[str, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    cut_bytes: tuple[float, ...]
+    parameters: tuple[int, ...]
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        n = len(self.names)
+        for name in ("forward_s", "backward_s", "cut_bytes", "parameters", "layers"):
+            needed = n - 1 if name == "cut_bytes" else n
+            if len(getattr(self, name)) != needed:
+                raise PlanError(
+                    f"{name} has {len(getattr(self, name))} entries, "
+                    f"{needed} are needed for {n} partitions"
+                )
+
+
+def plan_stages(
+    names: Sequence[str],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    cut_bytes: Sequence[float],
+    parameters: Sequence[int],
+    layers: Sequence[int],
+    *,
+    replicas: int,
+    stages: int,
+    microbatches: int,
+    schedule: str = "gpipe",
+    method: Literal["gabra", "exact"] = "gabra",
+    objective: Objective = "makespan",
+    capacities: Sequence[float] | None = None,
+    bandwidth_bytes_per_s: float = float("inf"),
+    cut_points: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Choose where to cut a chain of n network partitions, and predict the time of a step.
+
+    The prediction holds for the network alone: neither the user's code nor the all-reduce and the
+    optimizer step are in it.
+
+    Args:
+        names: n names of partitions, in order: of each its first module.
+        forward_s: n forward times of one micro-batch on a device of capacity 1, in seconds.
+        backward_s: n backward times, likewise.
+        cut_bytes: n - 1 sizes of what crosses the cut after a partition per micro-batch, in bytes.
+        parameters: n numbers of parameter elements.
+        layers: n numbers of layers.
+        replicas: Number of replicas.
+        stages: Number of stages of a replica.
+        microbatches: Number of micro-batches.
+        schedule: Name of the schedule.
+        method: How the cuts are chosen.
+        objective: What the choice optimises. `profit` needs limits, which profiled devices don't
+            have; the capacities are then scaled to hold the network with a quarter to spare.
+        capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
+            driver's and gets the last stage.
+        bandwidth_bytes_per_s: Speed of the links between the devices.
+        cut_points: Names of the first partition of each next stage, instead of a search.
+        seed: Seed of the allocation.
+
+    Raises:
+        PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, lists
+            of unequal length, or no placement.
+    """
+    profile = _Profile(
+        names=tuple(names),
+        forward_s=tuple(forward_s),
+        backward_s=tuple(backward_s),
+        cut_bytes=tuple(cut_bytes),
+        parameters=tuple(parameters),
+        layers=tuple(layers),
+    )
+    if stages > len(names):
+        raise PlanError(
+            f"stages({stages}) are more than the {len(names)} partitions of the network: "
+            f"ask for at most {len(names)} stages, or cut the network into more partitions"
+        )
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    speeds = [1.0] * stages if capacities is None else list(capacities)
+    if len(speeds) != stages:
+        raise PlanError(f"stages({stages}) != {len(speeds)} capacities {speeds}")
+    if cut_points is not None:
+        ends, devices = _given(profile.names, cut_points, stages), [*range(1, stages), 0]
+    else:
+        ends, devices = _search(profile, speeds, bandwidth_bytes_per_s, method, objective, seed)
+    timeline = _predict(
+        profile, ends, [speeds[j] for j in devices], bandwidth_bytes_per_s, schedule, microbatches
+    )
+    return Plan(
+        replicas=replicas,
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        cuts=tuple(profile.names[end] for end in ends[:-1]),
+        devices=tuple(devices),
+        rows=_rows(profile, ends, devices),
+        predicted_step_s=timeline.makespan_s,
+        objective=objective,
+        allocation=method if cut_points is None else "given",
+        seed=seed,
+    )
+
+
+def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list[int]:
+    """The ends of the stages whose next ones begin with the partitions named."""
+    unknown = [name for name in cut_points if name not in names]
+    if unknown:
+        raise PlanError(
+            f"no partition begins with {', '.join(unknown)}; there are {', '.join(names)}"
+        )
+    ends = [names.index(name) for name in cut_points]
+    if len(ends) != stages - 1 or any(b <= a for a, b in pairwise([0, *ends])):
+        raise PlanError(
+            f"stages({stages}) need {stages - 1} cut points in the order of the network, none of "
+            f"them its first partition; given: {', '.join(cut_points) or 'none'}"
+        )
+    return [*ends, len(names)]
+
+
+def _search(
+    profile: _Profile,
+    speeds: Sequence[float],
+    bandwidth_bytes_per_s: float,
+    method: Literal["gabra", "exact"],
+    objective: Objective,
+    seed: int,
+) -> tuple[list[int], list[int]]:
+    """The ends of the stages, and their devices."""
+    loads = [f + b for f, b in zip(profile.forward_s, profile.backward_s)]
+    capacities = list(speeds)
+    if objective == "profit":
+        room = max(1.25 * sum(loads) / sum(speeds), max(loads) / min(speeds))
+        capacities = [speed * room for speed in speeds]
+    # A cut carries activations forward and gradients of the same size back.
+    cut_costs = [2 * size / bandwidth_bytes_per_s for size in profile.cut_bytes]
+    try:
+        found = allocate(
+            loads, capacities, cut_costs=cut_costs, method=method, objective=objective, seed=seed
+        )
+    except AllocationError as error:
+        raise PlanError(f"stages({len(speeds)}) cannot be placed: {error}") from error
+    starts = [i for i, (a, b) in enumerate(pairwise(found.assignment), 1) if a != b]
+    order = [found.assignment[i] for i in (0, *starts)]
+    return [*starts, len(loads)], _driver_last(order, speeds)
+
+
+def _driver_last(order: Sequence[int], speeds: Sequence[float]) -> list[int]:
+    """Rename devices of equal speed so that the last stage is on device 0, the driver's.
+
+    Raises:
+        PlanError: the last stage was placed on a device of another speed.
+    """
+    if len(set(speeds)) == 1:
+        return [*range(1, len(order)), 0]
+    last, names = order[-1], {order[-1]: 0, 0: order[-1]}
+    if speeds[last] != speeds[0]:
+        raise PlanError(
+            f"the allocation gives the last stage to device {last} of speed {speeds[last]:g}, but "
+            f"the driver, device 0 of speed {speeds[0]:g}, owns it: name device {last} first, so "
+            "that it is the driver's"
+        )
+    return [names.get(device, device) for device in order]
+
+
+def _sums(values: Sequence[float], ends: Sequence[int]) -> list[float]:
+    return [sum(values[a:b]) for a, b in pairwise([0, *ends])]
+
+
+def _predict(
+    profile: _Profile,
+    ends: Sequence[int],
+    speeds: Sequence[float],
+    bandwidth_bytes_per_s: float,
+    schedule: str,
+    microbatches: int,
+) -> Timeline:
+    """Run the lists of the schedule on the chosen stages."""
+    return simulate(
+        SCHEDULES[schedule](len(ends), microbatches),
+        [t / speed for t, speed in zip(_sums(profile.forward_s, ends), speeds)],
+        [t / speed for t, speed in zip(_sums(profile.backward_s, ends), speeds)],
+        send_s=[profile.cut_bytes[end - 1] / bandwidth_bytes_per_s for end in ends[:-1]],
+    )
+
+
+def _rows(profile: _Profile, ends: Sequence[int], devices: Sequence[int]) -> tuple[StagePlan, ...]:
+    loads = _sums([f + b for f, b in zip(profile.forward_s, profile.backward_s)], ends)
+    total = sum(loads) or 1.0
+    return tuple(
+        StagePlan(
+            layers=sum(profile.layers[a:b]),
+            partitions=profile.names[a:b],
+            parameters=sum(profile.parameters[a:b]),
+            load=load / total,
+            device=device,
+        )
+        for (a, b), load, device in zip(pairwise([0, *ends]), loads, devices)
+    )
