@@ -75,22 +75,15 @@ def check_file(path: Path) -> FileReport:
 
 
 def _parse(path: Path, data: bytes) -> Any:
+    """The image in ``data``, the gzip checksum verified."""
     if not data:
         raise _Bad("EMPTY", "0 bytes", _AGAIN)
-    gzipped, named_gz = data.startswith(_GZIP), path.name.lower().endswith(".gz")
-    header = _start(data) if gzipped else data[:540]
-    kind = _nifti_class(header)
-    if kind is None:
-        if gzipped and len(header) < 348:
-            raise _Bad("CORRUPT_GZIP", f"gzip stream broken off in {len(data)} bytes", _AGAIN)
-        raise _Bad("NOT_NIFTI", f"starts with {header[:24]!r}", _AGAIN)
-    if gzipped != named_gz:
+    gzipped = data.startswith(_GZIP)
+    kind, expected = _read_header(_start(data) if gzipped else data[:540], gzipped)
+    if gzipped != path.name.lower().endswith(".gz"):
         right = path.name + ".gz" if gzipped else path.name[: -len(".gz")]
         what = "gzipped" if gzipped else "not gzipped"
         raise _Bad("WRONG_SUFFIX", f"the content is {what}", f"rename it to {right}")
-    expected = _volume_end(kind.header_class(header[: kind.header_class.template_dtype.itemsize]))
-    if expected > _LARGEST_BYTES:
-        raise _Bad("TOO_LARGE", f"the header claims {expected / 2**30:.0f} GiB", _AGAIN)
     if gzipped:
         try:
             data = gzip.decompress(data)
@@ -102,6 +95,23 @@ def _parse(path: Path, data: bytes) -> Any:
         return kind.from_bytes(data)
     except (ValueError, OSError, nib.spatialimages.HeaderDataError) as error:
         raise _Bad("NOT_NIFTI", f"{error}", _AGAIN) from None
+
+
+def _read_header(header: bytes, gzipped: bool) -> tuple[Any, int]:
+    """Image class and promised bytes, from the first bytes of the unpacked file."""
+    kind = _nifti_class(header)
+    if kind is None and gzipped and len(header) < 348:
+        raise _Bad("CORRUPT_GZIP", "the gzip stream breaks off within the header", _AGAIN)
+    if kind is None:
+        raise _Bad("NOT_NIFTI", f"starts with {header[:24]!r}", _AGAIN)
+    raw = kind.header_class(header[: kind.header_class.template_dtype.itemsize], check=False)
+    zooms = raw["pixdim"][1:4]
+    if not (np.isfinite(zooms).all() and (zooms > 0).all()):  # nibabel would make it 1 mm
+        raise _Bad("BAD_PIXDIM", f"voxel size {zooms.tolist()} mm", "convert again from DICOM")
+    expected = _volume_end(raw)
+    if expected > _LARGEST_BYTES:  # before anything of that size is asked for
+        raise _Bad("TOO_LARGE", f"the header claims {expected / 2**30:.0f} GiB", _AGAIN)
+    return kind, expected
 
 
 def _start(data: bytes) -> bytes:
@@ -137,9 +147,6 @@ def _check_geometry(image: Any) -> FileReport:
         raise _Bad("BAD_DTYPE", f"voxels of type {image.get_data_dtype()}", "convert to numbers")
     if int(header["sform_code"]) == 0 and int(header["qform_code"]) == 0:
         raise _Bad("NO_ORIENTATION", "sform and qform codes are 0", "convert again from DICOM")
-    zooms = np.asarray(header.get_zooms()[:3], float)
-    if not (np.isfinite(zooms).all() and (zooms > 0).all()):
-        raise _Bad("BAD_PIXDIM", f"voxel size {tuple(zooms)} mm", "convert again from DICOM")
     affine = image.affine
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-6:
         raise _Bad("SINGULAR_AFFINE", f"affine {affine[:3].tolist()}", "convert again from DICOM")

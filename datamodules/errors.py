@@ -28,12 +28,14 @@ class DataError(Exception):
         action: what to do next.
     """
 
-    def __init__(self, code: str, found: str, where: str = "", action: str = "") -> None:
+    def __init__(self, code: str, found: str = "", where: str = "", action: str = "") -> None:
         super().__init__(code, found, where, action)
+        if not found:  # PyTorch raises a worker's error again from its text alone
+            code, found = "", code
         self.code, self.found, self.where, self.action = code, found, where, action
 
     def __str__(self) -> str:
-        lines = [f"{self.code}: {self.found}"]
+        lines = [f"{self.code}: {self.found}" if self.code else self.found]
         lines += [f"  where: {self.where}"] if self.where else []
         lines += [f"  next:  {self.action}"] if self.action else []
         return "\n".join(lines)

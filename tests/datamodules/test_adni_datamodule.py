@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning
+import nibabel as nib
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from torch.utils.data import DataLoader
+
+from datamodules import ADNIDataModule, cache
+from datamodules.errors import DataError, FolderError, ProblemsError, ScanReadError, SplitError
+from datamodules.seeding import mixed_seed, seed_transforms, seed_worker
+from datamodules.splits import SPLITS
+from datamodules.synth import CohortSpec, generate
+from datamodules.transforms import fixed_transforms
+
+SHAPE = (24, 28, 24)
+
+
+@pytest.fixture
+def module(tiny_cohort, tmp_path):
+    return prepared(tiny_cohort, tmp_path / "cache")
+
+
+def make(root: Path, cache_dir: Path, **options: object) -> ADNIDataModule:
+    fixed = {"spatial_shape": SHAPE, "spacing_mm": 8.0, "batch_size": 3, "cache_dir": cache_dir}
+    return ADNIDataModule(root, **{"val_fraction": 0.2, "test_fraction": 0.2} | fixed | options)
+
+
+def prepared(root: Path, cache_dir: Path, **options: object) -> ADNIDataModule:
+    made = make(root, cache_dir, **options)
+    made.prepare_data()
+    made.setup()
+    return made
+
+
+def state_of(folder: Path) -> dict[str, tuple[str, int]]:
+    return {
+        str(p): (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns)
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
+
+
+def test_batches_are_plain_tensors_and_strings(module):
+    batch = next(iter(module.train_dataloader()))
+    assert set(batch) == {"image", "label", "subject", "image_id", "affine"}
+    assert type(batch["image"]) is type(batch["affine"]) is torch.Tensor
+    assert batch["image"].shape == (3, 1, *SHAPE)
+    assert batch["image"].dtype == batch["affine"].dtype == torch.float32
+    assert batch["label"].dtype == torch.int64
+    assert batch["affine"].shape == (3, 4, 4)
+    assert all(isinstance(name, str) for name in batch["subject"] + batch["image_id"])
+
+
+def test_labels_follow_the_class_names(module, tiny_cohort):
+    truth = (tiny_cohort / "truth" / "truth.tsv").read_text().splitlines()[1:]
+    diagnosis = {row.split("\t")[1]: row.split("\t")[2] for row in truth}
+    assert module.class_names == ("NC", "AD")
+    assert module.num_classes == 2
+    for part in SPLITS:
+        for item in module.dataset(part):
+            assert module.class_names[int(item["label"])] == diagnosis[item["image_id"]]
+
+
+def test_data_folder_is_untouched_by_a_whole_run(download, tmp_path):
+    before = state_of(download)
+    made = prepared(download, tmp_path / "cache")
+    for loader in (made.train_dataloader(), made.val_dataloader(), made.test_dataloader()):
+        list(loader)
+    assert state_of(download) == before
+
+
+def test_outputs_inside_the_data_folder_are_refused(tiny_cohort, tmp_path):
+    with pytest.raises(FolderError, match="INSIDE_DATA: cache_dir"):
+        make(tiny_cohort, tiny_cohort / "cache")
+    with pytest.raises(FolderError, match="INSIDE_DATA: split_file"):
+        make(tiny_cohort, tmp_path, split_file=tiny_cohort / "split.json")
+
+
+def test_cached_and_uncached_items_are_the_same_bit_for_bit(module, tiny_cohort, tmp_path):
+    fresh = prepared(tiny_cohort, tmp_path / "cache", cache_images=False).dataset("train")
+    missed, hit = list(module.dataset("train")), list(module.dataset("train"))
+    assert len(list((tmp_path / "cache" / "images").glob("*.pt"))) == len(missed)
+    for items in zip(fresh, missed, hit):
+        for key in ("image", "affine", "label"):
+            assert torch.equal(items[0][key], items[1][key])
+            assert torch.equal(items[0][key], items[2][key])
+            assert type(items[1][key]) is type(items[2][key]) is torch.Tensor
+
+
+def test_replaced_file_is_not_served_from_the_cache(download, tmp_path):
+    made = prepared(download, tmp_path / "cache", augment=False)
+    old = made.dataset("train")[0]
+    path = Path(made.scans("train")[0].path)
+    loaded = nib.Nifti1Image.from_bytes(nib.load(path).to_bytes())
+    nib.save(nib.Nifti1Image(loaded.get_fdata()[::-1].astype("int16"), loaded.affine), path)
+    with pytest.raises(ScanReadError, match=f"changed since it was checked.*\n.*{path.name}"):
+        ADNIDataModule.dataset(prepared_again_without_check(made), "train")[0]
+    new = prepared(download, tmp_path / "cache", augment=False).dataset("train")[0]
+    assert new["image_id"] == old["image_id"]
+    assert not torch.equal(new["image"], old["image"])
+
+
+def prepared_again_without_check(made: ADNIDataModule) -> ADNIDataModule:
+    shutil.rmtree(made.cache_dir / "images")
+    return made
+
+
+def test_other_settings_do_not_share_prepared_images(module, tiny_cohort, tmp_path):
+    list(module.dataset("train"))
+    other = prepared(tiny_cohort, tmp_path / "cache", spacing_mm=9.0).dataset("train")[0]
+    assert not torch.equal(other["image"], module.dataset("train")[0]["image"])
+
+
+def test_damaged_cache_file_is_made_again(module):
+    good = module.dataset("train")[0]["image"]
+    damaged = (
+        module.cache_dir / "images" / module.dataset("train").cache_name(module.scans("train")[0])
+    )
+    damaged.write_bytes(damaged.read_bytes()[:500])
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert torch.equal(module.dataset("train")[0]["image"], good)
+    assert torch.equal(module.dataset("train")[0]["image"], good)
+
+
+def test_full_disk_costs_the_cache_and_not_the_run(module, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.torch, "save", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        assert module.dataset("train")[0]["image"].shape == (1, *SHAPE)
+    assert not list((module.cache_dir / "images").iterdir())
+
+
+def test_cache_names_are_the_same_in_another_process():
+    script = (
+        "from datamodules.cache import ScanDataset\n"
+        "from datamodules.records import ScanRecord\n"
+        "from datamodules.transforms import fixed_transforms\n"
+        "record = ScanRecord(subject='', image_id='', path='', sha256='abc')\n"
+        "name = ScanDataset([record], fixed_transforms((24, 28, 24), 8.0)).cache_name(record)\n"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script + "print(name)"]
+    out = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    here: dict[str, str] = {}
+    exec(script, here)
+    assert out.strip() == here["name"]
+
+
+def test_setup_reads_no_image(download, tmp_path):
+    prepared(download, tmp_path / "cache")
+    shutil.rmtree(download / "ADNI")
+    again = make(download, tmp_path / "cache")
+    again.setup("fit")
+    assert again.train_dataloader().dataset
+
+
+def test_setup_without_preparation_says_so(tiny_cohort, tmp_path):
+    with pytest.raises(DataError, match=r"(?s)NOT_PREPARED.*prepare_data"):
+        make(tiny_cohort, tmp_path / "cache").setup()
+
+
+def test_all_problems_are_reported_at_once_or_skipped(download, tmp_path):
+    paths = [Path(r.path) for r in prepared(download, tmp_path / "cache").scans("train")][:2]
+    paths[0].write_bytes(paths[0].read_bytes()[:-30])
+    paths[1].write_bytes(b"")
+    with pytest.raises(ProblemsError, match="1 x CORRUPT_GZIP, 1 x EMPTY") as caught:
+        make(download, tmp_path / "cache").prepare_data()
+    assert {problem.path for problem in caught.value.problems} == {str(path) for path in paths}
+    assert "CORRUPT_GZIP" in Path(caught.value.report).read_text()
+    skipping = prepared(download, tmp_path / "cache", on_bad="skip")
+    assert not {str(path) for path in paths} & {r.path for r in skipping.scans("train")}
+    assert sum(bool(record.problem) for record in skipping.records) == 2
+
+
+def test_training_uses_all_visits_and_evaluation_the_first(module, tiny_cohort, tmp_path):
+    assert len(module.scans("train")) > len({r.subject for r in module.scans("train")})
+    for part in ("val", "test"):
+        assert {r.session for r in module.scans(part)} <= {"sc", "v03", "4_init"}
+    everything = prepared(tiny_cohort, tmp_path / "cache", eval_visits="all")
+    assert len(everything.scans("test")) > len(module.scans("test"))
+
+
+def test_permuted_labels_keep_counts_and_subjects_whole(module, tiny_cohort, tmp_path):
+    shuffled = prepared(tiny_cohort, tmp_path / "cache", shuffle_labels=True)
+    assert "PERMUTED" in shuffled.describe()
+    moved = 0
+    for part in SPLITS:
+        true = {r.subject: r.label for r in module.scans(part)}
+        fake = {
+            r.subject: {s.label for s in shuffled.scans(part) if s.subject == r.subject}
+            for r in shuffled.scans(part)
+        }
+        assert all(len(labels) == 1 for labels in fake.values())
+        assert sorted(true.values()) == sorted(next(iter(labels)) for labels in fake.values())
+        moved += sum({true[subject]} != labels for subject, labels in fake.items())
+    assert moved
+
+
+def test_split_file_is_made_once_and_then_obeyed(tiny_cohort, tmp_path):
+    path = tmp_path / "split.json"
+    first = prepared(tiny_cohort, tmp_path / "cache", split_file=path)
+    second = prepared(tiny_cohort, tmp_path / "cache", split_file=path, seed=7)
+    assert first.split == second.split
+    assert prepared(tiny_cohort, tmp_path / "cache", seed=7).split != first.split
+
+
+def test_checkpoint_of_another_split_is_refused(module, tiny_cohort, tmp_path):
+    state = module.state_dict()
+    module.load_state_dict(state)
+    with pytest.raises(SplitError, match="OTHER_SPLIT"):
+        prepared(tiny_cohort, tmp_path / "cache", seed=7).load_state_dict(state)
+
+
+def epoch(module: ADNIDataModule, seed: int, rank: int = 0, workers: int = 0) -> torch.Tensor:
+    """All images of an epoch in the order of the data set, as a given rank would draw them."""
+    torch.manual_seed(seed)
+    data = module.dataset("train", augment=True)
+    seed_transforms(data, torch.initial_seed(), rank)
+    loader = DataLoader(
+        data, batch_size=2, num_workers=workers, worker_init_fn=lambda w: seed_worker(w, rank)
+    )
+    return torch.cat([batch["image"] for batch in loader])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentation_follows_the_seed_and_differs_between_ranks(module, workers):
+    first = epoch(module, seed=1, workers=workers)
+    assert torch.equal(first, epoch(module, seed=1, workers=workers))
+    assert not torch.equal(first, epoch(module, seed=2, workers=workers))
+    assert not torch.equal(first, epoch(module, seed=1, rank=1, workers=workers))
+
+
+def test_seeds_do_not_repeat_over_ranks_and_workers():
+    seeds = {mixed_seed(3, rank, worker) for rank in range(8) for worker in range(8)}
+    assert len(seeds) == 64
+
+
+def test_unreadable_scan_is_named_by_a_loader_process(download, tmp_path):
+    made = prepared(download, tmp_path / "cache", num_workers=1)
+    path = Path(made.scans("val")[0].path)
+    path.unlink()
+    with pytest.raises(ScanReadError, match=f"UNREADABLE.*(.|\n)*{path.name}"):
+        list(made.val_dataloader())
+
+
+@pytest.mark.parametrize("orientation", ["RAS", "LAS", "LPI", "PIR", "ASL", "LPS"])
+def test_left_stays_left_whatever_the_orientation_of_the_file(tmp_path, orientation):
+    spec = CohortSpec(subjects=(("AD", 1),), resolution_mm=6.0, difficulty="L0")
+    generate(tmp_path / "cohort", spec)
+    source = nib.load(next((tmp_path / "cohort" / "ADNI").rglob("*.nii.gz")))
+    target = nib.orientations.axcodes2ornt(tuple(orientation))
+    start = nib.io_orientation(source.affine)
+    turned = source.as_reoriented(nib.orientations.ornt_transform(start, target))
+    nib.save(turned, tmp_path / "scan.nii")
+    data = {"image": str(tmp_path / "scan.nii")}
+    for transform in fixed_transforms((32, 38, 32), 6.0):
+        data = transform(data)
+    x = data["affine"][0, 0] * torch.arange(32) + data["affine"][0, 3]
+    image = data["image"][0]
+    left, right = image[(x > -38) & (x < -12)], image[(x > 12) & (x < 38)]
+    assert left.sum() < 0.97 * right.sum()
+
+
+def test_command_line_can_build_it(tiny_cohort, tmp_path):
+    parser = ArgumentParser()
+    parser.add_class_arguments(ADNIDataModule, "data")
+    arguments = [f"--data.root={tiny_cohort}", "--data.spatial_shape=[24,28,24]"]
+    config = parser.parse_args([*arguments, f"--data.cache_dir={tmp_path}", "--data.flip=true"])
+    made = parser.instantiate(config).data
+    assert (made.root, made.spatial_shape, made.flip) == (tiny_cohort, (24, 28, 24), True)
+
+
+class Linear(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(24 * 28 * 24, 2)
+        self.validation_step = self.training_step
+
+    def training_step(self, batch: cache.Item, index: int) -> torch.Tensor:
+        scores = self.layer(batch["image"].flatten(1))
+        return torch.nn.functional.cross_entropy(scores, batch["label"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+# two cores, on purpose; and Lightning 2.6.6 asks torch's pytree in a way torch 2.13 deprecates
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_trainer_fits_on_it_and_keeps_the_split_in_the_checkpoint(tiny_cohort, tmp_path):
+    made = make(tiny_cohort, tmp_path / "cache")
+    trainer = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        log_every_n_steps=1,
+    )
+    trainer.fit(Linear(), datamodule=made)
+    saved = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)
+    assert made.split is not None
+    assert saved["ADNIDataModule"]["split"] == made.split.fingerprint

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from datamodules.cli import main
+from datamodules.errors import DataError, Problem, ProblemsError, ScanReadError, SplitError
+from datamodules.records import ScanRecord
+from datamodules.splits import assign, check_leak, load_split, make_split, save_split
+
+
+def cohort(subjects: int = 60, visits: int = 3) -> list[ScanRecord]:
+    return [
+        ScanRecord(
+            subject=f"999_S_{n:04d}",
+            image_id=f"I{9_000_000 + 10 * n + visit}",
+            path="",
+            label=n % 2,
+            sex="FM"[n // 2 % 2],
+            age=60.0 + n % 25,
+            acq_date=f"2010-{visit + 1:02d}-01",
+            sha256=f"{n}-{visit}",
+        )
+        for n in range(subjects)
+        for visit in range(visits)
+    ]
+
+
+def test_no_subject_is_in_two_parts_and_classes_are_balanced():
+    split = make_split(cohort(), 0.2, 0.2, seed=0)
+    parts = [set(split.train), set(split.val), set(split.test)]
+    assert sum(len(part) for part in parts) == len(set.union(*parts)) == 60
+    assert [len(part) for part in parts] == [36, 12, 12]
+    for part in parts:
+        assert sum(int(subject[-4:]) % 2 for subject in part) == len(part) / 2
+    assert split.stratified_on == "label, sex, age"
+    check_leak(assign(cohort(), split))
+
+
+def test_split_depends_on_the_seed_and_not_on_the_order_of_rows():
+    split = make_split(cohort(), 0.2, 0.2, seed=0)
+    assert make_split(cohort()[::-1], 0.2, 0.2, seed=0) == split
+    assert make_split(cohort(), 0.2, 0.2, seed=1) != split
+
+
+def test_small_cohorts_are_stratified_on_what_is_possible():
+    assert make_split(cohort(8), 0.25, 0.25, seed=0).stratified_on == "label"
+    with pytest.raises(SplitError, match=r"(?s)TOO_FEW_SUBJECTS.*2 of label 0.*more subjects"):
+        make_split(cohort(4), 0.25, 0.25, seed=0)
+
+
+def test_senseless_fractions_are_refused():
+    for fractions in ((0.0, 0.2), (0.5, 0.5), (1.2, 0.1), (0.2, -0.1)):
+        with pytest.raises(SplitError, match="BAD_FRACTION"):
+            make_split(cohort(), *fractions, seed=0)
+
+
+def test_test_set_may_be_left_out():
+    assert make_split(cohort(), 0.2, 0.0, seed=0).test == ()
+
+
+def test_leaks_are_refused_wherever_they_come_from(tmp_path):
+    split = make_split(cohort(), 0.2, 0.2, seed=0)
+    save_split(tmp_path / "split.json", split)
+    content = json.loads((tmp_path / "split.json").read_text())
+    content["test"].append(content["train"][0])
+    (tmp_path / "leak.json").write_text(json.dumps(content))
+    with pytest.raises(SplitError, match=r"(?s)LEAK.*in train and in test.*leak\.json"):
+        load_split(tmp_path / "leak.json")
+    records = assign(cohort(), split)
+    records[0] = replace(records[0], split="val" if records[0].split != "val" else "test")
+    with pytest.raises(SplitError, match=r"LEAK.*subject in two parts.*999_S_0000"):
+        check_leak(records)
+
+
+def test_one_scan_under_two_subjects_is_a_leak():
+    split = make_split(cohort(), 0.2, 0.2, seed=0)
+    records = assign(cohort(), split)
+    other = next(i for i, r in enumerate(records) if r.split != records[0].split)
+    records[other] = replace(records[other], sha256=records[0].sha256)
+    with pytest.raises(SplitError, match=r"LEAK.*file content of image.*I9000000"):
+        check_leak(records)
+
+
+def test_split_file_is_kept_and_must_fit_the_data(tmp_path):
+    path = tmp_path / "split.json"
+    split = make_split(cohort(), 0.2, 0.2, seed=0)
+    save_split(path, split)
+    assert load_split(path) == split
+    with pytest.raises(SplitError, match="SPLIT_EXISTS"):
+        save_split(path, split)
+    with pytest.raises(SplitError, match=r"(?s)NOT_IN_SPLIT: 4 subject.*999_S_0060.*split\.json"):
+        assign(cohort(64), split, str(path))
+    path.write_text("{}")
+    with pytest.raises(SplitError, match=r"(?s)BAD_SPLIT.*split\.json"):
+        load_split(path)
+
+
+def test_split_command_writes_once(tiny_cohort, tmp_path, capsys):
+    command = ["split", str(tiny_cohort), "--out", str(tmp_path / "s.json"), "--val", "0.2"]
+    assert main([*command, "--test", "0.2"]) == 0
+    assert "stratified on" in capsys.readouterr().out
+    assert main([*command, "--test", "0.2"]) == 1
+    assert "SPLIT_EXISTS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("CODE", "what", "where", "next"),
+        ScanReadError("UNREADABLE", "what", "/a/b.nii", "next"),
+        ProblemsError([Problem("EMPTY", "0 bytes", "again", "/a", "999_S_0001", "I1")], "/a", "/r"),
+    ],
+)
+def test_errors_survive_the_way_between_processes(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
