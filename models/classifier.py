@@ -17,6 +17,8 @@ from torchmetrics.classification import (
 from models.resattnet import Depth, ResAttNet3D
 
 Batch = dict[str, Any]
+IDS = ("subject", "image_id")
+"""Keys of a batch that name its scans."""
 
 
 class ResAttNetClassifier(LightningModule):
@@ -71,8 +73,15 @@ class ResAttNetClassifier(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self._loss(self(batch["image"]), batch["label"])
-        size = len(batch["label"])
-        self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
+        self.log(
+            "train/loss",
+            loss,
+            on_step=True,
+            on_epoch=True,
+            prog_bar=True,
+            batch_size=len(batch["label"]),
+            sync_dist=True,
+        )
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -88,8 +97,8 @@ class ResAttNetClassifier(LightningModule):
         self._log_metrics(self.test_metrics)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Batch:
-        """The batch with ``probabilities`` (B, 2) in place of the images; ids and labels stay."""
-        known = {name: value for name, value in batch.items() if name != "image"}
+        """``probabilities`` (B, 2), with the label and the ids of the scans that the batch has."""
+        known = {name: batch[name] for name in (*IDS, "label") if name in batch}
         return known | {"probabilities": self(batch["image"]).softmax(dim=1)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -128,8 +137,10 @@ class ResAttNetClassifier(LightningModule):
         prefix = metrics.prefix
         halves = values[f"{prefix}sensitivity"] + values[f"{prefix}specificity"]
         values[f"{prefix}balanced_accuracy"] = halves / 2
-        self.log(f"{prefix}accuracy", values.pop(f"{prefix}accuracy"), prog_bar=True)
-        self.log_dict(values)
+        # the metrics have been gathered by compute(): all ranks log the same values
+        accuracy = values.pop(f"{prefix}accuracy")
+        self.log(f"{prefix}accuracy", accuracy, prog_bar=True, sync_dist=True)
+        self.log_dict(values, sync_dist=True)
 
 
 def _metrics(prefix: str) -> MetricCollection:

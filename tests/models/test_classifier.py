@@ -49,9 +49,7 @@ def test_overfits_eight_volumes(tmp_path) -> None:
 
 def test_reports_every_metric_of_a_known_classifier(tmp_path) -> None:
     model = ResAttNetClassifier()
-    scores = torch.tensor(
-        [[0.0, 1], [0, 2], [2, 0], [1, 0]]
-    )
+    scores = torch.tensor([[0.0, 1], [0, 2], [2, 0], [1, 0]])
     labels = torch.tensor([1, 1, 0, 1])
     model.network = torch.nn.Flatten()
     batch = {"image": scores, "label": labels}

@@ -1,0 +1,42 @@
+SHELL := bash
+.DELETE_ON_ERROR:
+.PHONY: setup demo test conformance lint bench
+
+PYTHON ?= python3.11
+READY := .venv/.ready
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+# print a command as one would type it, then run it
+define run
+{ printf '\n$$ %s\n' "$(1)"; $(1); }
+endef
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[adni,dev]"
+	touch $@
+
+demo: $(READY)
+	@$(call run,python -m datamodules synth demo/adni --subjects 160 --resolution 4)
+	@$(call run,python -m models fit --config configs/demo.yaml)
+	@run=$$(ls -td demo/run/version_* | head -1) && best=$$run/checkpoints/best.ckpt \
+	&& $(call run,python -m models test --config configs/demo.yaml --ckpt_path $$best) \
+	&& $(call run,python -m models explain --config configs/demo.yaml --ckpt_path $$best \
+		--truth demo/adni/truth/planted) \
+	&& $(call run,python -m models.summary $$run)
+
+test: $(READY)
+	python -m pytest
+
+conformance: $(READY)
+	python -m pytest -m conformance
+
+lint: $(READY)
+	ruff check .
+	ruff format --check .
+	mypy
+
+bench: $(READY)
+	python -m benchmarks

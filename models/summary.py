@@ -1,0 +1,99 @@
+"""``python -m models.summary RUN``: what a run was, how long it took, what it reached."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+CONTENTS = {
+    "config.yaml": "every setting of the run",
+    "checkpoints": "best.ckpt, an ordinary Lightning checkpoint",
+    "metrics.csv": "what was logged, step by step",
+    "tensorboard": "the same for: tensorboard --logdir",
+    "plan.json": "where each part of the network ran",
+    "test_metrics.json": "metrics on held-out subjects",
+    "explain": "Grad-CAM overlays and explain.tsv",
+}
+
+
+def main() -> None:
+    """Print the summary of the run in the folder given as argument."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("usage: python -m models.summary RUN, the folder of a run")
+    run, console = Path(sys.argv[1]), Console(width=100)
+    for table in (_plan(run), _epochs(run), _test(run), _contents(run)):
+        if table is not None:
+            console.print(table)
+
+
+def _plan(run: Path) -> Table | None:
+    """The stages, if the run's strategy left a plan."""
+    path = run / "plan.json"
+    if not path.is_file():
+        return None
+    plan = json.loads(path.read_text())
+    title = "plan: " + ", ".join(
+        f"{plan[name]} {name}" for name in ("replicas", "stages", "microbatches") if name in plan
+    )
+    table = Table("stage", "layers", "parameters", "load", "device", title=title)
+    for stage, row in enumerate(plan.get("rows", ())):
+        load = f"{row['load']:.0%}"
+        table.add_row(
+            str(stage), str(row["layers"]), f"{row['parameters']:,}", load, str(row["device"])
+        )
+    return table
+
+
+def _epochs(run: Path) -> Table | None:
+    path = run / "metrics.csv"
+    if not path.is_file():
+        return None
+    columns = {
+        "train loss": "train/loss_epoch",
+        "val loss": "val/loss",
+        "val accuracy": "val/accuracy",
+        "seconds": "epoch_s",
+    }
+    table = Table("epoch", *columns, title="training")
+    for epoch, values in _by_epoch(path).items():
+        found = (values.get(name) for name in columns.values())
+        table.add_row(epoch, *("" if value is None else f"{float(value):.3f}" for value in found))
+    return table
+
+
+def _by_epoch(path: Path) -> dict[str, dict[str, str]]:
+    """The values of each epoch; the file has one row per call of the logger."""
+    epochs: dict[str, dict[str, str]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            values = {name: value for name, value in row.items() if value}
+            epochs.setdefault(values.get("epoch", ""), {}).update(values)
+    epochs.pop("", None)
+    return epochs
+
+
+def _test(run: Path) -> Table | None:
+    path = run / "test_metrics.json"
+    if not path.is_file():
+        return None
+    table = Table("metric", "held-out subjects", title="test")
+    metrics: dict[str, Any] = json.loads(path.read_text())
+    for name, value in metrics.items():
+        table.add_row(name.removeprefix("test/"), f"{value:.3f}")
+    return table
+
+
+def _contents(run: Path) -> Table:
+    table = Table("where", "what", title="files")
+    for name, what in CONTENTS.items():
+        if (run / name).exists():
+            table.add_row(str(run / name), what)
+    return table
+
+
+if __name__ == "__main__":
+    main()
