@@ -1,3 +1,4 @@
+from itertools import pairwise
 from math import nan
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_events_of_a_stage_follow_each_other() -> None:
     for stage in range(3):
         work = [e for e in timeline.events if e.stage == stage]
         work = [e for e in work if e.instruction.kind in (Kind.FORWARD, Kind.BACKWARD)]
-        assert all(a.end_s <= b.start_s for a, b in zip(work, work[1:]))
+        assert all(a.end_s <= b.start_s for a, b in pairwise(work))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+import ast
+from importlib import import_module
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hybrid.allocation import allocate
+from lightning_hybrid.allocation.chromosomes import Labels, Runs
+from lightning_hybrid.allocation.exact import solve_exactly
+from lightning_hybrid.allocation.gabra import Settings, gabra
+from lightning_hybrid.allocation.knapsack import Problem, make_problem
+from lightning_hybrid.errors import AllocationError
+
+FOLDER = Path(import_module("lightning_hybrid.allocation").__file__ or "").parent
+
+
+def instance(seed: int, n: int, m: int, **kwargs: Any) -> Problem:
+    """Random loads on unequal devices, with costly cuts (makespan) or tight room (profit)."""
+    rng = np.random.default_rng(seed)
+    loads, capacities = rng.uniform(0.1, 1.0, n), rng.uniform(0.3, 1.0, m)
+    if kwargs.get("objective") == "profit":
+        room = max(1.3 * loads.sum() / capacities.sum(), loads.max() / capacities.max())
+        return make_problem(loads, capacities * room, **kwargs)
+    return make_problem(loads, capacities, cut_costs=rng.uniform(0, 0.2, n - 1), **kwargs)
+
+
+def brute_force(problem: Problem) -> float:
+    every = np.array(list(product(range(problem.m), repeat=problem.n)))
+    if problem.contiguous:
+        every = every[(every[:, 1:] != every[:, :-1]).sum(axis=1) == problem.m - 1]
+    return float(problem.costs(every).min())
+
+
+def runs(assignment: Any) -> int:
+    return 1 + sum(a != b for a, b in pairwise(assignment))
+
+
+@pytest.mark.parametrize("objective", ["makespan", "profit"])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 3), (5, 2), (6, 3), (7, 3)])
+@pytest.mark.parametrize("seed", range(3))
+def test_both_methods_equal_brute_force_on_small_instances(
+    objective: Any, contiguous: bool, n: int, m: int, seed: int
+) -> None:
+    problem = instance(seed, n, m, objective=objective, contiguous=contiguous)
+    best = brute_force(problem)
+    for solve in (solve_exactly, lambda p: gabra(p)[0]):
+        if best == np.inf:
+            with pytest.raises(AllocationError):
+                solve(problem)
+        else:
+            assert problem.costs(solve(problem)[None])[0] == pytest.approx(best, rel=1e-9)
+
+
+def test_chains_of_50_come_within_3_per_cent_of_the_optimum() -> None:
+    gaps = []
+    for seed in range(5):
+        problem = instance(seed, 50, 8)
+        best = problem.costs(solve_exactly(problem)[None])[0]
+        gaps.append(gabra(problem, seed)[1][-1] / best - 1)
+    assert max(gaps) < 0.03
+    assert np.median(gaps) < 0.01
+
+
+def test_a_chain_of_1000_on_64_devices_comes_within_2_per_cent() -> None:
+    problem = make_problem(np.random.default_rng(0).uniform(0.1, 1.0, 1000), np.ones(64))
+    best = problem.costs(solve_exactly(problem)[None])[0]
+    found = gabra(problem, settings=Settings(population=4, generations=4))[1][-1]
+    assert found < best * 1.02
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 5), st.integers(0, 8), st.booleans())
+def test_every_allocation_is_feasible(seed: int, m: int, more: int, contiguous: bool) -> None:
+    problem = instance(seed, m + more, m, contiguous=contiguous)
+    found, history = gabra(problem, seed, Settings(population=8, generations=10))
+    assert problem.feasible(found[None])[0]
+    assert problem.costs(found[None])[0] == history[-1]
+    assert not contiguous or runs(found.tolist()) == m
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from(["makespan", "profit"]), st.booleans())
+def test_the_best_value_never_gets_worse(seed: int, objective: Any, literal: bool) -> None:
+    problem = instance(seed, 9, 3, objective=objective, contiguous=False)
+    choice = Settings(population=8, generations=30, literal=literal)
+    history = gabra(problem, seed, choice)[1]
+    assert all(after <= before for before, after in pairwise(history))
+
+
+def test_the_same_seed_gives_the_same_allocation() -> None:
+    rng = np.random.default_rng(3)
+    loads, capacities = rng.uniform(0.1, 1.0, 20), rng.uniform(0.5, 1.0, 4)
+    first = allocate(loads.tolist(), capacities.tolist(), seed=7)
+    assert first == allocate(loads.tolist(), capacities.tolist(), seed=7)
+
+
+def test_profit_on_equal_devices_stops_at_once() -> None:
+    assert len(allocate([1, 2, 3, 4], [9, 9], objective="profit").history) == 1
+
+
+def test_a_history_is_in_the_unit_of_the_objective() -> None:
+    found = allocate([1, 2, 3, 4, 5], [5, 12], objective="profit")
+    assert found.history[-1] == found.value > 0
+
+
+def test_gabra_knows_no_exact_solver() -> None:
+    for name in ("gabra", "chromosomes", "knapsack"):
+        tree = ast.parse((FOLDER / f"{name}.py").read_text())
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {getattr(node, "module", None) or "" for node in nodes}
+        names |= {alias.name for node in nodes for alias in node.names}
+        assert not [name for name in names if "exact" in name or "scipy" in name]
+
+
+def test_the_literal_reading_cannot_bring_back_a_device_that_is_lost() -> None:
+    # Inversion permutes genes and crossover recombines them: with one label per gene to begin
+    # with, the operators of the repaired reading are needed to reach other counts.
+    problem = make_problem([1.0] * 6, [1, 1], contiguous=False)
+    genes, rng = Labels(problem), np.random.default_rng(0)
+    start = np.array([0, 0, 0, 0, 0, 1])
+    inverted = [genes.invert(start, rng) for _ in range(50)]
+    assert {int(child.sum()) for child in inverted} == {1}
+    assert {int(genes.perturb(start, rng).sum()) for _ in range(50)} == {0, 1, 2}
+
+
+def test_the_literal_reading_is_refused_for_chains() -> None:
+    with pytest.raises(AllocationError, match="contiguous=False"):
+        gabra(instance(0, 5, 2), settings=Settings(literal=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 6), st.integers(0, 12))
+def test_the_operators_on_runs_give_runs(seed: int, m: int, more: int) -> None:
+    problem = instance(seed, m + more, m)
+    genes, rng = Runs(problem), np.random.default_rng(seed)
+    left, right = genes.random(rng), genes.random(rng)
+    for child in (genes.crossover(left, right), genes.invert(left, rng), genes.perturb(left, rng)):
+        assert sorted(child[0].tolist()) == list(range(m))
+        assert all(a < b for a, b in pairwise([0, *child[1].tolist()]))
+        assert child[1, -1] == problem.n
+
+
+def test_a_crossover_takes_the_halves_from_the_parents() -> None:
+    problem = make_problem([1.0] * 8, [1, 2, 3, 4])
+    left, right = np.array([[0, 1, 2, 3], [1, 2, 3, 8]]), np.array([[3, 2, 1, 0], [2, 4, 6, 8]])
+    assert Runs(problem).crossover(left, right).tolist() == [[0, 1, 3, 2], [1, 2, 6, 8]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.booleans())
+def test_refining_never_makes_it_worse(seed: int, contiguous: bool) -> None:
+    problem = instance(seed, 12, 4, contiguous=contiguous)
+    genes: Any = (Runs if contiguous else Labels)(problem)
+    rng = np.random.default_rng(seed)
+    start = genes.random(rng)
+    before, after = (genes.decode(g)[None] for g in (start, genes.refine(start, rng)))
+    assert problem.costs(after)[0] <= problem.costs(before)[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.booleans(), st.sampled_from(["makespan", "profit"]))
+def test_no_assignment_beats_the_bound(seed: int, contiguous: bool, objective: Any) -> None:
+    problem = instance(seed, 6, 3, contiguous=contiguous, objective=objective)
+    assert problem.bound <= brute_force(problem) + 1e-9
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.integers(0, 6), st.floats(0, 1))
+def test_more_load_never_shortens_the_optimum(seed: int, where: int, more: float) -> None:
+    rng = np.random.default_rng(seed)
+    loads = rng.uniform(0.1, 1.0, 7)
+    heavier = loads + more * (np.arange(7) == where)
+    values = [allocate(p.tolist(), [1, 2, 3], method="exact").value for p in (loads, heavier)]
+    assert values[0] <= values[1] + 1e-12
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.integers(0, 2))
+def test_a_faster_device_never_lengthens_the_optimum(seed: int, which: int) -> None:
+    loads = np.random.default_rng(seed).uniform(0.1, 1.0, 7).tolist()
+    faster = [2.0 if j == which else 1.0 for j in range(3)]
+    slow, fast = (allocate(loads, d, method="exact").value for d in ([1.0] * 3, faster))
+    assert fast <= slow
+
+
+def test_an_exact_search_that_would_never_end_is_refused() -> None:
+    with pytest.raises(AllocationError, match="use method='gabra'"):
+        allocate([1.0] * 100, np.linspace(1, 2, 24).tolist(), method="exact")

@@ -1,0 +1,93 @@
+from typing import Any
+
+import pytest
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.search import plan_stages
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.schedules import gpipe
+
+NAMES = ("stem", "layer1", "layer2", "layer3", "layer4", "head")
+
+
+def plan(**changes: Any) -> Plan:
+    arguments: dict[str, Any] = {
+        "names": NAMES,
+        "forward_s": [1.0, 2.0, 3.0, 3.0, 2.0, 1.0],
+        "backward_s": [2.0, 4.0, 6.0, 6.0, 4.0, 2.0],
+        "cut_bytes": [8.0, 4.0, 2.0, 1.0, 1.0],
+        "parameters": [1, 2, 3, 4, 5, 6],
+        "layers": [2, 2, 2, 2, 2, 1],
+        "replicas": 2,
+        "stages": 2,
+        "microbatches": 4,
+    }
+    return plan_stages(**(arguments | changes))
+
+
+@pytest.mark.parametrize("method", ["gabra", "exact"])
+def test_a_symmetric_network_is_cut_in_the_middle(method: Any) -> None:
+    found = plan(method=method)
+    assert found.cuts == ("layer3",)
+    assert found.allocation == method
+    assert [row.load for row in found.rows] == [0.5, 0.5]
+    assert [row.parameters for row in found.rows] == [6, 15]
+    assert [row.layers for row in found.rows] == [6, 5]
+
+
+def test_the_last_stage_is_on_the_drivers_device() -> None:
+    assert plan(stages=3).devices == (1, 2, 0)
+    assert plan(stages=1, microbatches=1).devices == (0,)
+
+
+def test_the_prediction_is_the_simulation_of_the_schedules_own_lists() -> None:
+    expected = simulate(gpipe(2, 4), [6.0, 6.0], [12.0, 12.0], send_s=[2.0 / 4.0])
+    assert plan(bandwidth_bytes_per_s=4.0).predicted_step_s == expected.makespan_s
+
+
+def test_one_stage_takes_the_time_of_all_micro_batches() -> None:
+    assert plan(stages=1).predicted_step_s == 4 * 36
+
+
+def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
+    fast = plan(cut_bytes=[0.0, 0.0, 9.0, 0.0, 0.0])
+    slow = plan(cut_bytes=[0.0, 0.0, 9.0, 0.0, 0.0], bandwidth_bytes_per_s=1.0)
+    assert fast.cuts == ("layer3",)
+    assert slow.cuts in {("layer2",), ("layer4",)}
+
+
+def test_given_cut_points_are_taken() -> None:
+    found = plan(stages=3, cut_points=("layer1", "head"))
+    assert found.cuts == ("layer1", "head")
+    assert found.allocation == "given"
+    assert found.rows[1].partitions == ("layer1", "layer2", "layer3", "layer4")
+
+
+def test_the_plan_survives_json_with_its_rows() -> None:
+    assert Plan.from_json(plan().to_json()) == plan()
+
+
+def test_the_papers_objective_gives_a_plan_too() -> None:
+    assert plan(objective="profit").objective == "profit"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": 7}, r"stages\(7\) are more than the 6 partitions"),
+        ({"cut_points": ("layer9",)}, "no partition begins with layer9; there are stem"),
+        ({"cut_points": ("stem",)}, "none of them its first partition; given: stem"),
+        ({"stages": 3, "cut_points": ("head", "layer1")}, "in the order of the network"),
+        ({"cut_points": ()}, "need 1 cut points .* given: none"),
+        ({"schedule": "magic"}, "'magic' is none of gpipe"),
+        ({"capacities": [1.0]}, r"stages\(2\) != 1 capacities"),
+        ({"cut_bytes": [1.0]}, "cut_bytes has 1 entries, 5 are needed for 6 partitions"),
+        ({"forward_s": [-1.0] * 6, "backward_s": [0.0] * 6}, r"cannot be placed: loads\[0\]"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_its_numbers(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(**changes)
