@@ -34,6 +34,7 @@ def allocate(
     method: Literal["gabra", "exact"] = "gabra",
     objective: Objective = "makespan",
     contiguous: bool = True,
+    last_device: int | None = None,
     seed: int = 0,
 ) -> Allocation:
     """Place n network partitions on m devices, at least one on each.
@@ -50,6 +51,7 @@ def allocate(
         objective: `makespan`, the time of the slowest device, or `profit`, the paper's Eq. 5; see
             `knapsack` for the difference.
         contiguous: Whether each device gets one run of partitions, the devices in any order.
+        last_device: Device that must hold the last partition, as the driver does; None: any.
         seed: Seed of the genetic algorithm; the same seed gives the same result.
 
     Raises:
@@ -66,6 +68,7 @@ def allocate(
         memory_limits=memory_limits,
         objective=objective,
         contiguous=contiguous,
+        last_device=last_device,
     )
     if method == "exact":
         assignment = solve_exactly(problem)

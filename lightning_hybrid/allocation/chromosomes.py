@@ -112,6 +112,8 @@ class Labels:
             room &= used + weights[partition] <= ceilings
         if problem.n - placed.sum() == (counts == 0).sum():
             room &= counts == 0  # each remaining partition is needed on a device of its own
+        if partition == problem.n - 1 and problem.last_device is not None:
+            room &= np.arange(problem.m) == problem.last_device
         return [int(j) for j in rng.permutation(np.flatnonzero(room))]
 
     def crossover(self, left: Ints, right: Ints) -> Ints:
@@ -193,7 +195,7 @@ class Runs:
         Most chromosomes have their ends near the fair places, some have them anywhere.
         """
         for _ in range(200):
-            order = rng.permutation(self.problem.m)
+            order = self._pinned(rng.permutation(self.problem.m))
             ends = self._random_ends(order, rng)
             if ends is not None:
                 return np.array([order, ends])
@@ -328,7 +330,16 @@ class Runs:
         return None
 
     def canonical(self, genes: Ints) -> Ints:
-        return np.array([_renumbered(genes[0], self.problem), genes[1]])
+        return np.array([_renumbered(self._pinned(genes[0]), self.problem), genes[1]])
+
+    def _pinned(self, order: Ints) -> Ints:
+        """The order with the device of the last partition, if one is asked for, at the end."""
+        if self.problem.last_device is None:
+            return order
+        order = order.copy()
+        order[order == self.problem.last_device] = order[-1]
+        order[-1] = self.problem.last_device
+        return order
 
     def decode(self, genes: Ints) -> Ints:
         return np.repeat(genes[0], _lengths(genes))

@@ -37,24 +37,32 @@ def _chain(problem: Problem) -> Ints:
         best[state][k] = min over class c, i < k of  best[state - c][i] (+) run_c[i, k]
 
     where (+) is the maximum (makespan) or the sum (profit) and run_c[i, k] the cost of the run
-    i .. k-1 on a device of class c.
+    i .. k-1 on a device of class c. A device asked for at the end is a class of its own, which
+    is taken in the last step and in no other.
     """
     counts = Counter(problem.classes)
     classes, totals = list(counts), list(counts.values())
     _check_size(problem, totals)
     combine = np.add if problem.objective == "profit" else np.maximum
     runs = [_run_costs(problem, device) for device in classes]
-    start = np.full(problem.n + 1, np.inf)
-    start[0] = 0.0
+    start = np.where(np.arange(problem.n + 1) == 0, 0.0, np.inf)
+    full = tuple(totals)
+
+    def usable(state: tuple[int, ...]) -> list[tuple[int, Floats, Floats]]:
+        """Classes that may have come last: class, best costs before it, costs of its runs."""
+        ending = problem.last_device is not None and state == full
+        return [
+            (c, best[_without(state, c)], run)
+            for c, run in enumerate(runs)
+            if state[c] and (classes[c] == problem.last_device) == ending
+        ]
+
     best: dict[tuple[int, ...], Floats] = {}
     for state in product(*(range(total + 1) for total in totals)):
-        reached = [
-            combine(best[_without(state, c)][:, None], run).min(axis=0)
-            for c, run in enumerate(runs)
-            if state[c]
-        ]
-        best[state] = np.min(reached, axis=0) if reached else start
-    state, k = tuple(totals), problem.n
+        reached = [combine(before[:, None], run).min(axis=0) for _, before, run in usable(state)]
+        nothing = start if not any(state) else np.full_like(start, np.inf)
+        best[state] = np.min([nothing, *reached], axis=0)
+    state, k = full, problem.n
     if not np.isfinite(best[state][k]):
         raise AllocationError(
             "no contiguous assignment keeps every device within its limits: "
@@ -64,13 +72,9 @@ def _chain(problem: Problem) -> Ints:
     free = [[j for j, c in enumerate(problem.classes) if c == device] for device in classes]
     assignment = np.empty(problem.n, dtype=np.int64)
     while k:
-        c, i = next(
-            (c, int(i))
-            for c, run in enumerate(runs)
-            if state[c]
-            for i in [np.argmin(combine(best[_without(state, c)], run[:, k]))]
-            if combine(best[_without(state, c)][i], run[i, k]) == best[state][k]
-        )
+        last_runs = [(c, combine(before, run[:, k])) for c, before, run in usable(state)]
+        c, costs = min(last_runs, key=lambda last: last[1].min())
+        i = int(costs.argmin())
         assignment[i:k] = free[c].pop()
         state, k = _without(state, c), i
     return assignment
@@ -133,13 +137,15 @@ def _highs(problem: Problem) -> Ints:
         constraints += _makespan_rows(problem, x, per_device(problem.loads))
     integral = np.zeros(len(cost))
     integral[: n * m] = 1
-    upper = np.ones(len(cost))
+    lower, upper = np.zeros(len(cost)), np.ones(len(cost))
+    if problem.last_device is not None:
+        lower[(n - 1) * m + problem.last_device] = 1
     if problem.objective == "makespan":
         upper[-1] = np.inf
     answer = milp(
         cost,
         integrality=integral,
-        bounds=Bounds(0, upper),
+        bounds=Bounds(lower, upper),
         constraints=constraints,
         options={"time_limit": 60.0, "mip_rel_gap": 1e-9},
     )

@@ -69,6 +69,8 @@ class Problem:
     objective: Objective
     contiguous: bool
     """Whether the partitions of a device must follow each other."""
+    last_device: int | None = None
+    """Device that must hold the last partition; None: any."""
 
     @property
     def n(self) -> int:
@@ -80,8 +82,9 @@ class Problem:
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
-        """For each device the first device equal to it in speed and limits."""
-        traits = list(map(tuple, np.vstack([self.capacities, self.limits]).T))
+        """For each device the first device that it could change places with."""
+        last = np.arange(self.m) == self.last_device
+        traits = list(map(tuple, np.vstack([self.capacities, self.limits, last]).T))
         return tuple(traits.index(trait) for trait in traits)
 
     @cached_property
@@ -104,13 +107,15 @@ class Problem:
         return np.asarray(self.times(assignments).max(axis=1))
 
     def feasible(self, assignments: Ints) -> NDArray[np.bool_]:
-        """Whether every device has a partition and no limit is passed, shape (b,).
+        """Whether all devices have a partition, and the last its own, within the limits: (b,).
 
         Contiguity is not looked at: it is a matter of how solvers represent an assignment.
         """
         fits = self._sums(assignments, np.ones(self.n)) > 0
         for weights, ceilings in zip(self.weights, self.ceilings):
             fits &= self._sums(assignments, weights) <= ceilings
+        if self.last_device is not None:
+            fits &= assignments[:, -1:] == self.last_device
         return np.asarray(fits.all(axis=1))
 
     def costs(self, assignments: Ints) -> Floats:
@@ -150,6 +155,7 @@ def make_problem(
     memory_limits: Sequence[float] | None = None,
     objective: Objective = "makespan",
     contiguous: bool = True,
+    last_device: int | None = None,
 ) -> Problem:
     """Check the numbers and make a problem of them; the arguments are those of `allocate`.
 
@@ -166,6 +172,8 @@ def make_problem(
             f"{n} partitions cannot give each of {m} devices one: "
             "use fewer devices (stages), or cut the network into more partitions"
         )
+    if last_device is not None and not 0 <= last_device < m:
+        raise AllocationError(f"last_device({last_device}) is none of the devices 0..{m - 1}")
     cuts = _numbers("cut_costs", [0.0] * (n - 1) if cut_costs is None else cut_costs, count=n - 1)
     limited: list[tuple[str, Floats, Floats]] = []
     if objective == "profit":
@@ -185,6 +193,7 @@ def make_problem(
         limits=np.array([limits for _, _, limits in limited]).reshape(-1, m),
         objective=objective,
         contiguous=contiguous,
+        last_device=last_device,
     )
 
 

@@ -157,31 +157,18 @@ def _search(
     cut_costs = [2 * size / bandwidth_bytes_per_s for size in profile.cut_bytes]
     try:
         found = allocate(
-            loads, capacities, cut_costs=cut_costs, method=method, objective=objective, seed=seed
+            loads,
+            capacities,
+            cut_costs=cut_costs,
+            method=method,
+            objective=objective,
+            last_device=0,  # the driver's
+            seed=seed,
         )
     except AllocationError as error:
         raise PlanError(f"stages({len(speeds)}) cannot be placed: {error}") from error
     starts = [i for i, (a, b) in enumerate(pairwise(found.assignment), 1) if a != b]
-    order = [found.assignment[i] for i in (0, *starts)]
-    return [*starts, len(loads)], _driver_last(order, speeds)
-
-
-def _driver_last(order: Sequence[int], speeds: Sequence[float]) -> list[int]:
-    """Rename devices of equal speed so that the last stage is on device 0, the driver's.
-
-    Raises:
-        PlanError: the last stage was placed on a device of another speed.
-    """
-    if len(set(speeds)) == 1:
-        return [*range(1, len(order)), 0]
-    last, names = order[-1], {order[-1]: 0, 0: order[-1]}
-    if speeds[last] != speeds[0]:
-        raise PlanError(
-            f"the allocation gives the last stage to device {last} of speed {speeds[last]:g}, but "
-            f"the driver, device 0 of speed {speeds[0]:g}, owns it: name device {last} first, so "
-            "that it is the driver's"
-        )
-    return [names.get(device, device) for device in order]
+    return [*starts, len(loads)], [found.assignment[i] for i in (0, *starts)]
 
 
 def _sums(values: Sequence[float], ends: Sequence[int]) -> list[float]:

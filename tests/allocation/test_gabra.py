@@ -43,11 +43,13 @@ def runs(assignment: Any) -> int:
 @pytest.mark.parametrize("objective", ["makespan", "profit"])
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 3), (5, 2), (6, 3), (7, 3)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "last_device"), [(0, None), (1, None), (2, 0)])
 def test_both_methods_equal_brute_force_on_small_instances(
-    objective: Any, contiguous: bool, n: int, m: int, seed: int
+    objective: Any, contiguous: bool, n: int, m: int, seed: int, last_device: int | None
 ) -> None:
-    problem = instance(seed, n, m, objective=objective, contiguous=contiguous)
+    problem = instance(
+        seed, n, m, objective=objective, contiguous=contiguous, last_device=last_device
+    )
     best = brute_force(problem)
     for solve in (solve_exactly, lambda p: gabra(p)[0]):
         if best == np.inf:
@@ -91,6 +93,14 @@ def test_the_best_value_never_gets_worse(seed: int, objective: Any, literal: boo
     choice = Settings(population=8, generations=30, literal=literal)
     history = gabra(problem, seed, choice)[1]
     assert all(after <= before for before, after in pairwise(history))
+
+
+@pytest.mark.parametrize("method", ["gabra", "exact"])
+def test_equal_devices_are_numbered_along_the_chain(method: Any) -> None:
+    found = allocate([1.0] * 4, [1.0] * 4, method=method)
+    assert found.assignment == (0, 1, 2, 3)
+    found = allocate([1.0] * 4, [1.0] * 4, method=method, last_device=0)
+    assert found.assignment == (1, 2, 3, 0)
 
 
 def test_the_same_seed_gives_the_same_allocation() -> None:

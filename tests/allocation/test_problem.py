@@ -76,6 +76,7 @@ def test_the_makespan_separates_placements_between_which_profit_ties() -> None:
         ({"objective": "profit", "loads": [1, 5, 1]}, "partition 1 has load 5"),
         ({"objective": "profit", "loads": [4, 4, 4, 4]}, "load 16 in all, the devices take 12"),
         ({"objective": "speed"}, "'speed' is neither 'makespan' nor 'profit'"),
+        ({"last_device": 3}, r"last_device\(3\) is none of the devices 0..2"),
         ({"method": "guess"}, "'guess' is neither 'gabra' nor 'exact'"),
     ],
 )

@@ -41,6 +41,13 @@ def test_the_last_stage_is_on_the_drivers_device() -> None:
     assert plan(stages=1, microbatches=1).devices == (0,)
 
 
+@pytest.mark.parametrize("capacities", [[1.0, 3.0], [3.0, 1.0]])
+def test_the_driver_keeps_the_last_stage_whatever_its_speed(capacities: list[float]) -> None:
+    found = plan(capacities=capacities)
+    assert found.devices == (1, 0)
+    assert found.rows[1].load == pytest.approx(capacities[0] / 4, abs=0.1)
+
+
 def test_the_prediction_is_the_simulation_of_the_schedules_own_lists() -> None:
     expected = simulate(gpipe(2, 4), [6.0, 6.0], [12.0, 12.0], send_s=[2.0 / 4.0])
     assert plan(bandwidth_bytes_per_s=4.0).predicted_step_s == expected.makespan_s
