@@ -156,8 +156,8 @@ class Builder:
         if isinstance(value, slice):
             return slice(*(self._argument(end) for end in (value.start, value.stop, value.step)))
         if is_dataclass_value(value):
-            parts = {key: self._argument(part) for (_, key), part in children(value) or ()}
-            return self._pure(type(value), (), parts)
+            fields = {key: self._argument(part) for (_, key), part in children(value) or ()}
+            return self._pure(type(value), (), fields)
         if isinstance(value, dict):
             return {key: self._argument(part) for key, part in value.items()}
         if isinstance(value, list | tuple):

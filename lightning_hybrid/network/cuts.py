@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_hybrid.network.graph import Layer, NetworkGraph, all_inputs, size_from
+from lightning_hybrid.network.merge import Value
 
 
 class Cuts:
@@ -67,16 +68,13 @@ class Cuts:
         for node in crossing:
             if self.graph.value(node) is None:
                 return f"{node.name}, which crosses, is no tensor"
-        if position <= self._last_size and not any(
-            self.graph.value(node).batch_dim
-            for node in crossing  # type: ignore[union-attr]
-        ):
+        values = [value for value in map(self.graph.value, crossing) if value is not None]
+        if position <= self._last_size and not any(value.batch_dim for value in values):
             return "the batch size is needed later, and no tensor that crosses shows it"
-        return self._changed_later(position, crossing)
+        return self._changed_later(position, values)
 
-    def _changed_later(self, position: int, crossing: list[fx.Node]) -> str | None:
-        values = [self.graph.value(node) for node in crossing]
-        storages = [set(numbers) for numbers in zip(*(v.storages for v in values if v))]
+    def _changed_later(self, position: int, values: list[Value]) -> str | None:
+        storages = [set(numbers) for numbers in zip(*(value.storages for value in values))]
         for layer in self.graph.layers[position:]:
             if any(held & changed for held, changed in zip(storages, layer.mutated)):
                 return f"{_called(layer)} changes in place what crosses"

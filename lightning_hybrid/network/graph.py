@@ -164,6 +164,14 @@ class NetworkGraph:
         """One placeholder for each tensor in the arguments."""
         return tuple(node for node in self.graph.nodes if node.op == "placeholder")
 
+    @property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Parameters that no layer uses; they belong to no partition and no stage."""
+        used = frozenset().union(*(layer.parameters for layer in self.layers), frozenset())
+        returned = {str(node.target).removeprefix("network.") for node in self.outputs}
+        names = (name for name, _ in self.network.named_parameters())
+        return tuple(name for name in names if name not in used | returned)
+
     def value(self, node: fx.Node) -> Value | None:
         """What is known of the tensor that a node stands for; None: it is no tensor."""
         value = node.meta.get("value")

@@ -119,7 +119,7 @@ class Merger:
             if not all(_same_step(events[0], event) for event in events):
                 raise self._mismatch(events, "calls other layers")
             if isinstance(events[0], Call):
-                merged.append(self._call(events))  # type: ignore[arg-type]
+                merged.append(self._call(events))
         if len({len(r.events) for r in recordings}) > 1:
             lengths = [len(r.events) for r in recordings]
             raise Mismatch((), "calls more layers", self._by_mode(lengths))
@@ -161,7 +161,7 @@ class Merger:
             first.scope, first.op, first.target, args, kwargs, returned,
             tuple(call.mutated for call in calls),
             frozenset().union(*(call.mutated_names for call in calls)),
-            first.flops,
+            max(call.flops for call in calls),
         )  # fmt: skip
 
     def _merge(self, values: Sequence[Any], scope: tuple[str, ...]) -> Any:

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hybrid.compat import FakeTensorMode, unset_fake_temporarily
+from lightning_hybrid.compat import unset_fake_temporarily
 from lightning_hybrid.network.structure import Step, Token, rebuild, tensors_in
 
 _DESCENDED = (
@@ -121,32 +121,32 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down the calls made while it is active (inside the given fake mode).
+    """Writes down the calls made while it is active (inside a fake mode).
 
     Args:
         network: the module whose call is recorded.
         fakes: stand-ins for its parameters and buffers by dotted name.
-        fake_mode: the mode that runs operations on shapes alone.
         device: the device that the network seems to be on.
         opaque: dotted names of modules to record as one layer; grows when ``fall_back``.
         fall_back: record a module that cannot be followed as one layer; else raise.
+        count_flops: count floating-point operations (a third of the time goes there).
     """
 
     def __init__(
         self,
         network: nn.Module,
         fakes: Mapping[str, Tensor],
-        fake_mode: FakeTensorMode,
         device: torch.device,
         opaque: dict[str, str],
         fall_back: bool,
+        count_flops: bool,
     ) -> None:
         super().__init__()
         self.network = network
-        self.fake_mode = fake_mode
         self.device = device
         self.opaque = opaque
         self.fall_back = fall_back
+        self.count_flops = count_flops
         self.events: list[Mark | Call] = []
         self._names = {id(module): name for name, module in network.named_modules()}
         self._originals = dict(_named_tensors(network))
@@ -173,7 +173,8 @@ class Recorder(TorchFunctionMode):
             self._know(value, Ref("input", number))
             shapes.append(self._shape(value))
         self._ambient = self._context()
-        with self._intercepted(), self._flops, self:
+        counting = self._flops if self.count_flops else contextlib.nullcontext()
+        with self._intercepted(), counting, self:
             output = call()
         return Recording(self.events, shapes, rebuild(output, self._written))
 
@@ -286,30 +287,28 @@ class Recorder(TorchFunctionMode):
         self, name: str, module: nn.Module, args: Any, kwargs: Any, reason: Exception
     ) -> Any:
         """Learn shapes from zeros, on copies of the module's tensors: it refuses fake tensors."""
-        state = {
-            inner: self._originals[f"{name}.{inner}"].detach().clone()
-            for inner, _ in _named_tensors(module)
-        }
-        if not isinstance(reason, Untraceable) and not is_about_values(reason):
+        if not is_about_values(reason):
             raise reason
-        device = next((value.device for value in state.values()), torch.device("cpu"))
+        originals = {
+            inner: self._originals[f"{name}.{inner}"] for inner, _ in _named_tensors(module)
+        }
+        device = next((value.device for value in originals.values()), torch.device("cpu"))
 
         def real(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
-        with unset_fake_temporarily(), unchanged(module), torch.no_grad():  # type: ignore[no-untyped-call]
-            values = rebuild(args, real), rebuild(kwargs, real)
-            output = torch.func.functional_call(module, state, *values)
-        return rebuild(
-            output,
-            lambda v: (
-                torch.empty(v.shape, dtype=v.dtype, device=self.device)
-                if isinstance(v, Tensor)
-                else v
-            ),
-        )
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.empty(value.shape, dtype=value.dtype, device=self.device)
+
+        with unset_fake_temporarily(), unchanged(module), torch.no_grad():
+            state = {inner: value.detach().clone() for inner, value in originals.items()}
+            real_args, real_kwargs = rebuild((args, kwargs), real)
+            output = torch.func.functional_call(module, state, real_args, real_kwargs)
+        return rebuild(output, fake)
 
     # ------------------------------------------------------------------ writing down
 
@@ -461,7 +460,8 @@ def side_effects_refused(module: nn.Module) -> Iterator[None]:
             recording would lose the first and freeze the second.
     """
     before = _attributes(module)
-    draws = random.getstate(), numpy.random.get_state()[2]
+    generators = random.getstate(), numpy.random.get_state()
+    drawn = False
     try:
         yield
     finally:
@@ -472,9 +472,12 @@ def side_effects_refused(module: nn.Module) -> Iterator[None]:
             if key not in before or key not in after or _differs(before[key], after[key])
         )
         _put_back(module, before)
+        drawn = str(generators) != str((random.getstate(), numpy.random.get_state()))
+        random.setstate(generators[0])
+        numpy.random.set_state(generators[1])
     if changed:
         raise Untraceable(f"its forward sets or changes the attribute {changed[0]!r}")
-    if draws != (random.getstate(), numpy.random.get_state()[2]):
+    if drawn:
         raise Untraceable("its forward draws from Python's or NumPy's random generator")
 
 

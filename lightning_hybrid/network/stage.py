@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
@@ -163,7 +163,7 @@ class _Copier:
             copy.meta.update(node.meta)
             self._copies[node] = copy
         self._anchor = next((n for n in inputs if self._batch_dim(n)), None)
-        self._any = next(iter(inputs), None)
+        self._inputs = inputs
 
     def layer(self, node: fx.Node) -> None:
         """Copy one node of a layer."""
@@ -184,10 +184,11 @@ class _Copier:
         return self._copies[node]
 
     def _anchored(self, node: fx.Node) -> fx.Node:
-        """The same number from a tensor that this stage has."""
-        if node.target is not size_from:
-            return self.graph.call_function(node.target, (self._copies[self._any],))  # type: ignore[index,arg-type]
-        old, _, numerator, denominator, offset = node.args
+        """The same number, or the same device, from a tensor that this stage has."""
+        target: Any = node.target
+        if target is not size_from or self._anchor is None:
+            return self.graph.call_function(target, (self._copies[self._inputs[0]],))
+        old, _, numerator, denominator, offset = cast(tuple[Any, ...], node.args)
         (_, was), (dim, now) = self._batch_dim(old), self._batch_dim(self._anchor)
         ratio = Fraction(numerator, denominator) * was / now
         numbers = (dim, ratio.numerator, ratio.denominator, offset)

@@ -74,6 +74,9 @@ class _Tracing:
         self.batch = batch_size(self.tensors)
         self.device = _seeming_device(device, self.tensors, network)
         self.opaque: dict[str, str] = {}
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.fake_mode:
+            self.fakes = _fake_state(network, self.device)
         self.now = network.training
         self.training: bool | None = None
 
@@ -145,18 +148,25 @@ class _Tracing:
     def _record(self, setting: Setting, fall_back: bool) -> Recording:
         for module in self.network.modules():
             vars(module)["training"] = setting.training
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake_mode, torch.enable_grad():
-            fakes = _fake_state(self.network, self.device)
+        fakes = self.fakes
+        with self.fake_mode, torch.enable_grad():
             inputs = [self._fake_input(t, setting.batch) for t in self.tensors]
             remaining = iter(inputs)
             args, kwargs = rebuild(
                 (self.args, self.kwargs), lambda v: next(remaining) if isinstance(v, Tensor) else v
             )
-            recorder = Recorder(self.network, fakes, fake_mode, self.device, self.opaque, fall_back)
+            recorder = Recorder(
+                self.network,
+                fakes,
+                self.device,
+                self.opaque,
+                fall_back=fall_back,
+                count_flops=setting == Setting(self.batch or 1, self.now),
+            )
             try:
                 return recorder.run(
-                    lambda: torch.func.functional_call(self.network, fakes, args, kwargs), inputs
+                    lambda: torch.func.functional_call(self.network, dict(fakes), args, kwargs),
+                    inputs,
                 )
             except Exception as error:
                 raise self._cannot(error) from error

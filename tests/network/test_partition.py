@@ -1,0 +1,130 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from traced_networks import Around, Remembering, ResNet, Tied, UNet
+
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network import (
+    NetworkPartition,
+    find_boundary,
+    network_partitions,
+    trace,
+)
+from lightning_hybrid.network.cuts import Cuts
+
+
+def resnet_partitions(size: int = 16) -> tuple[NetworkPartition, ...]:
+    return network_partitions(trace(ResNet(), (torch.ones(2, 1, size, size, size),)))
+
+
+def test_each_main_convolution_of_a_resnet_is_one_partition() -> None:
+    partitions = resnet_partitions()
+    blocks = [f"layer{i}.{j}.conv{k}" for i in (1, 2, 3, 4) for j in (0, 1) for k in (1, 2)]
+    assert [p.name for p in partitions] == ["conv1", *blocks, "fc"]
+
+
+def test_shortcut_convolution_goes_with_its_block() -> None:
+    partition = resnet_partitions()[find_boundary(resnet_partitions(), "layer2.0.conv2")]
+    assert "layer2.0.downsample.0" in partition.modules
+    assert partition.modules[-2:] == ("layer2.0", "layer2.0.relu")
+
+
+def test_convolution_load_is_counted_from_its_shape() -> None:
+    first = resnet_partitions()[1]
+    multiplications = 2 * 4 * 4 * 4**3 * 3**3  # B C_o C_i T H W K^3
+    light = 2 * (2 * 4 * 4**3)  # norm and ReLU
+    assert first.flops == 2 * multiplications + light
+
+
+def test_bytes_at_a_cut_are_those_of_all_that_crosses() -> None:
+    partitions = resnet_partitions()
+    assert partitions[0].output_bytes == 2 * 4 * 4**3 * 4
+    assert partitions[1].output_bytes == 2 * partitions[0].output_bytes  # and the shortcut
+    assert partitions[-1].output_bytes == 2 * 2 * 4
+
+
+def test_every_parameter_lies_in_one_partition() -> None:
+    names = [name for p in resnet_partitions() for name in p.parameters]
+    assert sorted(names) == sorted(name for name, _ in ResNet().named_parameters())
+
+
+def test_no_cut_before_an_in_place_layer() -> None:
+    graph = trace(ResNet(), (torch.ones(2, 1, 16, 16, 16),))
+    place = next(i for i, layer in enumerate(graph.layers) if layer.module == "relu")
+    assert Cuts(graph).refusal(place) == "'relu' changes in place what crosses"
+    assert Cuts(graph).refusal(place + 1) is None
+
+
+class ChangesView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        part = y[:, :2]
+        z = self.two(y.clone())
+        part[:, 0] = 1
+        return y + z
+
+
+def test_no_cut_where_a_view_of_what_crosses_changes_later() -> None:
+    (partition,) = network_partitions(trace(ChangesView(), (torch.ones(2, 4),)))
+    assert partition.refused == (("two", "'setitem' changes in place what crosses"),) or (
+        "in place" in partition.refused[0][1]
+    )
+
+
+def test_tied_parameters_stay_together() -> None:
+    partitions = network_partitions(trace(Tied(), (torch.ones(2, 4),)))
+    assert [p.name for p in partitions] == ["encode", "head"]
+    with pytest.raises(NetworkError, match=r"'middle': 'encode.weight' is tied: used by 'encode'"):
+        find_boundary(partitions, "middle")
+
+
+def test_opaque_module_with_parameters_is_heavy() -> None:
+    partitions = network_partitions(trace(Around(Remembering()), (torch.ones(2, 4),)))
+    assert [p.name for p in partitions] == ["first", "middle", "last"]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Conv3d(4, 4, 1) for _ in range(3))
+        self.o = nn.Conv3d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).flatten(2) for f in (self.q, self.k, self.v))
+        weights = torch.softmax(q.transpose(1, 2) @ k, dim=-1)
+        return x + self.o((v @ weights.transpose(1, 2)).view(x.shape))
+
+
+def test_queries_keys_and_values_are_one_partition() -> None:
+    network = nn.Sequential(nn.Conv3d(1, 4, 3), Attention(), nn.Conv3d(4, 1, 3))
+    partitions = network_partitions(trace(network, (torch.ones(2, 1, 8, 8, 8),)))
+    assert [p.name for p in partitions] == ["0", "1.q", "1.o", "2"]
+
+
+def test_boundary_is_found_by_the_name_of_any_module_that_begins_there() -> None:
+    partitions = resnet_partitions()
+    for name in ("layer3", "layer3.0", "layer3.0.conv1"):
+        assert partitions[find_boundary(partitions, name)].name == "layer3.0.conv1"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("layer33", "no such module.*'layer3'"),
+        ("layer3.0.bn1", "inside partition 'layer3.0.conv1'"),
+        ("conv1", "the network begins there"),
+    ],
+)
+def test_unknown_boundary_says_what_is_close(name: str, text: str) -> None:
+    with pytest.raises(NetworkError, match=text):
+        find_boundary(resnet_partitions(), name)
+
+
+def test_skips_cross_every_cut_on_their_way() -> None:
+    graph = trace(UNet(), (torch.ones(2, 1, 8, 8),))
+    crossing = [len(Cuts(graph).crossing(p.start)) for p in network_partitions(graph)[1:]]
+    assert crossing[:3] == [1, 2, 2]
