@@ -1,12 +1,11 @@
 """Which partition goes to which device: the knapsack problem, GABRA, and exact solvers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hybrid.allocation.exact import solve_exactly
 from lightning_hybrid.allocation.gabra import gabra
-from lightning_hybrid.allocation.knapsack import Objective, make_problem
+from lightning_hybrid.allocation.knapsack import Numbers, Objective, make_problem
 from lightning_hybrid.errors import AllocationError
 
 __all__ = ["Allocation", "allocate"]
@@ -25,12 +24,12 @@ class Allocation:
 
 
 def allocate(
-    loads: Sequence[float],
-    capacities: Sequence[float],
+    loads: Numbers,
+    capacities: Numbers,
     *,
-    cut_costs: Sequence[float] | None = None,
-    memory: Sequence[float] | None = None,
-    memory_limits: Sequence[float] | None = None,
+    cut_costs: Numbers | None = None,
+    memory: Numbers | None = None,
+    memory_limits: Numbers | None = None,
     method: Literal["gabra", "exact"] = "gabra",
     objective: Objective = "makespan",
     contiguous: bool = True,

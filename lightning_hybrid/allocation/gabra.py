@@ -105,10 +105,11 @@ class _Evolution:
             if len(self.members) == self.settings.population:
                 return
             member = self._admit(self.genes.random(self.rng))
-            if member is not None:
-                self.members.append(member[0])
-                self.costs.append(member[1])
-            if self._proven(min(self.costs)):
+            if member is None:
+                continue
+            self.members.append(member[0])
+            self.costs.append(member[1])
+            if self._proven(member[1]):
                 return
 
     def _proven(self, cost: float) -> bool:
@@ -131,10 +132,11 @@ class _Evolution:
         first, second = self._select(), self._select()
         genes = first
         if rng.random() < settings.crossover:
-            # Of the two children one is wanted: which parent gives the first half is drawn by lot.
-            first, second = (first, second) if rng.random() < 0.5 else (second, first)
+            # Two children, one is wanted: which parent gives the first half is drawn by lot.
+            if rng.random() < 0.5:
+                first, second = second, first
             genes = self.genes.crossover(first, second)
-            if settings.literal and rng.random() < 0.5:
+            if settings.literal and rng.random() < 0.5:  # the second child as printed
                 genes = np.roll(genes, -(len(genes) // 2))
         if rng.random() < settings.mutation:
             genes = self.genes.invert(genes, rng)

@@ -42,6 +42,7 @@ from lightning_hybrid.errors import AllocationError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Numbers = Sequence[float] | Floats
 Objective = Literal["makespan", "profit"]
 
 SLACK = 1e-9
@@ -147,12 +148,12 @@ class Problem:
 
 
 def make_problem(
-    loads: Sequence[float],
-    capacities: Sequence[float],
+    loads: Numbers,
+    capacities: Numbers,
     *,
-    cut_costs: Sequence[float] | None = None,
-    memory: Sequence[float] | None = None,
-    memory_limits: Sequence[float] | None = None,
+    cut_costs: Numbers | None = None,
+    memory: Numbers | None = None,
+    memory_limits: Numbers | None = None,
     objective: Objective = "makespan",
     contiguous: bool = True,
     last_device: int | None = None,
@@ -198,7 +199,7 @@ def make_problem(
 
 
 def _numbers(
-    name: str, values: Sequence[float], *, count: int | None = None, positive: bool = False
+    name: str, values: Numbers, *, count: int | None = None, positive: bool = False
 ) -> Floats:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or (count is not None and len(array) != count):

@@ -90,7 +90,7 @@ class Plan:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         self._check_lengths()
-        self._check_devices()
+        self._check_placement()
 
     def _check_lengths(self) -> None:
         if len(self.cuts) != self.stages - 1 or len(set(self.cuts)) != len(self.cuts):
@@ -103,7 +103,7 @@ class Plan:
             if len(value) != self.stages and not (name == "rows" and not value):
                 raise PlanError(f"stages({self.stages}) != {len(value)} {name}")
 
-    def _check_devices(self) -> None:
+    def _check_placement(self) -> None:
         if sorted(self.devices) != list(range(self.stages)) or self.devices[-1] != 0:
             raise PlanError(
                 f"devices{self.devices} must name each of 0..{self.stages - 1} once and end with "
