@@ -304,6 +304,8 @@ class Driver:
                 self._links.control.tell(worker, Op.TAKE_WEIGHTS)
                 self._links.control.send_tensors(worker, tensors_of(self._module))
         self._ask(Op.END, payload=results)
+        if self._links is not None:
+            self._links.control.flush()
 
     def abort(self, text: str) -> None:
         """Tell the workers that this replica has failed."""

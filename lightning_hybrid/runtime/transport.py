@@ -148,6 +148,12 @@ class Control:
                 self._receive(peer, tensor)
         return tensors
 
+    def flush(self) -> None:
+        """Wait until everything sent has left."""
+        while self._sends:
+            work, _ = self._sends.popleft()
+            _wait(work, "a rank of this replica")
+
     def _send(self, peer: int, tensor: Tensor) -> None:
         work = _start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
         self._sends.append((work, tensor))

@@ -86,6 +86,7 @@ class Worker:
             if operation is Op.GIVE_WEIGHTS and self._failure is None:
                 self._send_weights()
             if operation is Op.END and self._failure is None:
+                self._links.control.flush()
                 return payload
 
     # -- the network

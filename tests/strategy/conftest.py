@@ -1,0 +1,68 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("training_script.py")
+ROOT = SCRIPT.parents[2]
+DEFAULTS = {
+    "strategy": "hybrid",
+    "network": "residual",
+    "dtype": "float32",
+    "replicas": 1,
+    "stages": 1,
+    "microbatches": 2,
+    "samples": 24,
+    "side": 8,
+    "batch": 4,
+    "steps": 20,
+    "trainer": {"num_sanity_val_steps": 0, "limit_val_batches": 0},
+}
+
+
+class Training:
+    """One run of the script in processes of its own."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.folder = folder
+        self.config = {**DEFAULTS, **config}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+
+    def start(self) -> "subprocess.Popen[str]":
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+        }
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(self.folder)],
+            env=environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self) -> list[dict[str, Any]]:
+        """Run to the end. Returns what each rank has seen."""
+        process = self.start()
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+        ranks = self.config["replicas"] * self.config["stages"]
+        return [
+            torch.load(self.folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)
+        ]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Train with a configuration; see `training_script.py` and DEFAULTS."""
+    runs = iter(range(100))
+    return lambda **config: Training(tmp_path / str(next(runs)), **config).run()

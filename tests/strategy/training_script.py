@@ -1,0 +1,183 @@
+"""A user's script, as the tests of the strategy run it: ``python training_script.py FOLDER``.
+
+FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from models import ResAttNet3D
+
+CLASSES = 2
+
+
+class Residual(nn.Module):
+    """A small 3-D network with a skip connection and no batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv3d(1, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.first = nn.Conv3d(8, 8, 3, padding=1)
+        self.second = nn.Conv3d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        y = torch.relu(self.first(x))
+        x = torch.relu(self.second(y) + x)
+        return self.head(x.mean(dim=(2, 3, 4)))
+
+
+class Dropped(nn.Module):
+    """Random layers in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.3))]
+        self.layers = nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+NETWORKS = {
+    "resattnet": lambda: ResAttNet3D(18),
+    "residual": Residual,
+    "dropout": Dropped,
+}
+# names of the first modules of the next stages, for 2 and 3 stages
+CUTS = {
+    "resattnet": {2: ["layer2"], 3: ["layer1.1", "layer3"]},
+    "residual": {2: ["second"], 3: ["first", "head"]},
+    "dropout": {2: ["layers.4"], 3: ["layers.4", "layers.7"]},
+}
+
+
+def data(config: dict[str, Any]) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    count, side = config["samples"], config["side"]
+    x = torch.randn(count, 1, side, side, side, generator=generator)
+    y = torch.randint(0, CLASSES, (count,), generator=generator)
+    # learnable: the label is in the mean
+    x += (y.float() - 0.5).view(-1, 1, 1, 1, 1)
+    return TensorDataset(x.to(getattr(torch, config["dtype"])), y)
+
+
+class Classifier(LightningModule):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self.net = NETWORKS[config["network"]]().to(getattr(torch, config["dtype"]))
+        self.losses: list[float] = []
+        self.forwards: Counter[str] = Counter()
+        self.gradients: Counter[str] = Counter()
+
+    def setup(self, stage: str) -> None:
+        """Note which modules run and which parameters get gradients in *this* process."""
+        for name, module in self.net.named_modules():
+            if next(module.children(), None) is None:
+                module.register_forward_hook(lambda *_, name=name: self.forwards.update([name]))
+        for name, parameter in self.net.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: self.gradients.update([name])
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.losses.append(loss.item())
+        self.log("train", loss, sync_dist=True)
+        fault(self.config, "training_step", batch_idx)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val", nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fault(config: dict[str, Any], where: str, step: int) -> None:
+    """Fail on purpose, where the configuration says so."""
+    wanted = config.get("fault")
+    if wanted and wanted["where"] == where and step == wanted["step"]:
+        if int(os.environ.get("LOCAL_RANK", "0")) == wanted["rank"]:
+            raise ValueError("this error is on purpose")
+
+
+def strategy(config: dict[str, Any]) -> Any:
+    replicas, stages = config["replicas"], config["stages"]
+    if config["strategy"] != "hybrid":
+        return config["strategy"]
+    from lightning_hybrid import HybridGabraStrategy
+
+    cuts = CUTS[config["network"]].get(stages, [])
+    return HybridGabraStrategy(
+        data_parallel_size=replicas,
+        pipeline_parallel_size=stages,
+        num_microbatches=config["microbatches"],
+        allocation=config.get("allocation") or [f"net.{name}" for name in cuts],
+        start_method=config.get("start_method", "popen"),
+    )
+
+
+def main(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    seed_everything(config.get("seed", 0), verbose=False)
+    module = Classifier(config)
+    loader = DataLoader(data(config), batch_size=config["batch"])
+    trainer = Trainer(
+        strategy=strategy(config),
+        accelerator="cpu",
+        devices=config["replicas"] * config["stages"],
+        max_steps=config["steps"],
+        max_epochs=-1,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **config.get("trainer", {}),
+    )
+    trainer.fit(module, loader, loader)
+    seen = {
+        "pid": os.getpid(),
+        "losses": module.losses,
+        "weights": module.state_dict(),
+        "forwards": module.forwards,
+        "gradients": module.gradients,
+        "metrics": dict(trainer.callback_metrics),
+        "step": trainer.global_step,
+        "best": trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path,
+        "plan": str(getattr(trainer.strategy, "plan", None)),
+    }
+    if config.get("after"):
+        seen["test"] = trainer.test(module, loader, verbose=False)
+        seen["predictions"] = trainer.predict(module, loader)
+        seen["random"] = torch.rand(3)
+    torch.save(seen, folder / f"rank{trainer.strategy.cluster_environment.global_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
