@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from .cache import Item, ScanDataset
 from .errors import DataError, ProblemsError, SplitError
 from .labels import TASKS, TaskName
+from .progress import progress_bar
 from .records import ScanRecord, fingerprint, read_manifest, write_manifest
 from .seeding import seed_transforms, seed_worker
 from .splits import SPLITS, Split, SplitName, assign, check_leak, load_split, make_split, save_split
@@ -133,17 +134,18 @@ class ADNIDataModule(lightning.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Survey the folder, report every problem at once, write manifest and split."""
-        found = survey(
-            self.root,
-            self.task,
-            self.state_dir / "checks.json",
-            collection_csv=self.collection_csv,
-        )
-        if found.problems:
-            report = self.state_dir / "problems.tsv"
-            write_problems(report, found.problems)
-            if self.on_bad == "error":
-                raise ProblemsError(found.problems, str(self.root), str(report))
+        with progress_bar("checking files") as advance:
+            found = survey(
+                self.root,
+                self.task,
+                self.state_dir / "checks.json",
+                collection_csv=self.collection_csv,
+                progress=advance,
+            )
+        report = self.state_dir / "problems.tsv"
+        write_problems(report, found.problems)
+        if found.problems and self.on_bad == "error":
+            raise ProblemsError(found.problems, str(self.root), str(report))
         write_manifest(self.state_dir / "manifest.tsv", found.records)
         path = self._split_path(found.records)
         if not path.exists():

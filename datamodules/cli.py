@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from .errors import DataError
 from .labels import TASKS
+from .progress import progress_bar
 from .records import write_manifest
 from .splits import SPLITS, make_split, save_split
 from .survey import Survey, refuse_inside, survey, write_problems
@@ -128,25 +125,6 @@ def _synth(options: argparse.Namespace) -> int:
     size = summary.total_bytes / 1e6
     print(f"{summary.folder}: {state}, {summary.files} files, {size:.1f} MB; truth in truth/")
     return 0
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error; yields a function of (done, all)."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield advance
 
 
 def _check(options: argparse.Namespace) -> int:

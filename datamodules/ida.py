@@ -25,7 +25,7 @@ _ID_FOLDER = re.compile(r"I(\d+)")
 TRUTH_MARKER = "synthetic_truth.json"  # names a folder with a synthetic cohort's truth: not data
 
 # descriptions with every special character turned into an underscore, as in folder names
-_T1 = re.compile(r"MP_?RAGE|^MPR(_|$)|^MT1(_|$)|SPGR|ACCEL\w*_SAG", re.IGNORECASE)
+_T1 = re.compile(r"MP_?RAGE|^MPR(_|$)|^MT1(_|$)|SPGR", re.IGNORECASE)
 _NOT_T1 = re.compile(
     r"MASK|SPATIALLY_NORMALIZED|HHP_6_DOF|HARP|SCOUT|LOCALI[SZ]ER|CALIBRATION|_ND$", re.IGNORECASE
 )

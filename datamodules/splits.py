@@ -109,8 +109,9 @@ def _cut(
     size = round(fraction * len(subjects))
     labels = [str(first[subject].label) for subject in subjects]
     sexes = [first[subject].sex for subject in subjects]
-    ages = np.array([first[subject].age or np.nan for subject in subjects])
-    terciles = np.digitize(ages, np.nanquantile(ages, [1 / 3, 2 / 3]) if len(ages) else []).tolist()
+    ages = np.array([first[subject].age or 0.0 for subject in subjects])  # unknown: one stratum
+    known = ages[ages > 0]
+    terciles = np.digitize(ages, np.quantile(known, [1 / 3, 2 / 3]) if known.size else []).tolist()
     candidates: dict[str, list[str]] = {
         "label, sex, age": [f"{a}|{b}|{c}" for a, b, c in zip(labels, sexes, terciles)],
         "label, sex": [f"{a}|{b}" for a, b in zip(labels, sexes)],
@@ -178,10 +179,14 @@ def check_leak(records: Iterable[ScanRecord]) -> None:
 
 
 def save_split(path: Path, split: Split) -> None:
-    """Write a new split file; an existing one is never overwritten."""
-    if path.exists():
+    """Write a split file; one that holds another split is never overwritten.
+
+    Raises:
+        SplitError: the file holds another split, or something else.
+    """
+    if path.exists() and load_split(path) != split:
         raise SplitError(
-            "SPLIT_EXISTS", "a split file is there already", str(path), "give another name"
+            "SPLIT_EXISTS", "another split is there already", str(path), "give another name"
         )
     write_atomically(path, (json.dumps(asdict(split), indent=1) + "\n").encode())
 

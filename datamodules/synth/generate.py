@@ -73,6 +73,8 @@ def generate(
     plans = plan_cohort(spec)
     marker = folder / TRUTH_FOLDER / TRUTH_MARKER
     write_atomically(marker, _marker_bytes(spec, None))
+    for part in folder.rglob(".*.part"):  # of a run that was killed
+        part.unlink()
     files: dict[str, int] = {}
     truth: list[dict[str, object]] = []
     for count, written in enumerate(_render_all(folder, spec, plans, workers), start=1):

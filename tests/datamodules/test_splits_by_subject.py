@@ -52,6 +52,11 @@ def test_small_cohorts_are_stratified_on_what_is_possible():
         make_split(cohort(4), 0.25, 0.25, seed=0)
 
 
+def test_unknown_age_and_sex_do_not_stop_a_split():
+    bare = [replace(record, age=None, sex="") for record in cohort()]
+    assert make_split(bare, 0.2, 0.2, seed=0).stratified_on == "label, sex, age"
+
+
 def test_senseless_fractions_are_refused():
     for fractions in ((0.0, 0.2), (0.5, 0.5), (1.2, 0.1), (0.2, -0.1)):
         with pytest.raises(SplitError, match="BAD_FRACTION"):
@@ -89,9 +94,10 @@ def test_split_file_is_kept_and_must_fit_the_data(tmp_path):
     path = tmp_path / "split.json"
     split = make_split(cohort(), 0.2, 0.2, seed=0)
     save_split(path, split)
+    save_split(path, split)
     assert load_split(path) == split
     with pytest.raises(SplitError, match="SPLIT_EXISTS"):
-        save_split(path, split)
+        save_split(path, make_split(cohort(), 0.2, 0.2, seed=1))
     with pytest.raises(SplitError, match=r"(?s)NOT_IN_SPLIT: 4 subject.*999_S_0060.*split\.json"):
         assign(cohort(64), split, str(path))
     path.write_text("{}")
@@ -103,7 +109,7 @@ def test_split_command_writes_once(tiny_cohort, tmp_path, capsys):
     command = ["split", str(tiny_cohort), "--out", str(tmp_path / "s.json"), "--val", "0.2"]
     assert main([*command, "--test", "0.2"]) == 0
     assert "stratified on" in capsys.readouterr().out
-    assert main([*command, "--test", "0.2"]) == 1
+    assert main([*command, "--test", "0.3"]) == 1
     assert "SPLIT_EXISTS" in capsys.readouterr().err
 
 

@@ -50,7 +50,8 @@ def test_complete_cohort_is_left_alone_and_a_damaged_one_is_made_whole(tmp_path)
     generate(tmp_path / "out", SMALL)
     before = hashes(tmp_path / "out")
     assert generate(tmp_path / "out", SMALL).already_complete
-    next((tmp_path / "out" / "ADNI").rglob("*.nii*")).unlink()
+    lost = next((tmp_path / "out" / "ADNI").rglob("*.nii*"))
+    lost.rename(lost.with_name(f".{lost.name}.1.part"))
     assert not generate(tmp_path / "out", SMALL).already_complete
     assert hashes(tmp_path / "out") == before
 
