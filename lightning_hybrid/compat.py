@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-# tensors with shapes and no memory: there is no public way to run code on them (torch.export uses it)
+# tensors with shapes and no memory; torch.export uses them, there is no public way to do so
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # leaves a FakeTensorMode for a moment, to run the one sub-module that cannot run on fake tensors

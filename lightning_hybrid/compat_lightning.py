@@ -62,4 +62,3 @@ def keep_samplers(trainer: Trainer) -> None:
 def set_module_device(module: LightningModule, root_device: device) -> None:
     """``LightningModule.device`` is the driver's, though only a part of it has moved there."""
     module._device = root_device
-

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from lightning_hybrid.compat_lightning import (
@@ -162,15 +162,16 @@ def _echo_later(first: str) -> None:
     """Print the uncaught error of this rank briefly, after the rank that failed first."""
     usual = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, RemoteError):
             usual(kind, error, trace)
             return
         time.sleep(_ECHO_DELAY_S)
-        print(f"[{os.getpid()}] This process ended because another one failed first: {error}",
-              file=sys.stderr, flush=True)
+        print(
+            f"[{os.getpid()}] This process ended because another one failed first: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     sys.excepthook = hook
 
@@ -205,11 +206,12 @@ class Results:
 def collect_results(trainer: Trainer, returned: Any) -> Results:
     """On a driver: the results of a run that went well."""
     cpu = torch.device("cpu")
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return Results(
         returned=move_data_to_device(returned, cpu),
         callback_metrics=move_data_to_device(dict(trainer.callback_metrics), cpu),
         logged_metrics=move_data_to_device(dict(trainer.logged_metrics), cpu),
-        callbacks=[callback.state_dict() for callback in trainer.callbacks],
+        callbacks=[callback.state_dict() for callback in callbacks],
         loops=trainer.fit_loop.state_dict(),
         state=trainer.state,
         should_stop=trainer.should_stop,
@@ -225,7 +227,8 @@ def adopt_results(trainer: Trainer, results: Results) -> None:
     """
     trainer.callback_metrics.update(results.callback_metrics)
     trainer.logged_metrics.update(results.logged_metrics)
-    for callback, state in zip(trainer.callbacks, results.callbacks):
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback, state in zip(callbacks, results.callbacks):
         for name, value in state.items():
             if name in vars(callback):
                 setattr(callback, name, value)

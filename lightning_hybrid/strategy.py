@@ -7,7 +7,7 @@ strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
 
 import os
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
@@ -17,13 +17,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -133,7 +133,8 @@ class HybridGabraStrategy(DDPStrategy):
         if num_microbatches != "auto" and num_microbatches < 1:
             raise PlanError(f"num_microbatches={num_microbatches} must be at least 1 or 'auto'.")
         self._microbatches = None if num_microbatches == "auto" else num_microbatches
-        self._names = (network,) if isinstance(network, str) else network and tuple(network)
+        names = [network] if isinstance(network, str) else network
+        self._names = None if names is None else tuple(names)
         self._settings = PlanSettings(
             schedule="gpipe" if schedule == "auto" else schedule,
             allocation=allocation if isinstance(allocation, str) else tuple(allocation),
@@ -317,13 +318,22 @@ class HybridGabraStrategy(DDPStrategy):
             self._refuse_optimizers()
         self.setup_precision_plugin()
         # clipping by a norm needs the gradients of all stages
-        self.precision_plugin.clip_grad_by_norm = self._driver.clip_norm  # type: ignore[method-assign]
-        self.precision_plugin.clip_grad_by_value = self._driver.clip_values  # type: ignore[method-assign]
+        vars(self.precision_plugin).update(
+            clip_grad_by_norm=self._driver.clip_norm, clip_grad_by_value=self._driver.clip_values
+        )
 
     def _make_plan(self, *arguments: Any) -> Plan:
         if self._given_plan is not None:
             return self._given_plan
-        return make_plan(*arguments, settings=self._settings, shape=self._shape())
+        replicas, stages = self._shape()
+        assert self._process_group_backend is not None
+        return make_plan(
+            *arguments,
+            settings=self._settings,
+            replicas=replicas,
+            stages=stages,
+            backend=self._process_group_backend,
+        )
 
     def _refuse_what_cannot_work(self) -> None:
         if self._shape()[1] == 1:
@@ -395,11 +405,11 @@ class HybridGabraStrategy(DDPStrategy):
         if self._networks is not None:
             self._networks.close()
         if self._driver is not None:
-            trainer = self.lightning_module.trainer
-            if self._phase is _Phase.RUNNING and trainer.state.status != TrainerStatus.INTERRUPTED:
-                if trainer.state.fn == TrainerFn.FITTING:
-                    self._driver.broadcast_buffers()
-                    self._driver.gather_weights()
+            state = self.lightning_module.trainer.state
+            went_well = state.status != TrainerStatus.INTERRUPTED
+            if went_well and state.fn == TrainerFn.FITTING and self._phase is _Phase.RUNNING:
+                self._driver.broadcast_buffers()
+                self._driver.gather_weights()
             self._driver.close()
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
             vars(self.precision_plugin).pop("clip_grad_by_value", None)
@@ -461,12 +471,12 @@ class HybridGabraStrategy(DDPStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        DDPStrategy.optimizers.fset(self, optimizers)
         if self._driver is not None:
             self._driver.connect_optimizers(optimizers)
             for wrapper, optimizer in zip(self._lightning_optimizers, optimizers):
                 # the wrapper inherits zero_grad from its class and would not see the instance's
-                wrapper.zero_grad = optimizer.zero_grad  # type: ignore[attr-defined]
+                vars(wrapper)["zero_grad"] = optimizer.zero_grad
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

@@ -1,13 +1,20 @@
 """From a traced network to a plan: profile its partitions, choose the cuts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
-from lightning_hybrid.errors import PlanError
+from lightning_hybrid.allocation.knapsack import Objective
 from lightning_hybrid.network import NetworkGraph, NetworkPartition, find_boundary
+from lightning_hybrid.network.profile import Profile, count, measure
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.search import plan_stages
+
+BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
+"""What a link between two ranks is taken to carry: assumed, not measured. It weighs the bytes that
+cross a cut against the seconds of computation; gloo is a loopback or 10 Gbit/s, NCCL a PCIe bus."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +29,8 @@ class PlanSettings:
     """
 
     schedule: str
-    allocation: str | tuple[str, ...]
-    objective: str
+    allocation: Literal["gabra", "exact"] | tuple[str, ...]
+    objective: Objective
     seed: int
 
 
@@ -31,20 +38,66 @@ def make_plan(
     name: str,
     graph: NetworkGraph,
     partitions: Sequence[NetworkPartition],
-    leaves: list[Tensor],
+    leaves: Sequence[Tensor],
     microbatches: int,
     *,
     settings: PlanSettings,
-    shape: tuple[int, int],
+    replicas: int,
+    stages: int,
+    backend: str,
 ) -> Plan:
-    replicas, stages = shape
-    assert isinstance(settings.allocation, tuple)
-    prefix = f"{name}." if name else ""
-    cuts = tuple(point.removeprefix(prefix) for point in settings.allocation)
-    return Plan(
+    """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
+
+    With given cut points nothing is measured: the loads are counted, the time is not predicted.
+
+    Args:
+        name: dotted name of the network in the LightningModule.
+        graph: of the network.
+        partitions: of the graph.
+        leaves: the tensors of a micro-batch.
+        microbatches: their number.
+        settings: what the user has asked for.
+        replicas: number of replicas.
+        stages: number of stages.
+        backend: ``"gloo"`` or ``"nccl"``.
+
+    Raises:
+        NetworkError: a cut point is unknown, or the network may not be cut there.
+        PlanError: the network cannot be placed on that many devices.
+    """
+    if isinstance(settings.allocation, tuple):
+        prefix = f"{name}." if name else ""
+        points = [point.removeprefix(prefix) for point in settings.allocation]
+        first = [partitions[find_boundary(partitions, point)].name for point in points]
+        profile = count(graph, partitions)
+        method: Literal["gabra", "exact"] = "gabra"
+    else:
+        first, method = None, settings.allocation
+        profile = measure(graph, partitions, leaves)
+    forward_s, backward_s = _times(profile)
+    sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
+    plan = plan_stages(
+        [partition.name for partition in partitions],
+        forward_s,
+        backward_s,
+        [p.output_bytes for p in profile.partitions[:-1]],
+        [sum(sizes[n] for n in partition.parameters) for partition in partitions],
+        [len(partition.layers) for partition in partitions],
         replicas=replicas,
         stages=stages,
         microbatches=microbatches,
         schedule=settings.schedule,
-        cuts=cuts,
+        method=method,
+        objective=settings.objective,
+        bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S[backend],
+        cut_points=first,
+        seed=settings.seed,
     )
+    return replace(plan, predicted_step_s=None) if first is not None else plan
+
+
+def _times(profile: Profile) -> tuple[list[float], list[float]]:
+    """Seconds, or FLOPs where nothing was measured (a backward counts as two forwards)."""
+    forward = [p.flops if p.forward_s is None else p.forward_s for p in profile.partitions]
+    backward = [2 * p.flops if p.backward_s is None else p.backward_s for p in profile.partitions]
+    return forward, backward

@@ -31,8 +31,8 @@ from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.transport import broadcast_object
 
 Planner = Callable[[str, NetworkGraph, Sequence[NetworkPartition], list[Tensor], int], Plan]
-"""Makes a plan from the network's name, its graph and partitions, the inputs of one micro-batch, and
-the number of micro-batches."""
+"""Makes a plan from the network's name, its graph and partitions, the inputs of one micro-batch,
+and the number of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,6 @@ class Networks:
             schedule=plan.schedule,
         )
         self._cut.add(name)
-        self._say_plan(name, module, plan)
         remote = [p for part in parts[:-1] for p in part.parameters()]
         inner = {n: m for n, m in self._watched.items() if _inside(n, name) and n != name}
         self._watch({n: m for n, m in inner.items() if _share(m, remote)}, _refuse_part)
@@ -191,6 +190,7 @@ class Networks:
                 plan = self._make_plan(name, graph, partitions, arguments, keywords)
             assert self._mesh.drivers is not None
             self._plans[name] = broadcast_object(self._mesh.drivers, plan)
+            self._say_plan(name, graph.network, self._plans[name])
         return self._plans[name]
 
     def _make_plan(
@@ -223,11 +223,12 @@ class Networks:
         return self._how.make_plan(name, graph, partitions, slices[0], wanted)
 
     def _say_plan(self, name: str, module: nn.Module, plan: Plan) -> None:
-        self._how.say(f"Network {name or 'self'!r} ({type(module).__name__}): {plan.describe()}")
+        what = f"Network {name or 'self'!r} ({type(module).__name__})"
+        self._how.say(f"{what}: {plan.describe()}".rstrip())
         normalised = any(isinstance(m, _BatchNorm) for m in module.modules())
         if normalised and plan.microbatches > 1:
             self._how.say(
-                f"Network {name or 'self'!r} has batch normalisation: in training its statistics "
+                f"{what} has batch normalisation: in training its statistics "
                 f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "
                 "every pipeline. num_microbatches=1 gives the numbers of the whole batch."
             )

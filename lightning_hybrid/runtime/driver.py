@@ -7,7 +7,7 @@ the stages.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -369,7 +369,9 @@ class DrivenNetwork(StagedNetwork):
         """Call the network."""
         leaves = self.graph.bind(arguments, keywords)
         if torch.is_grad_enabled() and self._differentiable(leaves):
-            outputs = _NetworkCall.apply(self, self._anchor_if_trained(), *leaves)
+            outputs = _NetworkCall.apply(  # type: ignore[no-untyped-call]
+                self, self._anchor_if_trained(), *leaves
+            )
         else:
             _, parts = self.forward(leaves, grad=False)
             outputs = _join(parts)
@@ -457,9 +459,7 @@ class DrivenNetwork(StagedNetwork):
         device = self.engine.device.type
         autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         specs = tuple(
-            tuple(
-                TensorSpec(tuple(t.shape), t.dtype, grad and t.requires_grad) for t in leaves
-            )
+            tuple(TensorSpec(tuple(t.shape), t.dtype, grad and t.requires_grad) for t in leaves)
             for leaves in slices
         )
         return CallKey(specs, grad, training, trainable, autocast, torch.get_default_dtype())
@@ -499,10 +499,14 @@ class _NetworkCall(torch.autograd.Function):
             )
         network: DrivenNetwork = ctx.network
         parts: list[Gradients] = []
-        split = [
-            None if gradient is None else gradient.split([s[i] for s in ctx.sizes])
-            for i, gradient in enumerate(gradients)
-        ] if len(ctx.sizes) > 1 else [None if g is None else (g,) for g in gradients]
+        split = (
+            [
+                None if gradient is None else gradient.split([s[i] for s in ctx.sizes])
+                for i, gradient in enumerate(gradients)
+            ]
+            if len(ctx.sizes) > 1
+            else [None if g is None else (g,) for g in gradients]
+        )
         for m in range(len(ctx.sizes)):
             parts.append([None if slices is None else slices[m] for slices in split])
         keep = graph_is_kept()

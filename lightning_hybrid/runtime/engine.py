@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from typing import cast
 
 import torch
 
@@ -137,9 +138,7 @@ class Engine:
         return work.inputs
 
     def _schedule(self, key: CallKey, input_gradient: bool) -> Schedule:
-        return _schedule(
-            self._schedule_name, self.place.stages, key.microbatches, input_gradient
-        )
+        return _schedule(self._schedule_name, self.place.stages, key.microbatches, input_gradient)
 
     def fail(self, error: Exception) -> None:
         """Note an error of this stage; from now on it only keeps its appointments."""
@@ -174,7 +173,9 @@ class _Forward:
         engine.links.activations_out.flush()
         if call.exchange:
             call.traffic.outgoing = []
-            call.traffic.incoming = [list(specs) for specs in call.key.inputs] if self._first else []
+            call.traffic.incoming = (
+                [list(specs) for specs in call.key.inputs] if self._first else []
+            )
             self._ahead = None
         else:
             steps = engine._schedule(call.key, False).forward[engine.place.stage]
@@ -262,11 +263,11 @@ class _Forward:
 
     def _compute(self, microbatch: int, values: Values) -> Values:
         if not self.call.key.grad:
-            return self.engine.stage(values)
+            return cast(Values, self.engine.stage(values))
         specs = self.call.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
         with torch.enable_grad():
-            outputs = self.engine.stage(values)
+            outputs = cast(Values, self.engine.stage(values))
         self.call.saved[microbatch] = (values, outputs)
         return outputs
 

@@ -1,4 +1,4 @@
-"""The first error of a run, on every rank: who fails writes it to the store, who follows reads it."""
+"""The first error of a run, on every rank: who fails writes it down, who follows reads it."""
 
 from datetime import timedelta
 

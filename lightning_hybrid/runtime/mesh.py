@@ -16,6 +16,7 @@ none, so that a stray collective there raises instead of hanging.
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,10 @@ from lightning_hybrid.errors import PlanError
 # A driver may prepare data or validate for hours before it speaks to a worker again.
 NO_TIMEOUT = timedelta(days=3650)
 _STORE_TIMEOUT = timedelta(minutes=10)
+
+
+Group = Any
+"""A process group used by its own methods; those of gloo and NCCL have no public common type."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,12 @@ class Mesh:
         self.key: tuple[object, ...] = ()
         self.backend = backend
         self._timeout = timeout
-        self._groups: list[dist.ProcessGroup] = []
+        self._groups: list[Group] = []
         replica, position = place.replica, place.position
         self.world = self._group("world", place.rank, place.replicas * place.stages, "gloo")
         self.control = self._group(f"control{replica}", position, place.stages, "gloo")
         self.copies = self._group(f"copies{position}", replica, place.replicas, backend)
-        self.drivers: dist.ProcessGroup | None = None
+        self.drivers: Group = None
         if place.is_driver:
             self.drivers = self._group("drivers", replica, place.replicas, "gloo")
         self._make_ring()
@@ -115,7 +120,9 @@ class Mesh:
         Every rank makes its edges in rising order, so that no two ranks wait for each other.
         """
         stages, position = self.place.stages, self.place.position
-        groups: dict[str, dist.ProcessGroup] = {}
+        groups: dict[str, Group] = dict.fromkeys(
+            ("activations_in", "activations_out", "gradients_in", "gradients_out")
+        )
         for edge in range(stages if stages > 1 else 0):
             if position not in (edge, (edge + 1) % stages):
                 continue
@@ -125,18 +132,19 @@ class Mesh:
                 group = self._group(name, 0 if sender else 1, 2, self.backend)
                 outward = sender == (kind == "activations")
                 groups[f"{kind}_{'out' if outward else 'in'}"] = group
-        self.activations_in = groups.get("activations_in")
-        self.activations_out = groups.get("activations_out")
-        self.gradients_in = groups.get("gradients_in")
-        self.gradients_out = groups.get("gradients_out")
+        self.activations_in = groups["activations_in"]
+        self.activations_out = groups["activations_out"]
+        self.gradients_in = groups["gradients_in"]
+        self.gradients_out = groups["gradients_out"]
 
-    def _group(self, name: str, rank: int, size: int, backend: str) -> dist.ProcessGroup:
+    def _group(self, name: str, rank: int, size: int, backend: str) -> Group:
         store = dist.PrefixStore(name, self.store)
         timeout = NO_TIMEOUT if name.startswith(("world", "control")) else self._timeout
+        group: Group
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, rank, size, options)
+            group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             group = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._groups.append(group)

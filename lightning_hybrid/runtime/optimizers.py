@@ -181,7 +181,7 @@ def full_state_dict(
     numbers = [number for group in result["param_groups"] for number in group["params"]]
     everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, everyone):
-        name = names.get(id(parameter))
+        name = names.get(id(parameter), "")
         if name in remote:
             result["state"][number] = remote[name]
     result["state"] = dict(sorted(result["state"].items()))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.runtime.mesh import Group
 from lightning_hybrid.runtime.trace import Trace
 
 BUCKET_BYTES = 25 * 2**20
@@ -35,9 +36,7 @@ class _Bucket:
         self.parameters = parameters
         first = parameters[0]
         numbers = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.empty(
-            numbers + len(parameters), dtype=first.dtype, device=first.device
-        )
+        self.flat = torch.empty(numbers + len(parameters), dtype=first.dtype, device=first.device)
         *views, self.counts = self.flat.split([*(p.numel() for p in parameters), len(parameters)])
         self.views = [view.view_as(p) for view, p in zip(views, parameters)]
         self.missing = set(range(len(parameters)))
@@ -78,7 +77,7 @@ class Copies:
         self,
         parameters: Iterable[Parameter],
         buffers: Iterable[Tensor],
-        group: dist.ProcessGroup,
+        group: Group,
         trace: Trace,
     ) -> None:
         self._parameters, self._buffers = list(parameters), list(buffers)
@@ -153,9 +152,7 @@ class Copies:
 
     def _recorder(self, bucket: int) -> Callable[[object], None]:
         start = time.time()
-        return lambda _: self._trace.add(
-            f"all-reduce {bucket}", "all-reduce", start, time.time()
-        )
+        return lambda _: self._trace.add(f"all-reduce {bucket}", "all-reduce", start, time.time())
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
         self._buckets, self._place = [], {}
@@ -174,7 +171,7 @@ class Copies:
                     self._hooks[parameter] = hook
 
 
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
+def broadcast_module(module: nn.Module, group: Group) -> None:
     """Give every rank of a gloo ``group`` the weights and buffers of its first."""
     if group.size() == 1:
         return

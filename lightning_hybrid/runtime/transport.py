@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.runtime.mesh import Group
 
 FRAME = 8
 """Integers in a frame: operation, six arguments, number of pickled bytes behind it."""
@@ -73,7 +74,7 @@ class Link:
         device: where received tensors live.
     """
 
-    def __init__(self, group: dist.ProcessGroup, me: int, peer: str, device: torch.device) -> None:
+    def __init__(self, group: Group, me: int, peer: str, device: torch.device) -> None:
         self._group, self._other, self._peer, self._device = group, 1 - me, peer, device
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -108,7 +109,7 @@ class Control:
         names: how to name its ranks in an error, by their index in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: Sequence[str]) -> None:
+    def __init__(self, group: Group, names: Sequence[str]) -> None:
         self._group, self._names = group, tuple(names)
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -166,7 +167,7 @@ class Control:
         _wait(_start(self._group.recv, [tensor], peer, 0, peer=name), name)
 
 
-def broadcast_object(group: dist.ProcessGroup, value: Any, source: int = 0) -> Any:
+def broadcast_object(group: Group, value: Any, source: int = 0) -> Any:
     """Give every rank of a gloo ``group`` the object of the rank with index ``source``."""
     if group.size() == 1:
         return value
@@ -183,7 +184,7 @@ def broadcast_object(group: dist.ProcessGroup, value: Any, source: int = 0) -> A
     return value if here else pickle.loads(buffer.numpy().tobytes())
 
 
-def barrier(group: dist.ProcessGroup) -> None:
+def barrier(group: Group) -> None:
     """Wait until every rank of ``group`` is here."""
     _wait(_start(group.barrier, peer="a rank of the group"), "a rank of the group")
 

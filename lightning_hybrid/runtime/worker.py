@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from lightning_hybrid.errors import NetworkError, RemoteError
 from lightning_hybrid.network import cut, network_partitions, trace
 from lightning_hybrid.runtime.calls import BackwardMode, CallKey
+from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine
 from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
-from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.staged import StagedNetwork, move, tensors_of, write_tensors
@@ -116,9 +116,8 @@ class Worker:
         )
         self._networks.append(StagedNetwork(order.network, order.name, network, engine))
 
-    def _forward(
-        self, key: CallKey | None, number: int, call: int, index: int, exchange: int, draws: int, *_: int
-    ) -> None:
+    def _forward(self, key: CallKey | None, *arguments: int) -> None:
+        number, call, index, exchange, draws, _ = arguments
         network = self._networks[number]
         if key is not None:
             network.add_key(key)

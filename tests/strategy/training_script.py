@@ -122,9 +122,9 @@ class Classifier(LightningModule):
 def fault(config: dict[str, Any], where: str, step: int) -> None:
     """Fail on purpose, where the configuration says so."""
     wanted = config.get("fault")
-    if wanted and wanted["where"] == where and step == wanted["step"]:
-        if int(os.environ.get("LOCAL_RANK", "0")) == wanted["rank"]:
-            raise ValueError("this error is on purpose")
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if wanted == {"where": where, "step": step, "rank": rank}:
+        raise ValueError("this error is on purpose")
 
 
 def strategy(config: dict[str, Any]) -> Any:
