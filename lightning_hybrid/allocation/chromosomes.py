@@ -319,13 +319,16 @@ class Runs:
         bounds = [0, *ends]
         moved = 1 if side > 0 else 0  # its end or its start
         last = len(order) - 1 if side > 0 else 0
+        time = self._time(order[r], bounds[r], bounds[r + 1])
         while r != last:
-            while self._time(order[r], bounds[r], bounds[r + 1]) > goal:
+            while time > goal:
                 if bounds[r + 1] - bounds[r] == 1:
                     return None
                 bounds[r + moved] -= side
+                time = self._time(order[r], bounds[r], bounds[r + 1])
             r += side
-            if self._time(order[r], bounds[r], bounds[r + 1]) <= goal:
+            time = self._time(order[r], bounds[r], bounds[r + 1])
+            if time <= goal:
                 return bounds[1:]
         return None
 
