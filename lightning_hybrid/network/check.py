@@ -90,7 +90,7 @@ def splits_along_batch(
 
     def evaluated(part: list[Tensor]) -> list[Tensor]:
         for module in graph.network.modules():
-            vars(module)["training"] = False
+            module.training = False
         return [value for _, value in tensors_in(call(part))]
 
     whole = _once(graph.network, lambda: evaluated(leaves))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.cuts import Cuts
@@ -69,9 +70,19 @@ def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
     return tuple(partitions)
 
 
-def layer_flops(layer: Layer) -> int:
+def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
     """Load of one layer: counted operations, or one per element that it returns."""
-    return layer.flops or sum(torch.Size(value.size).numel() for value in layer.values)
+    elements = [torch.Size(value.size).numel() for value in layer.values]
+    if layer.flops or not _is_recurrent(graph, layer):
+        return layer.flops or sum(elements)
+    # recurrent layers are one operation that nobody counts: each parameter works in each step
+    steps = elements[0] // layer.values[0].size[-1]
+    return 2 * steps * sum(graph.network.get_parameter(name).numel() for name in layer.parameters)
+
+
+def _is_recurrent(graph: NetworkGraph, layer: Layer) -> bool:
+    module = graph.network.get_submodule(layer.module) if layer.is_module else None
+    return isinstance(module, nn.RNNBase | nn.RNNCellBase)
 
 
 def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
@@ -83,7 +94,8 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     heavy = [
         number
         for number, layer in enumerate(graph.layers)
-        if layer.parameters and (layer.flops or layer.module in graph.opaque)
+        if layer.parameters
+        and (layer.flops or layer.module in graph.opaque or _is_recurrent(graph, layer))
     ]
     shapes = {name: tuple(p.shape) for name, p in graph.network.named_parameters()}
     pointwise = {
@@ -91,6 +103,7 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
         for number in heavy
         if all(size == 1 for name in graph.layers[number].parameters for size in shapes[name][2:])
         and graph.layers[number].module not in graph.opaque
+        and not _is_recurrent(graph, graph.layers[number])
     }
 
     def beside_another(number: int) -> bool:
@@ -154,7 +167,7 @@ def _partition(
         tuple(layer.name for layer in layers),
         tuple(layer.module for layer in layers),
         tuple(n for n, _ in graph.network.named_parameters() if n in used),
-        sum(map(layer_flops, layers)),
+        sum(layer_flops(graph, layer) for layer in layers),
         cuts.bytes(stop),
         tuple((_label(graph, place, stop), reason) for place, reason in refused.items()),
     )

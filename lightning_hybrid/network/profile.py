@@ -113,8 +113,9 @@ def measure(
     cuts = Cuts(graph)
     stages = cut(graph, partitions, range(1, len(partitions)))
     profiles = []
-    values = list(leaves)
-    with untouched(graph.network), torch.enable_grad():
+    with torch.inference_mode(False), untouched(graph.network), torch.enable_grad():
+        # Lightning validates in inference mode, whose tensors no backward may keep
+        values = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
         for partition, stage in zip(partitions, stages):
             own = [p for p in stage.parameters() if p.requires_grad]
             forward_s, backward_s, saved = _timed(stage, values, own, repeats)

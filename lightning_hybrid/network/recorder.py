@@ -98,23 +98,24 @@ class Recording:
 
 def apply_function(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """Call a user's autograd function; one layer, so that its own backward is kept."""
-    return function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+    apply: Any = function.apply
+    return apply(*args, **kwargs)
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether the module is one layer: of torch.nn, or a call does more than its ``forward``."""
-    forward = type(module).forward
     if (
-        module._forward_hooks
+        isinstance(module, torch.jit.ScriptModule)
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
         or parametrize.is_parametrized(module)
-        or isinstance(module, torch.jit.ScriptModule)
         or getattr(module, "_orig_mod", None) is not None  # torch.compile's wrapper
     ):
         return True
+    forward = type(module).forward
     if any(forward is descended.forward for descended in _DESCENDED):
         return False
     return forward.__module__.startswith(("torch.nn.", "torch.ao."))
@@ -272,6 +273,8 @@ class Recorder(TorchFunctionMode):
     def _layer(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         def run() -> Any:
             try:
+                if type(module).__module__.startswith("torch.nn.modules."):
+                    return module.forward(*args, **kwargs)  # changes no attribute: skip the care
                 with unchanged(module):
                     return _forward(module)(*args, **kwargs)
             except Exception as error:
@@ -460,7 +463,7 @@ def side_effects_refused(module: nn.Module) -> Iterator[None]:
             recording would lose the first and freeze the second.
     """
     before = _attributes(module)
-    generators = random.getstate(), numpy.random.get_state()
+    generators = random.getstate(), numpy.random.get_state(legacy=False)
     drawn = False
     try:
         yield
@@ -472,13 +475,24 @@ def side_effects_refused(module: nn.Module) -> Iterator[None]:
             if key not in before or key not in after or _differs(before[key], after[key])
         )
         _put_back(module, before)
-        drawn = str(generators) != str((random.getstate(), numpy.random.get_state()))
-        random.setstate(generators[0])
-        numpy.random.set_state(generators[1])
+        drawn = _put_generators_back(generators)
     if changed:
         raise Untraceable(f"its forward sets or changes the attribute {changed[0]!r}")
     if drawn:
         raise Untraceable("its forward draws from Python's or NumPy's random generator")
+
+
+def _put_generators_back(states: tuple[Any, Any]) -> bool:
+    """Give Python's and NumPy's generators these states; whether they had others."""
+    python, numpys = states
+    now = numpy.random.get_state(legacy=False)
+    drawn = random.getstate() != python or any(
+        not numpy.array_equal(now["state"][key], value) for key, value in numpys["state"].items()
+    )
+    if drawn:
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+    return bool(drawn)
 
 
 def _put_back(module: nn.Module, before: dict[str, tuple[Any, list[Any] | None]]) -> None:
@@ -502,14 +516,13 @@ def _attributes_of(value: Any) -> tuple[Any, list[Any]]:
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Undo every change of attributes, and every draw from Python's and NumPy's generators."""
     before = [(part, _attributes(part)) for part in module.modules()]
-    python, numpys = random.getstate(), numpy.random.get_state()
+    generators = random.getstate(), numpy.random.get_state(legacy=False)
     try:
         yield
     finally:
         for part, attributes in before:
             _put_back(part, attributes)
-        random.setstate(python)
-        numpy.random.set_state(numpys)
+        _put_generators_back(generators)
 
 
 @contextlib.contextmanager

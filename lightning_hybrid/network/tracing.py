@@ -75,14 +75,19 @@ class _Tracing:
         self.device = _seeming_device(device, self.tensors, network)
         self.opaque: dict[str, str] = {}
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.fake_mode:
+        with torch.inference_mode(False), self.fake_mode:
             self.fakes = _fake_state(network, self.device)
         self.now = network.training
         self.training: bool | None = None
 
     def graph(self) -> NetworkGraph:
         """Record until all recordings agree, then build the graph."""
-        with unchanged(self.network), _training_restored(self.network):
+        # Lightning validates in inference mode, whose tensors have no versions
+        with (
+            torch.inference_mode(False),
+            unchanged(self.network),
+            _training_restored(self.network),
+        ):
             while True:
                 opaque = len(self.opaque)
                 recordings = self._recordings()
@@ -147,7 +152,7 @@ class _Tracing:
 
     def _record(self, setting: Setting, fall_back: bool) -> Recording:
         for module in self.network.modules():
-            vars(module)["training"] = setting.training
+            _set_training(module, setting.training)
         fakes = self.fakes
         with self.fake_mode, torch.enable_grad():
             inputs = [self._fake_input(t, setting.batch) for t in self.tensors]
@@ -185,7 +190,7 @@ class _Tracing:
 
     def _cannot(self, error: Exception) -> NetworkError:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = re.compile(r"/(torch|lightning_hybrid)/")
+        ours = re.compile(r"/(torch|lightning_hybrid)/|/contextlib\.py$")
         user = [f for f in frames if not ours.search(f.filename)]
         line = f"{user[-1].filename}:{user[-1].lineno}: {user[-1].line}" if user else "its forward"
         return NetworkError(
@@ -222,6 +227,12 @@ def _fake_state(network: nn.Module, device: torch.device) -> dict[str, Tensor]:
     return state
 
 
+def _set_training(module: nn.Module, flag: bool) -> None:
+    # the flag alone, whatever the user's train() does; a script module keeps its flag elsewhere
+    if "training" in vars(module):
+        vars(module)["training"] = flag
+
+
 @contextlib.contextmanager
 def _training_restored(network: nn.Module) -> Iterator[None]:
     flags = [(module, module.training) for module in network.modules()]
@@ -229,4 +240,4 @@ def _training_restored(network: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, flag in flags:
-            vars(module)["training"] = flag
+            _set_training(module, flag)

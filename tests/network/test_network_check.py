@@ -22,7 +22,7 @@ class ReadsGlobal(nn.Module):
 
 
 def test_check_accepts_stages_and_leaves_no_trace() -> None:
-    network, x = ResNet(), torch.randn(2, 1, 16, 16, 16)
+    network, x = ResNet(blocks=(1, 1)), torch.randn(2, 1, 16, 16, 16)
     graph = trace(network, (x,))
     state = {name: value.clone() for name, value in network.state_dict().items()}
     generator = torch.get_rng_state()
@@ -74,7 +74,7 @@ def test_network_that_mixes_samples_does_not_split(keep: bool) -> None:
 
 @pytest.mark.parametrize("as_stages", [True, False])
 def test_network_with_batch_norm_splits_in_evaluation(as_stages: bool) -> None:
-    network, x = ResNet(), torch.randn(5, 1, 16, 16, 16)
+    network, x = ResNet(blocks=(1, 1)), torch.randn(5, 1, 16, 16, 16)
     graph = trace(network, (x,))
     chain = cut(graph, network_partitions(graph), [3])
     state = {name: value.clone() for name, value in network.state_dict().items()}

@@ -1,3 +1,5 @@
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -5,6 +7,7 @@ from traced_networks import Around, Remembering, ResNet, Tied, UNet
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import (
+    NetworkGraph,
     NetworkPartition,
     find_boundary,
     network_partitions,
@@ -13,8 +16,13 @@ from lightning_hybrid.network import (
 from lightning_hybrid.network.cuts import Cuts
 
 
-def resnet_partitions(size: int = 16) -> tuple[NetworkPartition, ...]:
-    return network_partitions(trace(ResNet(), (torch.ones(2, 1, size, size, size),)))
+@cache
+def resnet_graph() -> NetworkGraph:
+    return trace(ResNet(), (torch.ones(2, 1, 16, 16, 16),))
+
+
+def resnet_partitions() -> tuple[NetworkPartition, ...]:
+    return network_partitions(resnet_graph())
 
 
 def test_each_main_convolution_of_a_resnet_is_one_partition() -> None:
@@ -49,7 +57,7 @@ def test_every_parameter_lies_in_one_partition() -> None:
 
 
 def test_no_cut_before_an_in_place_layer() -> None:
-    graph = trace(ResNet(), (torch.ones(2, 1, 16, 16, 16),))
+    graph = resnet_graph()
     place = next(i for i, layer in enumerate(graph.layers) if layer.module == "relu")
     assert Cuts(graph).refusal(place) == "'relu' changes in place what crosses"
     assert Cuts(graph).refusal(place + 1) is None
@@ -70,9 +78,8 @@ class ChangesView(nn.Module):
 
 def test_no_cut_where_a_view_of_what_crosses_changes_later() -> None:
     (partition,) = network_partitions(trace(ChangesView(), (torch.ones(2, 4),)))
-    assert partition.refused == (("two", "'setitem' changes in place what crosses"),) or (
-        "in place" in partition.refused[0][1]
-    )
+    assert partition.refused[0][0] == "two"
+    assert "changes in place what crosses" in partition.refused[0][1]
 
 
 def test_tied_parameters_stay_together() -> None:

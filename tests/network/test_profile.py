@@ -6,12 +6,12 @@ from lightning_hybrid.network import Profile, count, measure, network_partitions
 
 
 def test_counted_profile_has_the_loads_of_the_partitions() -> None:
-    graph = trace(ResNet(), (torch.ones(2, 1, 16, 16, 16),))
+    graph = trace(ResNet(blocks=(1, 1)), (torch.ones(2, 1, 16, 16, 16),))
     partitions = network_partitions(graph)
     profile = count(graph, partitions)
     assert [p.name for p in profile.partitions] == [p.name for p in partitions]
     assert profile.loads == tuple(3.0 * p.flops for p in partitions)
-    assert profile.partitions[-1].parameter_bytes == (32 * 2 + 2) * 4
+    assert profile.partitions[-1].parameter_bytes == (8 * 2 + 2) * 4
     assert profile.batch == 2
 
 
@@ -22,7 +22,7 @@ def test_profile_survives_json() -> None:
 
 
 def test_measuring_leaves_no_trace() -> None:
-    network = ResNet()
+    network = ResNet(blocks=(1, 1))
     x = torch.randn(4, 1, 16, 16, 16)
     network.fc.bias.grad = torch.ones(2)
     state = {name: value.clone() for name, value in network.state_dict().items()}

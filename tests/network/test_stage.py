@@ -26,7 +26,7 @@ Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 def calls() -> dict[str, Call]:
     kwargs = {"table": torch.randn(3, 3), "weights": torch.randn(2)}
     return {
-        "resnet": (ResNet(), (torch.randn(2, 1, 16, 16, 16),), {}),
+        "resnet": (ResNet(blocks=(1, 1)), (torch.randn(2, 1, 16, 16, 16),), {}),
         "unet": (UNet(), (torch.randn(2, 1, 9, 8),), {}),
         "two inputs": (TwoInputs(), (torch.randn(3, 1, 8, 8),), kwargs),
         "dataclass": (DataclassOutput(), (torch.randn(2, 3),), {}),
@@ -60,19 +60,17 @@ def test_stages_compute_what_the_network_computes(name: str, stages: int, traini
 
 
 def test_every_cut_stitches() -> None:
-    network, x = ResNet().eval(), torch.randn(2, 1, 16, 16, 16)
+    network, x = ResNet(blocks=(1, 1)).eval(), torch.randn(2, 1, 16, 16, 16)
     graph = trace(network, (x,))
     partitions = network_partitions(graph)
     chain = cut(graph, partitions, range(1, len(partitions)))
     assert torch.equal(run(chain, [x])[0], network(x))
     names = [name for stage in chain for name in stage.parameter_names]
-    assert names == [name for name, _ in network.named_parameters()] or sorted(names) == sorted(
-        name for name, _ in network.named_parameters()
-    )
+    assert sorted(names) == sorted(name for name, _ in network.named_parameters())
 
 
 def test_stages_hold_the_network_s_own_modules() -> None:
-    network = ResNet()
+    network = ResNet(blocks=(1, 1))
     graph = trace(network, (torch.ones(2, 1, 16, 16, 16),))
     keys = list(network.state_dict())
     first, second = cut(graph, network_partitions(graph), [1])
