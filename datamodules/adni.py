@@ -38,7 +38,8 @@ class ADNIDataModule(lightning.LightningDataModule):
 
     Args:
         root: download folder with the scans and the collection CSV. Never written to.
-        task: ``ad_nc``: label 0 is NC, label 1 is AD.
+        task: ``ad_nc``: label 0 is NC, label 1 is AD. ``pmci_smci``: label 0 is stable, label 1
+            progressive MCI (within 36 months); needs ``diagnosis_csv``.
         batch_size: scans per batch (of one replica).
         spatial_shape: voxels of an image (D, H, W), reached by cropping and padding.
         spacing_mm: voxel size.
@@ -52,6 +53,8 @@ class ADNIDataModule(lightning.LightningDataModule):
         shuffle_labels: permute the labels over the subjects of each part. A sanity run: whatever a
             network then scores on held-out subjects is not knowledge about the disease.
         collection_csv: the collection table, when it is not the only CSV in ``root``.
+        diagnosis_csv: ADNIMERGE; diagnoses are then those at the scan, with what came of them.
+            None: the research groups of the collection table.
         split_file: read the split from here, or write it here when the file does not exist.
         cache_dir: prepared images, results of the check, manifests and splits.
         cache_images: keep prepared images on disk.
@@ -82,6 +85,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         eval_visits: Literal["baseline", "all"] = "baseline",
         shuffle_labels: bool = False,
         collection_csv: str | Path | None = None,
+        diagnosis_csv: str | Path | None = None,
         split_file: str | Path | None = None,
         cache_dir: str | Path = ".cache/adni",
         cache_images: bool = True,
@@ -104,6 +108,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.eval_visits = eval_visits
         self.shuffle_labels = shuffle_labels
         self.collection_csv = Path(collection_csv) if collection_csv else None
+        self.diagnosis_csv = Path(diagnosis_csv) if diagnosis_csv else None
         self.split_file = Path(split_file) if split_file else None
         self.cache_dir = Path(cache_dir)
         self.cache_images = cache_images
@@ -128,7 +133,15 @@ class ADNIDataModule(lightning.LightningDataModule):
     @property
     def state_dir(self) -> Path:
         """Folder of the manifest, the split and the check's results for this data folder."""
-        key = f"{self.root.resolve()}|{self.task.name}|{self.collection_csv}"
+        key = "|".join(
+            str(part)
+            for part in (
+                self.root.resolve(),
+                self.task.name,
+                self.collection_csv,
+                self.diagnosis_csv,
+            )
+        )
         name = f"{self.root.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
         return self.cache_dir / name
 
@@ -140,6 +153,7 @@ class ADNIDataModule(lightning.LightningDataModule):
                 self.task,
                 self.state_dir / "checks.json",
                 collection_csv=self.collection_csv,
+                diagnosis_csv=self.diagnosis_csv,
                 progress=advance,
             )
         report = self.state_dir / "problems.tsv"

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         reader.add_argument(
             "--collection-csv", type=Path, help="default: the only CSV directly in ROOT"
         )
+        reader.add_argument("--diagnosis-csv", type=Path, help="ADNIMERGE: diagnoses over time")
     return parser
 
 
@@ -135,6 +136,7 @@ def _check(options: argparse.Namespace) -> int:
             TASKS[options.task],
             options.out / "checks.json",
             collection_csv=options.collection_csv,
+            diagnosis_csv=options.diagnosis_csv,
             progress=advance,
         )
     write_manifest(options.out / "manifest.tsv", found.records)
@@ -150,7 +152,13 @@ def _check(options: argparse.Namespace) -> int:
 
 def _read_unchecked(options: argparse.Namespace) -> Survey:
     refuse_inside(options.root, options.out, "--out")
-    found = survey(options.root, TASKS[options.task], None, collection_csv=options.collection_csv)
+    found = survey(
+        options.root,
+        TASKS[options.task],
+        None,
+        collection_csv=options.collection_csv,
+        diagnosis_csv=options.diagnosis_csv,
+    )
     print(found.summary())
     return found
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 
 from .errors import TableError
-from .tables import Table, read_table
+from .tables import date_format, parse_date, read_table
 
 REQUIRED = ("imagedataid", "subject", "group", "description", "acqdate")
+_CLINICAL = ("adnimerge", "dxsum")
 PTID = re.compile(r"\d{3}_S_\d{4,5}")  # five digits since ADNI4
-_DATE_FORMATS = ("%m/%d/%Y", "%Y-%m-%d")  # the portal's own, and what spreadsheets make of it
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,14 @@ class Collection:
 def find_collection(root: Path, given: Path | None = None) -> Collection:
     """Read the collection table that is given, or the only one directly in ``root``.
 
+    Clinical tables (ADNIMERGE, DXSUM) beside it do no harm.
+
     Raises:
         TableError: none, several, or one that cannot be understood.
     """
     if given is not None:
         return read_collection(given)
-    tables = sorted(path for path in root.glob("*") if path.suffix.lower() == ".csv")
+    tables = _tables_in(root)
     if len(tables) == 1:
         return read_collection(tables[0])
     good: list[Collection] = []
@@ -71,7 +72,7 @@ def find_collection(root: Path, given: Path | None = None) -> Collection:
             "name the one that belongs to these scans with collection_csv",
         )
     found = "; ".join(reasons) if reasons else "no .csv file at all"
-    above = sorted(root.parent.glob("*.csv"))
+    above = _tables_in(root.parent)
     hint = f" (perhaps {above[0]})" if above else ""
     raise TableError(
         "NO_TABLE",
@@ -79,6 +80,12 @@ def find_collection(root: Path, given: Path | None = None) -> Collection:
         str(root),
         f"put the collection's CSV there, or name it with collection_csv{hint}",
     )
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    """CSV files that may be a collection table: all but the clinical ones, by their usual names."""
+    tables = (path for path in folder.glob("*") if path.suffix.lower() == ".csv")
+    return sorted(path for path in tables if not path.name.lower().startswith(_CLINICAL))
 
 
 def read_collection(path: Path) -> Collection:
@@ -89,10 +96,10 @@ def read_collection(path: Path) -> Collection:
             two rows that differ, dates that cannot be read.
     """
     table = read_table(path, REQUIRED)
-    date_format = _date_format(table)
+    written = date_format(table, "acqdate")
     rows: dict[str, CollectionRow] = {}
     for values, line in zip(table.rows, table.lines):
-        row = _parse(path, values, line, date_format)
+        row = _parse(path, values, line, written)
         earlier = rows.setdefault(row.image_id, row)
         if (earlier.subject, earlier.group) != (row.subject, row.group):
             raise TableError(
@@ -105,7 +112,7 @@ def read_collection(path: Path) -> Collection:
     return Collection(path, table.encoding, rows)
 
 
-def _parse(path: Path, values: dict[str, str], line: int, date_format: str) -> CollectionRow:
+def _parse(path: Path, values: dict[str, str], line: int, written: str) -> CollectionRow:
     number = values["imagedataid"].upper().lstrip("ID")
     subject = values.get("subject", "").upper()
     if not number.isdigit() or not PTID.fullmatch(subject):
@@ -115,7 +122,6 @@ def _parse(path: Path, values: dict[str, str], line: int, date_format: str) -> C
             str(path),
             "an image ID is I and digits, a subject 3 digits, _S_ and 4 or 5 digits",
         )
-    day = values.get("acqdate", "")
     age = values.get("age", "")
     return CollectionRow(
         image_id=f"I{number}",
@@ -126,35 +132,7 @@ def _parse(path: Path, values: dict[str, str], line: int, date_format: str) -> C
         visit=values.get("visit", ""),
         description=values.get("description", ""),
         type=values.get("type", ""),
-        acquired=datetime.strptime(day, date_format).date() if day else None,
+        acquired=parse_date(values.get("acqdate", ""), written),
         format=values.get("format", ""),
         line=line,
     )
-
-
-def _date_format(table: Table) -> str:
-    """One format for the whole column: 4/5/2006 and 2006-04-05 in one table would be guesswork."""
-    days = [row.get("acqdate", "") for row in table.rows]
-    for candidate in _DATE_FORMATS:
-        if all(_reads(day, candidate) for day in days if day):
-            return candidate
-    first = _DATE_FORMATS[0]
-    line, value = _first_unreadable(zip(table.lines, days), first)
-    raise TableError(
-        "BAD_DATE",
-        f"line {line}: acquisition date {value!r}",
-        str(table.path),
-        "dates must all be month/day/year, as the portal writes them, or all YYYY-MM-DD",
-    )
-
-
-def _first_unreadable(days: Iterable[tuple[int, str]], date_format: str) -> tuple[int, str]:
-    return next((line, day) for line, day in days if day and not _reads(day, date_format))
-
-
-def _reads(day: str, date_format: str) -> bool:
-    try:
-        datetime.strptime(day, date_format)
-    except ValueError:
-        return False
-    return True

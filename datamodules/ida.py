@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .collection import PTID, Collection, CollectionRow
 from .errors import FolderError, Problem
 from .labels import Task, diagnosis, known_words
+from .progression import Rule, Visit, label_scan
 from .records import ScanRecord
 
 _SUFFIX = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
@@ -29,6 +30,9 @@ _T1 = re.compile(r"MP_?RAGE|^MPR(_|$)|^MT1(_|$)|SPGR", re.IGNORECASE)
 _NOT_T1 = re.compile(
     r"MASK|SPATIALLY_NORMALIZED|HHP_6_DOF|HARP|SCOUT|LOCALI[SZ]ER|CALIBRATION|_ND$", re.IGNORECASE
 )
+
+
+Histories = Mapping[str, Sequence[Visit]]  # diagnoses over time by subject
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,13 @@ def is_t1(description: str) -> bool:
     return bool(_T1.search(name)) and not _NOT_T1.search(name)
 
 
-def read_ida(root: Path, collection: Collection, task: Task) -> Reading:
+def read_ida(
+    root: Path, collection: Collection, task: Task, histories: Histories | None = None
+) -> Reading:
     """Join the files in ``root`` with their rows and label them for ``task``.
+
+    Without ``histories`` the diagnosis is the research group of the collection table, with them it
+    is that of the visit nearest to the scan, seen in the light of all others.
 
     Raises:
         FolderError: no such folder, or no scans in it.
@@ -129,7 +138,7 @@ def read_ida(root: Path, collection: Collection, task: Task) -> Reading:
         row = collection.rows.get(file.image_id)
         problem = _identity_problem(file, row, copies, collection.path)
         if problem is None and row is not None:
-            record, problem = _labelled(file, row, task, collection.path)
+            record, problem = _labelled(file, row, task, collection.path, histories)
         else:
             record = _bare(file)
         if problem is not None:
@@ -188,15 +197,23 @@ def _identity_problem(
 
 
 def _labelled(
-    file: FoundFile, row: CollectionRow, task: Task, table: Path
+    file: FoundFile, row: CollectionRow, task: Task, table: Path, histories: Histories | None
 ) -> tuple[ScanRecord, Problem | None]:
     dx = diagnosis(row.group)
+    reason = ""
+    source = f"{table.name}:Group={row.group}"
+    if histories is not None:
+        history = histories.get(row.subject, [])
+        day = row.acquired
+        dx, reason = label_scan(history, day, Rule()) if history and day else ("", "missing")
+        source = f"history of {len(history)} visits"
     record = replace(
         _bare(file),
         session=row.visit,
         description=row.description,
         dx=dx or "",
-        dx_source=f"{table.name}:Group={row.group}",
+        dx_source=source,
+        dx_bl=row.group,
         label=task.label(dx) if dx else None,
         age=row.age,
         sex=row.sex,
@@ -204,6 +221,8 @@ def _labelled(
     )
     if not is_t1(row.description):
         return replace(record, reason="not_t1"), None
+    if reason:
+        return replace(record, reason=reason), None
     if dx is None:
         detail = f"group {row.group!r} (line {row.line}) is none of {known_words()}"
         action = "correct the table, or leave this subject out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TaskName = Literal["ad_nc"]
+TaskName = Literal["ad_nc", "pmci_smci"]
 
 _WORDS = {
     "NC": ("cn", "nc", "nl", "normal", "control"),
@@ -18,17 +18,22 @@ _ALIASES = {word: name for name, words in _WORDS.items() for word in words}
 
 @dataclass(frozen=True)
 class Task:
-    """A classification task: class names in the order of the labels, diagnosis of each class."""
+    """A classification task: class names, which are diagnoses, in the order of the labels."""
 
     name: str
     class_names: tuple[str, ...]
+    needs_history: bool = False
+    """Whether the classes cannot be told from the research group alone."""
 
     def label(self, dx: str) -> int | None:
         """Label of a diagnosis, or None when it has no part in the task."""
         return self.class_names.index(dx) if dx in self.class_names else None
 
 
-TASKS: dict[str, Task] = {"ad_nc": Task("ad_nc", ("NC", "AD"))}
+TASKS: dict[str, Task] = {
+    "ad_nc": Task("ad_nc", ("NC", "AD")),
+    "pmci_smci": Task("pmci_smci", ("sMCI", "pMCI"), needs_history=True),
+}
 
 
 def diagnosis(word: str) -> str | None:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from .adnimerge import read_histories
 from .atomic import write_atomically
 from .checks import check_records
 from .collection import find_collection
-from .errors import FolderError, Problem
+from .errors import DataError, FolderError, Problem
 from .ida import discover, read_ida
 from .labels import Task
 from .records import ScanRecord, count_line
@@ -48,6 +49,7 @@ def survey(
     store: Path | None,
     *,
     collection_csv: Path | None = None,
+    diagnosis_csv: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Survey:
     """Find the scans, join them with their table, label them and read every used file to its end.
@@ -57,16 +59,25 @@ def survey(
         task: which diagnoses become which label.
         store: file for the results of the reading, outside ``root``; None: files are not read.
         collection_csv: the collection table; None: the only one directly in ``root``.
+        diagnosis_csv: ADNIMERGE, for diagnoses at each visit; None: the collection's groups.
         progress: called with (files read, files to read).
 
     Raises:
+        DataError: the task needs diagnoses over time and there are none.
         FolderError: no such folder, or no scans in it.
         TableError: the collection table is missing, ambiguous or not understood.
     """
     root = root.absolute()  # paths in manifests must not depend on where a run was started
+    if task.needs_history and diagnosis_csv is None:
+        raise DataError(
+            "NEEDS_HISTORY",
+            f"task {task.name}: stable and progressive MCI differ in later visits only",
+            action="name the ADNIMERGE table with diagnosis_csv",
+        )
     discover(root)  # a missing folder is a better message than a missing table
     collection = find_collection(root, collection_csv)
-    reading = read_ida(root, collection, task)
+    histories = read_histories(diagnosis_csv) if diagnosis_csv else None
+    reading = read_ida(root, collection, task, histories)
     if store is None:
         return Survey(root, collection.path, reading.records, reading.problems, [])
     records, problems, warnings = check_records(reading.records, store, progress=progress)

@@ -93,6 +93,11 @@ class Subject:
     yearly: float
     first_scan: datetime
 
+    def day(self, months: int) -> datetime:
+        """When this person comes for a visit, a few days off the month."""
+        days = months * 30.44 + (self.number * 7 + months * 5) % 19
+        return self.first_scan + timedelta(days=round(days))
+
 
 @dataclass(frozen=True)
 class ScanPlan:
@@ -107,10 +112,9 @@ class ScanPlan:
 
     @property
     def acquired(self) -> datetime:
-        """Date and time of the scan; the visits are a few days off their month."""
-        days = self.months * 30.44 + (self.subject.number * 7 + self.months * 5) % 19
+        """Date and time of the scan; a repeat follows nine minutes later."""
         late = timedelta(minutes=9 if self.kind == "repeat" else 0)
-        return self.subject.first_scan + timedelta(days=round(days)) + late
+        return self.subject.day(self.months) + late
 
     @property
     def severity(self) -> float:

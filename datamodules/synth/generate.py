@@ -17,6 +17,7 @@ from ..atomic import write_atomically
 from ..errors import FolderError
 from ..ida import TRUTH_MARKER
 from .anatomy import Anatomy, build_anatomy
+from .clinical import ADNIMERGE_COLUMNS, clinical_rows, mmse
 from .cohort import CohortSpec, ScanPlan, plan_cohort
 from .files import (
     COLLECTION_COLUMNS,
@@ -54,8 +55,8 @@ def generate(
 ) -> CohortSummary:
     """Write the cohort to ``out``; return at once when the same one is already there.
 
-    The data lie in ``out/ADNI`` and ``out/*.csv``; the truth (``truth.tsv``, planted masks and
-    effect maps on each scan's own grid) lies in ``out/truth``.
+    The data lie in ``out/ADNI`` and ``out/*.csv`` (the collection table and ADNIMERGE); the truth
+    (``truth.tsv``, planted masks and effect maps on each scan's own grid) lies in ``out/truth``.
 
     Args:
         out: a folder that is missing, empty, or holds the same cohort, complete or not.
@@ -82,13 +83,26 @@ def generate(
         truth += [written.truth] if written.truth else []
         if progress:
             progress(count, len(plans))
-    rows = [collection_row(plan, spec) for plan in plans]
-    name = f"SYNTHETIC_{spec.difficulty}_1_31_2026.csv"
-    write_atomically(folder / name, table_bytes(COLLECTION_COLUMNS, rows, tab=False))
-    table = table_bytes(list(truth[0]), [list(row.values()) for row in truth], tab=True)
-    write_atomically(folder / TRUTH_FOLDER / "truth.tsv", table)
+    for name, content in _tables(spec, plans, truth).items():
+        write_atomically(folder / name, content)
+        files[name] = len(content)
     write_atomically(marker, _marker_bytes(spec, files))
     return CohortSummary(folder, len(files), sum(files.values()), already_complete=False)
+
+
+def _tables(
+    spec: CohortSpec, plans: list[ScanPlan], truth: list[dict[str, object]]
+) -> dict[str, bytes]:
+    """Contents of the three tables by their path in the cohort's folder."""
+    collection = [collection_row(plan, spec) for plan in plans]
+    truth_rows = [list(row.values()) for row in truth]
+    return {
+        f"SYNTHETIC_{spec.difficulty}_1_31_2026.csv": table_bytes(
+            COLLECTION_COLUMNS, collection, tab=False
+        ),
+        "ADNIMERGE_31Jan2026.csv": table_bytes(ADNIMERGE_COLUMNS, clinical_rows(plans), tab=False),
+        f"{TRUTH_FOLDER}/truth.tsv": table_bytes(list(truth[0]), truth_rows, tab=True),
+    }
 
 
 def _marker_bytes(spec: CohortSpec, files: dict[str, int] | None) -> bytes:
@@ -193,8 +207,6 @@ def _write_scan(folder: Path, spec: CohortSpec, plan: ScanPlan) -> _Written:
 
 
 def _truth_row(plan: ScanPlan, rendered: Rendered, form: FileForm) -> dict[str, Any]:
-    rng = np.random.default_rng([plan.subject.number, 4, plan.months])
-    mmse = 29.2 - 9.0 * plan.severity * (1.0 + 0.3 * rng.uniform(-1, 1))
     left, right = rendered.hippocampus_ml
     return {
         "subject": plan.subject.ptid,
@@ -205,7 +217,7 @@ def _truth_row(plan: ScanPlan, rendered: Rendered, form: FileForm) -> dict[str, 
         "severity": f"{plan.severity:.4f}",
         "sex": plan.subject.sex,
         "age": f"{plan.age:.1f}",
-        "mmse": f"{mmse:.1f}",
+        "mmse": f"{mmse(plan.subject, plan.months):.0f}",
         "phase": plan.subject.phase,
         "scanner": plan.subject.scanner,
         "hippocampus_left_ml": f"{left:.3f}",

@@ -32,7 +32,7 @@ def download(tiny_cohort: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def table(download: Path) -> Path:
-    return next(download.glob("*.csv"))
+    return next(download.glob("SYNTHETIC*.csv"))
 
 
 @pytest.fixture

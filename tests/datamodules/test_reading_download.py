@@ -158,7 +158,8 @@ def test_missing_and_doubled_tables_are_named(download, table):
 
 
 def test_other_tables_beside_the_collection_do_no_harm(download):
-    (download / "ADNIMERGE_1Jan2026.csv").write_text("RID,PTID,VISCODE\n1,999_S_0001,bl\n")
+    (download / "notes.csv").write_text("RID,PTID,VISCODE\n1,999_S_0001,bl\n")
+    assert next(download.glob("ADNIMERGE*.csv"))
     assert not codes(download)
 
 

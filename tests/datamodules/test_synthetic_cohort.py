@@ -93,7 +93,7 @@ def test_names_and_table_are_those_of_the_portal(tiny_cohort):
     )
     for path in (tiny_cohort / "ADNI").rglob("*.nii.gz"):
         assert name.fullmatch(path.relative_to(tiny_cohort).as_posix())
-    with next(tiny_cohort.glob("*.csv")).open() as stream:
+    with next(tiny_cohort.glob("SYNTHETIC*.csv")).open() as stream:
         assert tuple(next(csv.reader(stream))) == COLLECTION_COLUMNS
 
 
