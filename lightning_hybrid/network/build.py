@@ -15,6 +15,7 @@ from torch import fx, nn
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.graph import (
     Layer,
+    Leaf,
     NetworkGraph,
     Slot,
     all_inputs,
@@ -64,7 +65,9 @@ class Builder:
         calls: Sequence[MergedCall],
         output: Any,
         *,
-        key: Hashable,
+        structure: Hashable,
+        leaves: tuple[Leaf, ...],
+        autocast: torch.dtype | None,
         training: bool | None,
         batch: int | None,
         opaque: dict[str, str],
@@ -85,7 +88,8 @@ class Builder:
         self.graph.output(outputs)
         return NetworkGraph(
             self.network, self.graph, tuple(layers), self.constants, template, tuple(outputs),
-            key, training, batch, dict(opaque), self._fingerprint(key), example,
+            structure, leaves, autocast, training, batch, dict(opaque),
+            self._fingerprint((structure, leaves, autocast)), example,
         )  # fmt: skip
 
     def _layer(self, index: int, call: MergedCall, wanted: set[tuple[Step, ...]]) -> Layer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import StitchError
-from lightning_hybrid.network.graph import NetworkGraph, batch_size
+from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.stage import Stage
 from lightning_hybrid.network.structure import rebuild, spelled, tensors_in
 from lightning_hybrid.network.untouched import untouched
@@ -83,7 +83,7 @@ def splits_along_batch(
         microbatches: number of parts, as in `torch.Tensor.chunk`.
     """
     leaves = graph.bind(args, dict(kwargs or {}))
-    batch = batch_size(leaves)
+    batch = graph.batch_of(leaves)
     if batch is None:
         return False
     call = _runner(network, args, dict(kwargs or {}))

@@ -80,10 +80,13 @@ def _sizes(tensors: Sequence[Tensor]) -> Hashable:
         (t.dtype, ("B", *t.shape[1:]) if t.dim() and t.shape[0] == batch else tuple(t.shape))
         for t in tensors
     )
-    kind = tensors[0].device.type if tensors else "cpu"
-    kind = "cpu" if kind == "meta" else kind
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return sizes, autocast
+    return sizes, autocast_dtype(tensors[0].device) if tensors else None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The type that autocast computes in at this moment; None: it is off."""
+    kind = "cpu" if device.type == "meta" else device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -101,6 +104,24 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any
 
 
 # ---------------------------------------------------------------- the graph
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor among the arguments."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    batched: bool
+    """whether its first size is the batch's, and so may change"""
+
+    def fits(self, tensor: Tensor, batch: int | None) -> bool:
+        """Whether a tensor may take its place in a call with another batch size."""
+        if tensor.dtype != self.dtype or len(self.size) != tensor.dim():
+            return False
+        if not self.batched:
+            return tuple(tensor.shape) == self.size
+        return tensor.shape[0] == batch and tuple(tensor.shape[1:]) == self.size[1:]
 
 
 @dataclass(frozen=True)
@@ -146,8 +167,12 @@ class NetworkGraph:
     template: Any
     """the network's return value with a `Slot` for each tensor"""
     outputs: tuple[fx.Node, ...]
-    key: Hashable
-    """`signature` of the traced call"""
+    structure: Hashable
+    """structure of the arguments, and all in them that is not a tensor"""
+    leaves: tuple[Leaf, ...]
+    """the tensors in the arguments"""
+    autocast: torch.dtype | None
+    """what autocast computed in; None: it was off"""
     training: bool | None
     """None: right in both modes; else the mode of the network that the graph is right for"""
     batch: int | None
@@ -177,9 +202,25 @@ class NetworkGraph:
         value = node.meta.get("value")
         return value if isinstance(value, Value) else None
 
+    def batch_of(self, tensors: Sequence[Tensor]) -> int | None:
+        """The batch size of a call, from the tensors of `bind`."""
+        return next((t.shape[0] for t, leaf in zip(tensors, self.leaves) if leaf.batched), None)
+
     def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-        """See `signature`; the graph is right for every call whose signature equals ``key``."""
+        """See `signature`."""
         return signature(args, kwargs)
+
+    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the graph is right for a call: it differs in the batch size at most."""
+        tensors: list[Tensor] = []
+        return flatten((args, dict(kwargs)), tensors) == self.structure and self._fits(tensors)
+
+    def _fits(self, tensors: Sequence[Tensor]) -> bool:
+        batch = self.batch_of(tensors)
+        autocast = autocast_dtype(tensors[0].device) if tensors else None
+        return autocast == self.autocast and all(
+            leaf.fits(tensor, batch) for leaf, tensor in zip(self.leaves, tensors)
+        )
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors in the arguments, in the order that the first stage takes them.
@@ -188,8 +229,7 @@ class NetworkGraph:
             NetworkError: the call differs from the traced one in more than the batch size.
         """
         tensors: list[Tensor] = []
-        key = flatten((args, dict(kwargs)), tensors), _sizes(tensors)
-        if key == self.key:
+        if flatten((args, dict(kwargs)), tensors) == self.structure and self._fits(tensors):
             return tensors
         text = first_difference(self.example[0], args, "args") or first_difference(
             self.example[1], dict(kwargs), "kwargs"
@@ -200,15 +240,17 @@ class NetworkGraph:
         )
 
     def _size_difference(self, tensors: Sequence[Tensor]) -> str:
-        paths = tensors_in(self.example)
-        for (path, old), new in zip(paths, tensors):
-            if _sizes([old]) != _sizes([new]) or old.dim() != new.dim():
+        batch = self.batch_of(tensors)
+        paths = [path for path, _ in tensors_in(self.example)]
+        for path, leaf, new in zip(paths, self.leaves, tensors):
+            if not leaf.fits(new, batch):
                 where = ("args" if path[0][1] == 0 else "kwargs") + spelled(path[1:])
                 return (
-                    f"{where} is {tuple(new.shape)} {new.dtype}, "
-                    f"it was {tuple(old.shape)} {old.dtype}"
+                    f"{where} is {tuple(new.shape)} {new.dtype}, it was {leaf.size} {leaf.dtype}"
+                    + " (the first size is the batch's)" * leaf.batched
                 )
-        return "the batch size is no longer shared by the same tensors, or autocast differs"
+        now = autocast_dtype(tensors[0].device)
+        return f"autocast differs: it computes in {now}, it was {self.autocast}"
 
     def pack(self, outputs: Sequence[Tensor]) -> Any:
         """The network's return value, from the tensors that the last stage returns."""
@@ -217,15 +259,14 @@ class NetworkGraph:
     def split(self, leaves: Sequence[Tensor], microbatches: int) -> list[list[Tensor]]:
         """Cut the tensors of `bind` along dimension 0, like `torch.Tensor.chunk`.
 
-        Tensors whose first size is the batch's are cut, all others are passed whole. As with
+        Tensors whose first size was the batch's are cut, all others are passed whole. As with
         ``chunk`` there may be fewer parts than asked for.
         """
-        batch = batch_size(leaves)
-        if batch is None or microbatches == 1:
+        if self.batch_of(leaves) is None or microbatches == 1:
             return [list(leaves)]
         columns = [
-            leaf.chunk(microbatches) if leaf.dim() and leaf.shape[0] == batch else None
-            for leaf in leaves
+            tensor.chunk(microbatches) if leaf.batched else None
+            for tensor, leaf in zip(leaves, self.leaves)
         ]
         count = next(len(column) for column in columns if column is not None)
         return [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.network.cuts import Cuts
-from lightning_hybrid.network.graph import NetworkGraph, batch_size
+from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.stage import Stage, cut
 from lightning_hybrid.network.untouched import untouched
@@ -108,7 +108,7 @@ def measure(
         leaves: the tensors of `NetworkGraph.bind` for one micro-batch.
         repeats: measurements after one that warms up; their median counts.
     """
-    batch = batch_size(leaves) or 1
+    batch = graph.batch_of(leaves) or 1
     scale = batch / (graph.batch or batch)
     cuts = Cuts(graph)
     stages = cut(graph, partitions, range(1, len(partitions)))

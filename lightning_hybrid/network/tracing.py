@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_hybrid.compat import FakeTensorMode
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.build import Builder
-from lightning_hybrid.network.graph import NetworkGraph, batch_size, describe, signature
+from lightning_hybrid.network.graph import Leaf, NetworkGraph, autocast_dtype, batch_size, describe
 from lightning_hybrid.network.merge import Merger, Mismatch, Setting
 from lightning_hybrid.network.recorder import Recorder, Recording, unchanged
 from lightning_hybrid.network.structure import flatten, rebuild
@@ -70,8 +70,9 @@ class _Tracing:
         self.network = network
         self.args, self.kwargs = args, kwargs
         self.tensors: list[Tensor] = []
-        flatten((args, kwargs), self.tensors)
+        self.structure = flatten((args, kwargs), self.tensors)
         self.batch = batch_size(self.tensors)
+        self.batched = [t.dim() > 0 and t.shape[0] == self.batch for t in self.tensors]
         self.device = _seeming_device(device, self.tensors, network)
         self.opaque: dict[str, str] = {}
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,7 +106,12 @@ class _Tracing:
                 return builder.build(
                     calls,
                     output,
-                    key=signature(self.args, self.kwargs),
+                    structure=self.structure,
+                    leaves=tuple(
+                        Leaf(tensor.dtype, tuple(tensor.shape), batched)
+                        for tensor, batched in zip(self.tensors, self.batched)
+                    ),
+                    autocast=autocast_dtype(self.device) if self.tensors else None,
                     training=self.training,
                     batch=self.batch,
                     opaque=self.opaque,
@@ -124,15 +130,32 @@ class _Tracing:
             except NetworkError:
                 self.training = mode = self.now
                 recordings = {}
+                self.opaque.clear()  # it holds what failed in the other mode
         last = False if mode is None else mode
-        for setting in (Setting(batch, last), Setting(2 * batch, last)):
-            if setting not in recordings:
-                recordings[setting] = self._record(setting, True)
+        if Setting(batch, last) not in recordings:
+            recordings[Setting(batch, last)] = self._record(Setting(batch, last), True)
+        try:
+            recordings[Setting(2 * batch, last)] = self._record(Setting(2 * batch, last), True)
+        except NetworkError:
+            if not self._fewer_batched():
+                raise
+            self.opaque.clear()
+            return self._recordings()
         # a batch of one takes its own way through some code; some networks cannot run on it
         with contextlib.suppress(NetworkError):
             small = Setting(1 if batch > 1 else 3, last)
             recordings[small] = self._record(small, False)
         return dict(sorted(recordings.items(), key=lambda item: item[0].training, reverse=True))
+
+    def _fewer_batched(self) -> bool:
+        """Vectors may only happen to be as long as the batch is large (class weights)."""
+        first = self.batched.index(True) if True in self.batched else 0
+        fewer = [
+            batched and (number == first or tensor.dim() > 1)
+            for number, (tensor, batched) in enumerate(zip(self.tensors, self.batched))
+        ]
+        changed, self.batched = fewer != self.batched, fewer
+        return changed
 
     def _give_way(self, mismatch: Mismatch) -> None:
         if mismatch.scope:
@@ -155,7 +178,10 @@ class _Tracing:
             _set_training(module, setting.training)
         fakes = self.fakes
         with self.fake_mode, torch.enable_grad():
-            inputs = [self._fake_input(t, setting.batch) for t in self.tensors]
+            inputs = [
+                self._fake_input(tensor, setting.batch if batched else None)
+                for tensor, batched in zip(self.tensors, self.batched)
+            ]
             remaining = iter(inputs)
             args, kwargs = rebuild(
                 (self.args, self.kwargs), lambda v: next(remaining) if isinstance(v, Tensor) else v
@@ -176,9 +202,9 @@ class _Tracing:
             except Exception as error:
                 raise self._cannot(error) from error
 
-    def _fake_input(self, tensor: Tensor, batch: int) -> Tensor:
+    def _fake_input(self, tensor: Tensor, batch: int | None) -> Tensor:
         size = list(tensor.shape)
-        if size and size[0] == self.batch:
+        if batch is not None:
             size[0] = batch
         fake = torch.empty(size, dtype=tensor.dtype, device=self.device)
         for memory_format in (torch.channels_last, torch.channels_last_3d):

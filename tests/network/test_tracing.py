@@ -234,11 +234,30 @@ def test_signature_ignores_the_batch_size_alone() -> None:
 
 
 def test_split_is_chunk_and_passes_the_rest_whole() -> None:
-    graph = trace(nn.Linear(4, 4), (x4(7),))
-    weights = torch.ones(2)
+    weights = torch.ones(4)
+    graph = trace(WeightedSum(), (x4(7), weights))
     parts = graph.split([x4(7), weights], 3)
     assert [len(part[0]) for part in parts] == [3, 3, 1]
     assert all(part[1] is weights for part in parts)
+
+
+class WeightedSum(nn.Module):
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return (x * weights).sum(1)
+
+
+def test_vector_that_happens_to_be_as_long_as_the_batch_is_passed_whole() -> None:
+    network = TwoInputs().eval()
+    kwargs = {"table": torch.randn(2, 3), "weights": torch.randn(2)}
+    graph = trace(network, (torch.randn(2, 1, 8, 8),), kwargs)
+    kwargs["table"] = torch.randn(5, 3)
+    image = torch.randn(5, 1, 8, 8)
+    assert graph.accepts((image,), kwargs)
+    assert torch.equal(
+        stitched(graph, image, **kwargs)["logits"], network(image, **kwargs)["logits"]
+    )
+    parts = graph.split(graph.bind((image,), kwargs), 2)
+    assert [[len(leaf) for leaf in part] for part in parts] == [[3, 3, 2], [2, 2, 2]]
 
 
 def test_network_that_cannot_be_followed_says_where() -> None:
