@@ -24,7 +24,7 @@ from lightning_hybrid.network.graph import (
     size_from,
 )
 from lightning_hybrid.network.merge import ByMode, Device, MergedCall, Size, Value
-from lightning_hybrid.network.recorder import Ref
+from lightning_hybrid.network.recording import Ref
 from lightning_hybrid.network.structure import Step, children, is_dataclass_value, rebuild
 
 _PLAIN_TYPES = (

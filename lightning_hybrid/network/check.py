@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import StitchError
+from lightning_hybrid.network.effects import untouched
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.stage import Stage
 from lightning_hybrid.network.structure import rebuild, spelled, tensors_in
-from lightning_hybrid.network.untouched import untouched
 
 Trail = list[tuple[str, tuple[float, ...]]]
 """For each call of a module: its name and a few sums over what it returned."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.network.recorder import Call, Mark, Recording, Ref, Shape
+from lightning_hybrid.network.recording import Call, Mark, Recording, Ref, Shape
 from lightning_hybrid.network.structure import Step, Token
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.network.cuts import Cuts
+from lightning_hybrid.network.effects import untouched
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.stage import Stage, cut
-from lightning_hybrid.network.untouched import untouched
 
 
 @dataclass(frozen=True)

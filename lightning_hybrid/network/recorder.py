@@ -8,13 +8,10 @@ evaluation) and so learns which numbers depend on the batch size and which code 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MethodWrapperType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -22,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.compat import unset_fake_temporarily
-from lightning_hybrid.network.structure import Step, Token, rebuild, tensors_in
+from lightning_hybrid.network.effects import Untraceable, side_effects_refused, unchanged
+from lightning_hybrid.network.recording import Call, Mark, Recording, Ref, Shape
+from lightning_hybrid.network.structure import rebuild, tensors_in
 
 _DESCENDED = (
     nn.Sequential,
@@ -31,69 +30,6 @@ _DESCENDED = (
     nn.TransformerDecoder,
 )
 """Modules of torch.nn whose parts are layers; all others of torch.nn are layers themselves."""
-
-
-class Untraceable(Exception):
-    """The code of a module cannot be written down layer by layer."""
-
-
-@dataclass(frozen=True)
-class Ref(Token):
-    """A tensor in a recording: an input, a part of what a call returned, or an attribute."""
-
-    kind: str
-    """``input``, ``call`` or ``attribute``"""
-    source: int | str
-    """number of the input or of the call, or dotted name of the attribute"""
-    path: tuple[Step, ...] = ()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is known of one tensor."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    storage: int
-    """tensors with the same number share memory"""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A module that is not a layer itself was entered or left."""
-
-    scope: tuple[str, ...]
-    entered: bool
-
-
-@dataclass(frozen=True)
-class Call:
-    """One layer: what was called, with what, and which tensors came back."""
-
-    scope: tuple[str, ...]
-    """dotted names of the modules whose code was running, outermost first"""
-    op: str
-    """``call_module`` or ``call_function``"""
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    returned: dict[tuple[Step, ...], Shape] = field(hash=False)
-    mutated: frozenset[int] = frozenset()
-    """storages changed in place"""
-    mutated_names: frozenset[str] = frozenset()
-    """parameters and buffers changed in place"""
-    flops: int = 0
-    """of convolutions and matrix products"""
-
-
-@dataclass
-class Recording:
-    """All that one run wrote down."""
-
-    events: list[Mark | Call]
-    inputs: list[Shape]
-    output: Any
-    """the network's return value with a `Ref` for each tensor"""
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -427,102 +363,6 @@ def _constants(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, value in vars(module).items():
             if isinstance(value, Tensor):
                 yield (f"{name}.{key}" if name else key), value
-
-
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, list[Any] | None]]:
-    """The module's attributes, each with a copy of its parts where it is a container."""
-    attributes = {}
-    for key, value in vars(module).items():
-        parts: list[Any] | None = None
-        if isinstance(value, dict):
-            parts = list(value.items())
-        elif isinstance(value, list | set):
-            parts = list(value)
-        attributes[key] = (value, parts)
-    return attributes
-
-
-def _differs(old: tuple[Any, list[Any] | None], new: tuple[Any, list[Any] | None]) -> bool:
-    if old[0] is not new[0] or (old[1] is None) != (new[1] is None):
-        return True
-    if old[1] is None or new[1] is None:
-        return False
-
-    def parts(items: list[Any]) -> list[int]:
-        return [id(part[1]) if isinstance(part, tuple) else id(part) for part in items]
-
-    return parts(old[1]) != parts(new[1])
-
-
-@contextlib.contextmanager
-def side_effects_refused(module: nn.Module) -> Iterator[None]:
-    """Undo what the block changes in the module's own attributes, and say that it did so.
-
-    Raises:
-        Untraceable: the block set an attribute or drew from Python's or NumPy's generator; a
-            recording would lose the first and freeze the second.
-    """
-    before = _attributes(module)
-    generators = random.getstate(), numpy.random.get_state(legacy=False)
-    drawn = False
-    try:
-        yield
-    finally:
-        after = _attributes(module)
-        changed = sorted(
-            key
-            for key in before.keys() | after.keys()
-            if key not in before or key not in after or _differs(before[key], after[key])
-        )
-        _put_back(module, before)
-        drawn = _put_generators_back(generators)
-    if changed:
-        raise Untraceable(f"its forward sets or changes the attribute {changed[0]!r}")
-    if drawn:
-        raise Untraceable("its forward draws from Python's or NumPy's random generator")
-
-
-def _put_generators_back(states: tuple[Any, Any]) -> bool:
-    """Give Python's and NumPy's generators these states; whether they had others."""
-    python, numpys = states
-    now = numpy.random.get_state(legacy=False)
-    drawn = random.getstate() != python or any(
-        not numpy.array_equal(now["state"][key], value) for key, value in numpys["state"].items()
-    )
-    if drawn:
-        random.setstate(python)
-        numpy.random.set_state(numpys)
-    return bool(drawn)
-
-
-def _put_back(module: nn.Module, before: dict[str, tuple[Any, list[Any] | None]]) -> None:
-    attributes = vars(module)
-    for key in attributes.keys() - before.keys():
-        del attributes[key]
-    for key, (value, parts) in before.items():
-        attributes[key] = value
-        if parts is None:
-            continue
-        if _differs((value, parts), _attributes_of(value)):
-            value.clear()
-            value.extend(parts) if isinstance(value, list) else value.update(parts)
-
-
-def _attributes_of(value: Any) -> tuple[Any, list[Any]]:
-    return value, list(value.items()) if isinstance(value, dict) else list(value)
-
-
-@contextlib.contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Undo every change of attributes, and every draw from Python's and NumPy's generators."""
-    before = [(part, _attributes(part)) for part in module.modules()]
-    generators = random.getstate(), numpy.random.get_state(legacy=False)
-    try:
-        yield
-    finally:
-        for part, attributes in before:
-            _put_back(part, attributes)
-        _put_generators_back(generators)
 
 
 @contextlib.contextmanager

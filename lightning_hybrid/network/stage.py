@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 
 from lightning_hybrid.errors import NetworkError
@@ -19,8 +20,9 @@ from lightning_hybrid.network.partition import NetworkPartition
 class Stage(nn.Module):
     """The layers between two cuts: takes and returns a list of tensors.
 
-    The modules stay the network's own and are not registered here, so their names, their state and
-    their training flags are still the network's; moving a stage moves the network's parameters.
+    The modules stay the network's own and are not registered here: their names, their state and
+    their training flags are still the network's, so ``train`` and ``state_dict`` are called on the
+    network. `move` is for the device.
 
     Args:
         namespace: what the generated code reads modules and constants from.
@@ -52,6 +54,23 @@ class Stage(nn.Module):
         """Run the layers of this stage."""
         output: list[Tensor] = self._code(self._namespace, *values)
         return output
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the network's parameters, buffers and constants that this stage uses."""
+        for _, parameter in self.named_parameters():
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.to(device)
+        constants = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
+        names = {*self.buffer_names, *(name.removeprefix("network.") for name in constants)}
+        for name in names - set(self.parameter_names):
+            path, _, key = name.rpartition(".")
+            if path.partition(".")[0] == "constants":
+                continue  # no tensors: those were given a name in the network
+            owner = self.network.get_submodule(path)
+            value = getattr(owner, key)
+            if isinstance(value, Tensor):
+                setattr(owner, key, value.to(device))
 
     @property
     def network(self) -> nn.Module:

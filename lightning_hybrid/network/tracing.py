@@ -15,9 +15,11 @@ from torch.nn.parameter import is_lazy
 from lightning_hybrid.compat import FakeTensorMode
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.build import Builder
+from lightning_hybrid.network.effects import unchanged
 from lightning_hybrid.network.graph import Leaf, NetworkGraph, autocast_dtype, batch_size, describe
 from lightning_hybrid.network.merge import Merger, Mismatch, Setting
-from lightning_hybrid.network.recorder import Recorder, Recording, unchanged
+from lightning_hybrid.network.recorder import Recorder
+from lightning_hybrid.network.recording import Recording
 from lightning_hybrid.network.structure import flatten, rebuild
 
 
@@ -219,9 +221,10 @@ class _Tracing:
         ours = re.compile(r"/(torch|lightning_hybrid)/|/contextlib\.py$")
         user = [f for f in frames if not ours.search(f.filename)]
         line = f"{user[-1].filename}:{user[-1].lineno}: {user[-1].line}" if user else "its forward"
+        kept = [f"\n  (module {name!r} is one layer: {why})" for name, why in self.opaque.items()]
         return NetworkError(
             f"cannot follow {type(self.network).__name__}.forward at {line}\n"
-            f"  {type(error).__name__}: {error}\n"
+            f"  {type(error).__name__}: {error}{''.join(kept[:3])}\n"
             "  move that code into a sub-module (it then becomes one layer), or name the part of "
             "the model that is to be cut with network='...'"
         )

@@ -1,4 +1,5 @@
 from copy import deepcopy
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -114,3 +115,19 @@ def test_wrong_boundaries_are_refused(boundaries: list[int]) -> None:
     graph = trace(Scaled(), (torch.ones(3, 4),))
     with pytest.raises(NetworkError, match="must rise and lie in"):
         cut(graph, network_partitions(graph), boundaries)
+
+
+def test_moving_a_stage_moves_what_it_uses_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Scaled()
+    graph = trace(network, (torch.ones(3, 4),))
+    second = cut(graph, network_partitions(graph), [1])[1]
+    parameter, before = network.two.weight, deepcopy(network)
+    monkeypatch.setattr(Tensor, "to", lambda value, device: value * 2)  # there is one device here
+    second.move("other")
+    assert network.two.weight is parameter
+    for name in ("two.weight", "scale", "shift", "constant"):
+        moved, old = (attrgetter(name)(net).detach() for net in (network, before))
+        assert torch.equal(moved, old * 2)
+    assert torch.equal(network.one.weight, before.one.weight)
