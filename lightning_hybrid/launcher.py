@@ -34,6 +34,7 @@ from lightning_hybrid.compat_lightning import (
 )
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.runtime.mesh import Place
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategy import HybridGabraStrategy
@@ -66,19 +67,23 @@ class Part:
         try:
             try:
                 result = self._function(*arguments, **keywords)
-                strategy.finish(collect_results(trainer, result))
+                parted = False
             except Parted:
-                results = strategy.serve()
-                result = results.returned
-                adopt_results(trainer, results)
-                call_teardown_hooks(trainer)
+                parted = True
+            if not parted:
+                strategy.finish(collect_results(trainer, result))
+                return result
+            results = strategy.serve()
+            adopt_results(trainer, results)
+            call_teardown_hooks(trainer)
+            return results.returned
         except BaseException as error:
             first = strategy.fail(error)
             if first is None:
                 raise
-            _echo_later(first)
-            raise RemoteError(first) from error
-        return result
+            told = strategy.place.is_driver and first in str(error)
+            _report_briefly(strategy.place, first, whole=told)
+            raise RemoteError(first) from None
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
@@ -158,20 +163,30 @@ class _Observer(threading.Thread):
         os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
-def _echo_later(first: str) -> None:
-    """Print the uncaught error of this rank briefly, after the rank that failed first."""
+def _report_briefly(place: Place, first: str, *, whole: bool) -> None:
+    """Should the error of this rank stay uncaught: print it after the one that came first.
+
+    Args:
+        place: this rank.
+        first: the text of the first failure, a traceback.
+        whole: print all of it; else another rank does, and two lines remind of it.
+    """
     usual = sys.excepthook
+    lines = first.strip().splitlines()
+    own = first.startswith(str(place))
+    if whole:
+        text = f"{first.strip()}\n({place} ends because of this.)"
+    else:
+        short = " ".join(dict.fromkeys((lines[0], lines[-1])))
+        text = f"{place} ends because of {'its own error' if own else 'another'}: {short}"
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, RemoteError):
             usual(kind, error, trace)
             return
-        time.sleep(_ECHO_DELAY_S)
-        print(
-            f"[{os.getpid()}] This process ended because another one failed first: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        if not whole:
+            time.sleep(_ECHO_DELAY_S)
+        print(text, file=sys.stderr, flush=True)
 
     sys.excepthook = hook
 

@@ -187,7 +187,8 @@ class HybridGabraStrategy(DDPStrategy):
         return replicas, stages
 
     @property
-    def _place(self) -> Place:
+    def place(self) -> Place:
+        """Where this rank stands in the mesh of replicas and stages."""
         environment = self.cluster_environment
         return Place(environment.global_rank() if environment else 0, *self._shape())
 
@@ -207,11 +208,11 @@ class HybridGabraStrategy(DDPStrategy):
 
     @property
     def global_rank(self) -> int:
-        return self._place.lightning_rank if self.parallel_devices else 0
+        return self.place.lightning_rank if self.parallel_devices else 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_replicas, "rank": self._place.replica}
+        return {"num_replicas": self.num_replicas, "rank": self.place.replica}
 
     # ------------------------------------------------------------------ processes and groups
 
@@ -251,7 +252,7 @@ class HybridGabraStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        environment, place = self.cluster_environment, self._place
+        environment, place = self.cluster_environment, self.place
         assert environment is not None
         agent_serves = (
             isinstance(environment, TorchElasticEnvironment)
@@ -381,7 +382,7 @@ class HybridGabraStrategy(DDPStrategy):
         Returns:
             The text of the failure that came first, on another rank; ``None``: it is this one.
         """
-        place = self._place
+        place = self.place
         text = "".join(traceback.format_exception(error))
         first = first_fault(self._mesh, error, f"{place} failed:\n{text}")
         if self._driver is not None and self._start_method != "popen":
@@ -450,7 +451,7 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._driver is not None
         assert self.lightning_module is not None
         module, precision = self.lightning_module, self.precision_plugin
-        closure_loss = precision.pre_backward(closure_loss, module)  # type: ignore[assignment]
+        closure_loss = precision.pre_backward(closure_loss, module)
         self._driver.before_backward()
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._driver.after_backward()
@@ -471,7 +472,7 @@ class HybridGabraStrategy(DDPStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        DDPStrategy.optimizers.fset(self, optimizers)
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         if self._driver is not None:
             self._driver.connect_optimizers(optimizers)
             for wrapper, optimizer in zip(self._lightning_optimizers, optimizers):

@@ -193,7 +193,7 @@ def _start(call: Any, *arguments: Any, peer: str) -> dist.Work:
     try:
         work: dist.Work = call(*arguments)
     except RuntimeError as error:
-        raise ConnectionLost(f"Lost {peer}: {error}") from error
+        raise _lost(peer, error) from None
     return work
 
 
@@ -201,4 +201,12 @@ def _wait(work: dist.Work, peer: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise ConnectionLost(f"Lost {peer}: {error}") from error
+        raise _lost(peer, error) from None
+
+
+def _lost(peer: str, error: RuntimeError) -> ConnectionLost:
+    """Say whom this rank has lost; gloo's own text is a page of C++ frames behind one line."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection closed"
+    return ConnectionLost(
+        f"Lost {peer}. It was killed, or its process ended without a word ({reason})"
+    )

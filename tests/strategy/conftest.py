@@ -35,26 +35,31 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
 
+    @property
+    def output(self) -> str:
+        """What all ranks have printed."""
+        return (self.folder / "output.txt").read_text()
+
     def start(self) -> "subprocess.Popen[str]":
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore",
         }
-        return subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(self.folder)],
-            env=environment,
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        with (self.folder / "output.txt").open("w") as output:
+            return subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(self.folder)],
+                env=environment,
+                cwd=self.folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     def run(self) -> list[dict[str, Any]]:
         """Run to the end. Returns what each rank has seen."""
         process = self.start()
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
+        assert process.wait(timeout=240) == 0, self.output
         ranks = self.config["replicas"] * self.config["stages"]
         return [
             torch.load(self.folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)
