@@ -4,7 +4,13 @@ Importing this package registers ``Trainer(strategy="hybrid_gabra")`` and its va
 ``hybrid_gabra_spawn``, ``hybrid_gabra_fork`` and ``hybrid_gabra_notebook``.
 """
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.strategy import HybridGabraStrategy
+from lightning_hybrid.strategy import NAMES, HybridGabraStrategy
+from lightning_hybrid.wrong_package import refuse_in_pytorch_lightning
 
 __all__ = ["HybridGabraStrategy", "Plan"]
+
+HybridGabraStrategy.register_strategies(StrategyRegistry)
+refuse_in_pytorch_lightning(NAMES)

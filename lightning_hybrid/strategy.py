@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -45,6 +45,14 @@ from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.replicas import broadcast_module
 from lightning_hybrid.runtime.transport import barrier, broadcast_object
 from lightning_hybrid.runtime.worker import Worker
+
+NAMES = {
+    "hybrid_gabra": "popen",
+    "hybrid_gabra_spawn": "spawn",
+    "hybrid_gabra_fork": "fork",
+    "hybrid_gabra_notebook": "fork",
+}
+"""Registered names, and how each starts its processes."""
 
 T = TypeVar("T")
 Count = int | Literal["auto"]
@@ -142,6 +150,7 @@ class HybridGabraStrategy(DDPStrategy):
             seed=seed,
         )
         self._plans: dict[str, Plan] = {}
+        self._failure = "this rank has failed"
         self._phase = _Phase.TOGETHER
         self._mesh: Mesh | None = None
         self._networks: Networks | None = None
@@ -219,14 +228,9 @@ class HybridGabraStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``hybrid_gabra`` and its variants."""
-        for suffix, start_method in (
-            ("", "popen"),
-            ("_spawn", "spawn"),
-            ("_fork", "fork"),
-            ("_notebook", "fork"),
-        ):
+        for name, start_method in NAMES.items():
             strategy_registry.register(
-                f"hybrid_gabra{suffix}",
+                name,
                 cls,
                 description=f"Stages placed by GABRA, in replicas (start method {start_method})",
                 override=True,
@@ -517,6 +521,3 @@ class HybridGabraStrategy(DDPStrategy):
         """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
         state: dict[str, Any] = super().__getstate__()
         return state | {"_driver": None, "_networks": None, "_mesh": None}
-
-
-HybridGabraStrategy.register_strategies(StrategyRegistry)

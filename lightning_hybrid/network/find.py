@@ -5,7 +5,8 @@ The first call of one of them, from outside of any other, tells which module the
 ``self(x)``, ``self.net(x)`` and ``self.net.forward(x)`` alike.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -51,6 +52,20 @@ def unwatch(module: nn.Module) -> None:
     """Have calls of ``module`` go to its own ``forward`` again."""
     if isinstance(module.__dict__.get("forward"), Watch):
         del module.__dict__["forward"]
+
+
+@contextmanager
+def unwatched(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` and all in it run their own ``forward``."""
+    watches = [(m, m.__dict__["forward"]) for m in module.modules() if "forward" in m.__dict__]
+    watches = [(m, w) for m, w in watches if isinstance(w, Watch)]
+    for part, _ in watches:
+        del part.__dict__["forward"]
+    try:
+        yield
+    finally:
+        for part, handler in watches:
+            part.__dict__["forward"] = handler
 
 
 def candidates(module: nn.Module, names: Iterable[str] | None = None) -> dict[str, nn.Module]:

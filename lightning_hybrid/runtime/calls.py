@@ -16,6 +16,9 @@ class CallKey:
     """All that decides what travels in a call: calls with equal keys exchange no shapes.
 
     Attributes:
+        variant: number of the traced graph. A call with other sizes (another crop), other
+            arguments that are no tensors, or in a mode that changes the layers, has a graph of
+            its own, cut at the same places.
         inputs: per micro-batch, what enters stage 0.
         grad: whether the call is differentiable.
         training: the training flag of every module of the network, in its order of modules.
@@ -24,6 +27,7 @@ class CallKey:
         default_dtype: of new tensors inside the network (``precision="16-true"`` changes it).
     """
 
+    variant: int
     inputs: tuple[tuple[TensorSpec, ...], ...]
     grad: bool
     training: tuple[bool, ...]

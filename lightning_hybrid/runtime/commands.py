@@ -9,7 +9,7 @@ class Op(IntEnum):
     """The first number of a frame; behind it stand up to six arguments (in brackets)."""
 
     CUT = 1
-    """Make the stages of a network; a :class:`Cut` and weights follow. Answered."""
+    """Make the stages of a network or of a variant of it; a :class:`Cut` follows. Answered."""
     TAKE_OPTIMIZERS = 2
     """Take optimizers as the driver's are now."""
     FORWARD = 3

@@ -17,16 +17,17 @@ from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanErro
 from lightning_hybrid.network import (
     NetworkGraph,
     NetworkPartition,
+    check,
     cut,
     find_boundary,
     network_partitions,
+    splits_along_batch,
     trace,
 )
-from lightning_hybrid.network.check import check, splits_along_batch
-from lightning_hybrid.network.find import Handler, candidates, unwatch, watch
+from lightning_hybrid.network.find import Handler, candidates, unwatch, unwatched, watch
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.chunks import call_in_chunks
-from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.transport import broadcast_object
 
@@ -172,8 +173,26 @@ class Networks:
         remote = [p for part in parts[:-1] for p in part.parameters()]
         inner = {n: m for n, m in self._watched.items() if _inside(n, name) and n != name}
         self._watch({n: m for n, m in inner.items() if _share(m, remote)}, _refuse_part)
-        watch(module, name, lambda n, m, a, k: network(a, k))
+        watch(module, name, lambda n, m, a, k: self._call(network, plan, a, k))
         return network.module_parameters()
+
+    def _call(
+        self,
+        network: DrivenNetwork,
+        plan: Plan,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        """A later call: through the pipeline, after a look whether its graph is known."""
+        if network.variant_for(arguments, keywords) is None:
+            with unwatched(network.module), torch.inference_mode(False), torch.enable_grad():
+                graph = trace(network.module, arguments, keywords)
+                partitions = network_partitions(graph)
+                boundaries = [find_boundary(partitions, first) for first in plan.cuts]
+                stages = cut(graph, partitions, boundaries)
+                check(graph, stages, arguments, keywords)
+            self._driver.add_variant(network, graph, stages, boundaries, plan.schedule)
+        return network(arguments, keywords)
 
     def _plan(
         self,

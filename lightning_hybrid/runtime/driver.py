@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_hybrid.compat import backward_reaches, graph_is_kept
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.network import NetworkGraph, Stage
-from lightning_hybrid.network.graph import batch_size
 from lightning_hybrid.runtime.calls import BackwardMode, Call, CallKey, Gradients, Values
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
@@ -31,7 +30,12 @@ from lightning_hybrid.runtime.optimizers import (
     ship,
 )
 from lightning_hybrid.runtime.replicas import Copies
-from lightning_hybrid.runtime.staged import StagedNetwork, move, tensors_of, write_tensors
+from lightning_hybrid.runtime.staged import (
+    StagedNetwork,
+    check_ownership,
+    tensors_of,
+    write_tensors,
+)
 from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.transport import TensorSpec
 
@@ -88,18 +92,7 @@ class Driver:
         """
         assert self._links is not None
         number = len(self._networks)
-        self._ask(
-            Op.CUT,
-            payload=Cut(
-                number,
-                name,
-                graph.example,
-                tuple(boundaries),
-                graph.fingerprint,
-                schedule,
-                self._seed,
-            ),
-        )
+        self._order_cut(number, name, graph, boundaries, schedule)
         prefix = f"{name}." if name else ""
         tensors = tensors_of(self._module)
         for worker in self._workers:
@@ -108,10 +101,10 @@ class Driver:
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
             self._links.control.send_tensors(worker, {n: tensors[n] for n in owned})
         last = stages[-1]
-        move(last, self._device)
+        last.move(self._device)
         copies = Copies(last.parameters(), last.buffers(), self._mesh.copies, self._trace)
         engine = Engine(
-            last,
+            [last],
             self._mesh.place,
             self._links,
             copies,
@@ -126,11 +119,38 @@ class Driver:
             for n in (*stage.parameter_names, *stage.buffer_names)
         ]
         driven = DrivenNetwork(self, number, name, network, engine, graph, microbatches, remote)
+        driven.stages = tuple(stages)
         self._networks.append(driven)
         self._rest.close()
         self._rest = self._copies_of_the_rest()
         self.ship_optimizers()
         return driven
+
+    def add_variant(
+        self,
+        network: "DrivenNetwork",
+        graph: NetworkGraph,
+        stages: Sequence[Stage],
+        boundaries: Sequence[int],
+        schedule: str,
+    ) -> None:
+        """Give every rank of the replica its stage of another graph of the same network."""
+        check_ownership(network.name, network.stages, stages)
+        self._order_cut(network.number, network.name, graph, boundaries, schedule)
+        network.engine.stages.append(stages[-1])
+        network.graphs.append(graph)
+
+    def _order_cut(
+        self,
+        number: int,
+        name: str,
+        graph: NetworkGraph,
+        boundaries: Sequence[int],
+        schedule: str,
+    ) -> None:
+        example, places = graph.example, tuple(boundaries)
+        order = Cut(number, name, example, places, graph.fingerprint, schedule, self._seed)
+        self._ask(Op.CUT, payload=order)
 
     def _copies_of_the_rest(self) -> Copies:
         """The copies of what no network owns: temperatures, loss weights, small networks."""
@@ -347,7 +367,8 @@ class DrivenNetwork(StagedNetwork):
         remote: Sequence[str],
     ) -> None:
         super().__init__(number, name, module, engine)
-        self.driver, self.graph, self.remote = driver, graph, tuple(remote)
+        self.driver, self.graphs, self.remote = driver, [graph], tuple(remote)
+        self.stages: tuple[Stage, ...] = ()
         self._microbatches = microbatches
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
@@ -367,15 +388,26 @@ class DrivenNetwork(StagedNetwork):
 
     def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call the network."""
-        leaves = self.graph.bind(arguments, keywords)
+        variant = self.variant_for(arguments, keywords)
+        assert variant is not None
+        graph = self.graphs[variant]
+        leaves = graph.bind(arguments, keywords)
         if torch.is_grad_enabled() and self._differentiable(leaves):
             outputs = _NetworkCall.apply(  # type: ignore[no-untyped-call]
-                self, self._anchor_if_trained(), *leaves
+                self, variant, self._anchor_if_trained(), *leaves
             )
         else:
-            _, parts = self.forward(leaves, grad=False)
+            _, parts = self.forward(variant, leaves, grad=False)
             outputs = _join(parts)
-        return self.graph.pack(outputs)
+        return graph.pack(outputs)
+
+    def variant_for(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int | None:
+        """The number of the graph that is right for a call; ``None``: there is none yet."""
+        for number, graph in enumerate(self.graphs):
+            in_mode = graph.training is None or graph.training == self.module.training
+            if in_mode and graph.accepts(arguments, keywords):
+                return number
+        return None
 
     def _differentiable(self, leaves: Sequence[Tensor]) -> bool:
         return any(leaf.requires_grad for leaf in leaves) or self._trained()
@@ -386,12 +418,14 @@ class DrivenNetwork(StagedNetwork):
     def _anchor_if_trained(self) -> Tensor | None:
         return self._anchor if self._trained() else None
 
-    def forward(self, leaves: Sequence[Tensor], *, grad: bool) -> tuple[Call, list[Values]]:
+    def forward(
+        self, variant: int, leaves: Sequence[Tensor], *, grad: bool
+    ) -> tuple[Call, list[Values]]:
         """Run the pipeline forward. Returns the call and, per micro-batch, the outputs."""
         while self._dropped:
             self._free(self._dropped.popleft())
-        slices = self.graph.split(leaves, self._microbatches)
-        key = self._key(slices, grad)
+        slices = self.graphs[variant].split(leaves, self._microbatches)
+        key = self._key(variant, slices, grad)
         index = self._numbers.get(key)
         exchange = index is None
         if index is None:
@@ -454,7 +488,7 @@ class DrivenNetwork(StagedNetwork):
         if self.calls.pop(number, None) is not None:
             self.driver.tell(Op.FREE, self.number, number)
 
-    def _key(self, slices: Sequence[Sequence[Tensor]], grad: bool) -> CallKey:
+    def _key(self, variant: int, slices: Sequence[Sequence[Tensor]], grad: bool) -> CallKey:
         training, trainable = self.modes()
         device = self.engine.device.type
         autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
@@ -462,7 +496,9 @@ class DrivenNetwork(StagedNetwork):
             tuple(TensorSpec(tuple(t.shape), t.dtype, grad and t.requires_grad) for t in leaves)
             for leaves in slices
         )
-        return CallKey(specs, grad, training, trainable, autocast, torch.get_default_dtype())
+        return CallKey(
+            variant, specs, grad, training, trainable, autocast, torch.get_default_dtype()
+        )
 
 
 class _NetworkCall(torch.autograd.Function):
@@ -470,15 +506,14 @@ class _NetworkCall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, network: DrivenNetwork, anchor: Tensor | None, *leaves: Tensor
+        ctx: Any, network: DrivenNetwork, variant: int, anchor: Tensor | None, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        call, parts = network.forward(leaves, grad=True)
+        call, parts = network.forward(variant, leaves, grad=True)
         ctx.network, ctx.call = network, call
         ctx.trained = anchor is not None
         ctx.sizes = [[len(value) if value.dim() else 1 for value in part] for part in parts]
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
-        batch = batch_size(leaves)
-        ctx.split = [bool(leaf.dim()) and leaf.shape[0] == batch for leaf in leaves]
+        ctx.split = [leaf.batched for leaf in network.graphs[variant].leaves]
         ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)
         ctx.finaliser.atexit = False
         ctx.set_materialize_grads(False)
@@ -510,6 +545,11 @@ class _NetworkCall(torch.autograd.Function):
         for m in range(len(ctx.sizes)):
             parts.append([None if slices is None else slices[m] for slices in split])
         keep = graph_is_kept()
+        if ctx.call.number not in network.calls:
+            raise RuntimeError(
+                "Trying to backward through a call of the network a second time. Specify "
+                "retain_graph=True in the first backward."
+            )
         inputs = network.backward(
             ctx.call,
             parts,
@@ -519,7 +559,7 @@ class _NetworkCall(torch.autograd.Function):
         )
         if not keep:
             ctx.finaliser.detach()
-        return None, None, *_join_gradients(inputs, ctx.wanted, ctx.split)
+        return None, None, None, *_join_gradients(inputs, ctx.wanted, ctx.split)
 
 
 def _join(parts: Sequence[Values]) -> Values:

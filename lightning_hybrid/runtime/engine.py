@@ -54,7 +54,8 @@ class Engine:
     """One stage of one network on one rank.
 
     Args:
-        stage: the part of the network that this rank owns.
+        stages: the part of the network that this rank owns, in each of its variants (see
+            :class:`CallKey`); the first one is enough to begin with.
         place: this rank.
         links: to its neighbours.
         copies: averages the stage's gradients over the replicas.
@@ -69,7 +70,7 @@ class Engine:
 
     def __init__(
         self,
-        stage: Stage,
+        stages: list[Stage],
         place: Place,
         links: Links,
         copies: Copies,
@@ -78,7 +79,7 @@ class Engine:
         seed: int,
         trace: Trace,
     ) -> None:
-        self.stage, self.place, self.links, self.copies = stage, place, links, copies
+        self.stages, self.place, self.links, self.copies = stages, place, links, copies
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: str | None = None
         self._schedule_name = schedule
@@ -262,12 +263,13 @@ class _Forward:
             return outputs if engine.place.is_driver else [*outputs, *after]
 
     def _compute(self, microbatch: int, values: Values) -> Values:
+        stage = self.engine.stages[self.call.key.variant]
         if not self.call.key.grad:
-            return cast(Values, self.engine.stage(values))
+            return cast(Values, stage(values))
         specs = self.call.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
         with torch.enable_grad():
-            outputs = cast(Values, self.engine.stage(values))
+            outputs = cast(Values, stage(values))
         self.call.saved[microbatch] = (values, outputs)
         return outputs
 

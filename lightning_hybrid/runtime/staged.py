@@ -1,10 +1,12 @@
 """A network that has been cut, as one rank sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.calls import Call, CallKey, Traffic
 from lightning_hybrid.runtime.engine import Engine
 
@@ -59,7 +61,7 @@ class StagedNetwork:
 
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
-        stage = self.engine.stage
+        stage = self.engine.stages[0]
         prefix = f"{self.name}." if self.name else ""
         return [prefix + name for name in (*stage.parameter_names, *stage.buffer_names)]
 
@@ -78,7 +80,19 @@ def write_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> None:
             tensors[name].copy_(value)
 
 
-def move(stage: nn.Module, device: torch.device) -> None:
-    """Bring the tensors of a stage to a device; parameters keep their identity (optimizers)."""
-    for tensor in (*stage.parameters(), *stage.buffers()):
-        tensor.data = tensor.data.to(device)
+def check_ownership(name: str, first: Sequence[Stage], other: Sequence[Stage]) -> None:
+    """Check that another variant of a network needs every tensor where it is.
+
+    Raises:
+        NetworkError: it does not.
+    """
+    for number, (old, new) in enumerate(zip(first, other)):
+        moved = {*new.parameter_names, *new.buffer_names}
+        moved -= {*old.parameter_names, *old.buffer_names}
+        if moved:
+            raise NetworkError(
+                f"network {name!r} is called in another way than at first (other sizes or "
+                f"arguments), and then stage {number} uses {sorted(moved)[0]!r}, which another "
+                "stage owns. Give cut points that suit both: "
+                "HybridGabraStrategy(allocation=[...])."
+            )

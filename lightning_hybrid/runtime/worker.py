@@ -21,7 +21,7 @@ from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
 from lightning_hybrid.runtime.replicas import Copies
-from lightning_hybrid.runtime.staged import StagedNetwork, move, tensors_of, write_tensors
+from lightning_hybrid.runtime.staged import StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.transport import ConnectionLost
 
@@ -102,10 +102,13 @@ class Worker:
             )
         stages = cut(graph, network_partitions(graph), order.boundaries)
         stage = stages[self._mesh.place.stage]
-        move(stage, self._device)
+        if order.network < len(self._networks):
+            self._networks[order.network].engine.stages.append(stage)
+            return
+        stage.move(self._device)
         copies = Copies(stage.parameters(), stage.buffers(), self._mesh.copies, self._trace)
         engine = Engine(
-            stage,
+            [stage],
             self._mesh.place,
             self._links,
             copies,
