@@ -239,7 +239,7 @@ class Driver:
                 optimizer,
                 self._names,
                 lambda changed, index=index: self._stepped(index, changed),  # type: ignore[misc]
-                lambda set_to_none, index=index: self.tell(  # type: ignore[misc]
+                lambda set_to_none, index=index: self._tell_optimizer(  # type: ignore[misc]
                     Op.ZERO_GRAD, index, int(set_to_none)
                 ),
             )
@@ -260,23 +260,29 @@ class Driver:
             for name in remote & parameters.keys():
                 link.optimizer.state.pop(parameters[name], None)
 
+    def _tell_optimizer(self, operation: Op, *arguments: int, payload: Any = None) -> None:
+        """Before the first network is cut, workers have neither optimizers nor gradients."""
+        if self._networks:
+            self.tell(operation, *arguments, payload=payload)
+
     def _stepped(self, index: int, changed: list[Hyperparameters] | None) -> None:
-        self.tell(Op.STEP, index, payload=changed)
+        self._tell_optimizer(Op.STEP, index, payload=changed)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, order: float = 2.0) -> None:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``."""
         index = self._index(optimizer)
         norms = gradient_norms(optimizer, self._names, order)
-        for answer in self._ask(Op.GRADIENT_NORM, index, payload=order):
-            norms |= answer
+        if self._networks:
+            for answer in self._ask(Op.GRADIENT_NORM, index, payload=order):
+                norms |= answer
         factor = clip_factor(norms, self._names.values(), max_norm, order)
-        self.tell(Op.SCALE_GRADIENTS, index, payload=factor)
+        self._tell_optimizer(Op.SCALE_GRADIENTS, index, payload=factor)
         for gradient in gradients_of(optimizer):
             gradient.mul_(factor)
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
         """Clamp the gradients of all stages to [-bound, bound]."""
-        self.tell(Op.CLIP_VALUES, self._index(optimizer), payload=bound)
+        self._tell_optimizer(Op.CLIP_VALUES, self._index(optimizer), payload=bound)
         for gradient in gradients_of(optimizer):
             gradient.clamp_(-bound, bound)
 
