@@ -67,7 +67,9 @@ def make_plan(
     """
     if isinstance(settings.allocation, tuple):
         prefix = f"{name}." if name else ""
-        points = [point.removeprefix(prefix) for point in settings.allocation]
+        # with several networks each has its own; one that names none of them is an error below
+        mine = [point for point in settings.allocation if point.startswith(prefix)]
+        points = [point.removeprefix(prefix) for point in mine or settings.allocation]
         first = [partitions[find_boundary(partitions, point)].name for point in points]
         profile = count(graph, partitions)
         method: Literal["gabra", "exact"] = "gabra"
