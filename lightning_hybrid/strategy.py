@@ -253,7 +253,8 @@ class HybridGabraStrategy(DDPStrategy):
                 f"hybrid_gabra runs on CPUs and CUDA devices, not on "
                 f"{type(self.accelerator).__name__}. Use Trainer(accelerator='cpu' | 'cuda')."
             )
-        reset_seed()
+        if self.num_replicas > 1:  # drivers start alike, as under DDP; one goes on like one device
+            reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         environment, place = self.cluster_environment, self.place
