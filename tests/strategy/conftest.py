@@ -2,7 +2,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,27 @@ DEFAULTS = {
 
 
 class Training:
-    """One run of the script in processes of its own."""
+    """One run of a script in processes of its own.
 
-    def __init__(self, folder: Path, **config: Any) -> None:
-        self.folder = folder
+    Args:
+        folder: where it works.
+        script: the script.
+        launcher: what Python runs before the script, with its arguments.
+        processes: number of processes that write results; all ranks by default.
+        config: of the script.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        script: Path = SCRIPT,
+        launcher: Sequence[str] = (),
+        processes: int | None = None,
+        **config: Any,
+    ) -> None:
+        self.folder, self.script, self.launcher = folder, script, launcher
+        self.processes = processes
         self.config = {**DEFAULTS, **config}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
@@ -48,7 +65,7 @@ class Training:
         }
         with (self.folder / "output.txt").open("w") as output:
             return subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(self.folder)],
+                [sys.executable, *self.launcher, str(self.script), str(self.folder)],
                 env=environment,
                 cwd=self.folder,
                 stdout=output,
@@ -60,7 +77,7 @@ class Training:
         """Run to the end. Returns what each rank has seen."""
         process = self.start()
         assert process.wait(timeout=240) == 0, self.output
-        ranks = self.config["replicas"] * self.config["stages"]
+        ranks = self.processes or self.config["replicas"] * self.config["stages"]
         return [
             torch.load(self.folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)
         ]
