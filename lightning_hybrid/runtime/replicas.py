@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid.runtime.mesh import Group
 from lightning_hybrid.runtime.trace import Trace
 
-BUCKET_BYTES = 25 * 2**20
-"""As in DistributedDataParallel: large enough for the link, small enough to start early."""
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""As in DistributedDataParallel: large enough for the link, and the first one small, to start
+early."""
 
 
 class _Bucket:
@@ -160,7 +161,8 @@ class Copies:
         for parameter in reversed(parameters):
             group = waiting.setdefault((parameter.dtype, parameter.device), [])
             group.append(parameter)
-            if sum(p.numel() * p.element_size() for p in group) >= BUCKET_BYTES:
+            limit = BUCKET_BYTES if self._buckets else FIRST_BUCKET_BYTES
+            if sum(p.numel() * p.element_size() for p in group) >= limit:
                 self._buckets.append(_Bucket(waiting.pop((parameter.dtype, parameter.device))))
         self._buckets += [_Bucket(group) for group in waiting.values()]
         for bucket in self._buckets:
