@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_hybrid.compat import BatchNorm
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
 from lightning_hybrid.network import (
     NetworkGraph,
@@ -244,7 +244,7 @@ class Networks:
     def _say_plan(self, name: str, module: nn.Module, plan: Plan) -> None:
         what = f"Network {name or 'self'!r} ({type(module).__name__})"
         self._how.say(f"{what}: {plan.describe()}".rstrip())
-        normalised = any(isinstance(m, _BatchNorm) for m in module.modules())
+        normalised = any(isinstance(m, BatchNorm) for m in module.modules())
         if normalised and plan.microbatches > 1:
             self._how.say(
                 f"{what} has batch normalisation: in training its statistics "
