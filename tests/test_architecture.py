@@ -1,0 +1,160 @@
+"""Who imports whom, what is public, and what is in the wheel."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_hybrid"
+FILES = {p.relative_to(ROOT).as_posix(): ast.parse(p.read_text()) for p in PACKAGE.rglob("*.py")}
+USE_CASE = {
+    p.relative_to(ROOT).as_posix(): ast.parse(p.read_text())
+    for folder in ("models", "datamodules")
+    for p in (ROOT / folder).rglob("*.py")
+}
+WITH_LIGHTNING = {
+    "lightning_hybrid/__init__.py",  # only to register the names
+    "lightning_hybrid/strategy.py",
+    "lightning_hybrid/launcher.py",
+    "lightning_hybrid/compat_lightning.py",
+}
+WITH_PRIVATE_NAMES = {"lightning_hybrid/compat.py", "lightning_hybrid/compat_lightning.py"}
+# what each part may import of the others, from the inside out
+LAYERS = {
+    "errors": set(),
+    "compat": set(),
+    "allocation": {"errors"},
+    "schedules": {"errors"},
+    "network": {"errors", "compat"},
+    "planning": {"errors", "allocation", "schedules", "network"},
+    "runtime": {"errors", "compat", "schedules", "network", "planning"},
+}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every module or name that a file imports, dotted, with its line; not what is beside it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def importers(files: dict[str, ast.Module], *modules: str) -> set[str]:
+    """The files that import one of the modules, or something from it."""
+    return {
+        path
+        for path, tree in files.items()
+        for name, _ in imports(tree)
+        if any(name == module or name.startswith(f"{module}.") for module in modules)
+    }
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` as text; empty for what is more than names."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def inside(folder: str) -> dict[str, ast.Module]:
+    return {path: tree for path, tree in FILES.items() if path.startswith(folder)}
+
+
+def test_only_the_outermost_files_import_lightning() -> None:
+    assert importers(FILES, "lightning", "lightning_fabric", "pytorch_lightning") <= WITH_LIGHTNING
+
+
+def test_only_the_runtime_imports_torch_distributed() -> None:
+    found = importers(FILES, "torch.distributed", "torch.multiprocessing")
+    found -= {"lightning_hybrid/planning/cluster.py"}  # measures links
+    assert all(path.startswith("lightning_hybrid/runtime/") for path in found)
+    for path, tree in FILES.items():
+        names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        used = any(name.startswith("torch.distributed") for name in names)
+        assert not used or path.startswith("lightning_hybrid/runtime/"), path
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "lightning_hybrid/allocation/",
+        "lightning_hybrid/schedules/",
+        "lightning_hybrid/planning/plan.py",
+        "lightning_hybrid/planning/search.py",
+        "lightning_hybrid/planning/simulate.py",
+        "lightning_hybrid/errors.py",
+    ],
+)
+def test_pure_data_needs_no_torch(place: str) -> None:
+    assert inside(place)
+    assert importers(inside(place), "torch") == set()
+
+
+@pytest.mark.parametrize("part", LAYERS)
+def test_imports_go_one_way(part: str) -> None:
+    allowed = LAYERS[part] | {part}
+    files = inside(f"lightning_hybrid/{part}")
+    for path, tree in files.items():
+        if path.startswith("lightning_hybrid/compat_lightning"):
+            continue
+        for name, line in imports(tree):
+            if name.startswith("lightning_hybrid"):
+                assert name.split(".")[1] in allowed, f"{path}:{line} imports {name}"
+
+
+def test_the_use_case_knows_nothing_of_the_plugin() -> None:
+    assert USE_CASE
+    assert importers(USE_CASE, "lightning_hybrid") == set()
+
+
+def test_the_plugin_knows_nothing_of_the_use_case() -> None:
+    assert importers(FILES, "models", "datamodules", "monai", "nibabel") == set()
+
+
+def test_private_names_of_torch_and_lightning_are_in_one_place() -> None:
+    for path, tree in FILES.items():
+        if path in WITH_PRIVATE_NAMES:
+            continue
+        names = [*imports(tree)]
+        names += [(dotted(n), n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+        for name, line in names:
+            first, *rest = name.split(".")
+            private = any(part.startswith("_") and not part.startswith("__") for part in rest)
+            theirs = first in ("torch", "lightning", "dist", "fx", "nn")
+            assert not (theirs and private), f"{path}:{line} {name}"
+
+
+def test_exported_names() -> None:
+    import lightning_hybrid
+
+    assert lightning_hybrid.__all__ == ["HybridGabraStrategy", "Plan"]
+    for name in lightning_hybrid.__all__:
+        assert getattr(lightning_hybrid, name).__doc__
+
+
+def test_the_names_of_the_strategy_are_registered() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    import lightning_hybrid
+
+    registered = {name for name in StrategyRegistry if name.startswith("hybrid")}
+    assert registered == {
+        "hybrid_gabra",
+        "hybrid_gabra_spawn",
+        "hybrid_gabra_fork",
+        "hybrid_gabra_notebook",
+    }
+    for name in registered:
+        assert StrategyRegistry[name]["strategy"] is lightning_hybrid.HybridGabraStrategy
+
+
+def test_the_wheel_holds_the_typed_plugin_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["lightning_hybrid"]}
+    assert (PACKAGE / "py.typed").is_file()
