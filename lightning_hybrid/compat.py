@@ -4,11 +4,9 @@ from typing import Any
 
 import torch
 
-# tensors with shapes and no memory; torch.export uses them, there is no public way to do so
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-# leaves a FakeTensorMode for a moment, to run the one sub-module that cannot run on fake tensors
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+# tensors with shapes and no memory; torch.export uses them, there is no public way to do so; and
+# how to leave them for a moment, to run the one sub-module that cannot run on them
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
