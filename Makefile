@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	@$(call run,python -m datamodules synth demo/adni --subjects 160 --resolution 4)
+	@$(call run,python -m datamodules synth demo/adni --subjects 330 --resolution 4)
 	@$(call run,python -m models fit --config configs/demo.yaml)
 	@run=$$(ls -td demo/run/version_* | head -1) && best=$$run/checkpoints/best.ckpt \
 	&& $(call run,python -m models test --config configs/demo.yaml --ckpt_path $$best) \

@@ -1,6 +1,7 @@
 """``python -m models fit|validate|test|predict|explain --config FILE``."""
 
 import json
+import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningCLI
 
-from datamodules import ADNIDataModule
+from datamodules import ADNIDataModule, DataError
 from models.classifier import ResAttNetClassifier
 from models.tables import prediction_rows, write_table
 
@@ -46,11 +47,13 @@ class ExplainingTrainer(Trainer):
         from models.explain import explain_scans, of_both_classes
         from models.overlay import save_overlay
 
-        weights = torch.load(ckpt_path, map_location="cpu", weights_only=True)["state_dict"]
-        model.load_state_dict(weights)
+        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
+        model.load_state_dict(checkpoint["state_dict"])
         model.to("cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu")
         datamodule.prepare_data()
         datamodule.setup("test")
+        # as Lightning does: refuses when these subjects may have been trained on
+        datamodule.load_state_dict(checkpoint.get(type(datamodule).__qualname__, {}))
         samples = of_both_classes(datamodule.test_dataloader(), subjects)
         scans = explain_scans(model, samples, layer, truth)
         folder = out or run_folder(ckpt_path) / "explain"
@@ -130,13 +133,16 @@ def main() -> None:
     """Run one command of ``python -m models``."""
     # Lightning 2.6 walks trees in a way that torch 2.13 calls old; a user can do nothing about it
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
-    ClassifierCLI(
-        ResAttNetClassifier,
-        ADNIDataModule,
-        trainer_class=ExplainingTrainer,
-        # a run's folder is new; the same file again means a resumed run
-        save_config_kwargs={"overwrite": True},
-        auto_configure_optimizers=False,  # the model has its own
-        load_from_checkpoint_support=False,  # the checkpoint then needs no CLI to be loaded
-        parser_kwargs={"prog": "python -m models", "description": DESCRIPTION},
-    )
+    try:
+        ClassifierCLI(
+            ResAttNetClassifier,
+            ADNIDataModule,
+            trainer_class=ExplainingTrainer,
+            # a run's folder is new; the same file again means a resumed run
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,  # the model has its own
+            load_from_checkpoint_support=False,  # the checkpoint then needs no CLI to be loaded
+            parser_kwargs={"prog": "python -m models", "description": DESCRIPTION},
+        )
+    except DataError as error:  # says itself what is wrong, where, and what to do
+        sys.exit(str(error))

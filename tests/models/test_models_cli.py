@@ -82,6 +82,8 @@ def test_every_run_has_one_folder_of_its_own(config, tmp_path, monkeypatch, caps
         seen = predicted[row["image_id"]]["probability"]
         assert float(row["probability"]) == pytest.approx(float(seen), abs=2e-4)
 
+    with pytest.raises(SystemExit, match="trained on another split"):
+        command(monkeypatch, "explain", *best, "--data.seed", "1")
     command(monkeypatch, "fit", "--config", config)
     assert sorted(path.name for path in run.parent.iterdir()) == ["version_0", "version_1"]
 
@@ -91,6 +93,11 @@ def test_untrained_weights_are_never_evaluated(config, name, monkeypatch, capsys
     with pytest.raises(SystemExit):
         command(monkeypatch, name, "--config", config)
     assert "ckpt_path" in capsys.readouterr().err
+
+
+def test_trouble_with_the_data_is_told_without_a_traceback(config, tmp_path, monkeypatch) -> None:
+    with pytest.raises(SystemExit, match=str(tmp_path / "nowhere")):
+        command(monkeypatch, "fit", "--config", config, "--data.root", str(tmp_path / "nowhere"))
 
 
 def test_help_names_every_command(monkeypatch, capsys) -> None:
