@@ -1,0 +1,141 @@
+"""What cannot work is refused before anything is trained, in words that help."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Training
+from lightning.pytorch import Trainer
+from user_code_script import Plain
+
+from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.runtime.discovery import Discovery, Networks
+from lightning_hybrid.runtime.mesh import Place
+from lightning_hybrid.strategy import NAMES
+from lightning_hybrid.wrong_package import refuse_in_pytorch_lightning
+
+# Lightning's advice on unused devices and loggers
+pytestmark = pytest.mark.filterwarnings("ignore")
+SCRIPT = Path(__file__).with_name("refused_script.py")
+PLAN = Plan(replicas=1, stages=2, microbatches=2, schedule="gpipe", cuts=("second",))
+TEXTS = {
+    "unknown cut": ["secnd", "'second'"],
+    "too few cuts": ["stages(2)", "1 cut points"],
+    "unknown network": ["'model'", "'net'"],
+    "no call": ["CallsNoModule", "as a module"],
+    "part of a network": ["'net.first'", "Linear", "network=["],
+    "LBFGS": ["LBFGS", "another optimizer"],
+    "create_graph": ["create_graph=True", "ddp"],
+    "16-mixed": ["16-mixed", "bf16-mixed"],
+    "sync_batchnorm": ["sync_batchnorm", "pipeline_parallel_size"],
+}
+
+
+def trainer(devices: int, **arguments: Any) -> Trainer:
+    """Nothing is started before `fit`."""
+    strategy = HybridGabraStrategy(**arguments)
+    return Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
+
+
+@pytest.mark.parametrize(
+    ("devices", "arguments"),
+    [
+        (3, {"pipeline_parallel_size": 2}),
+        (3, {"data_parallel_size": 2}),
+        (6, {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+        (3, {"plan": PLAN}),
+    ],
+)
+def test_devices_that_are_no_multiple_of_the_sizes(devices: int, arguments: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=rf"2\D.*!= {devices} devices"):
+        trainer(devices, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches=0"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0"),
+        ({"data_parallel_size": "many"}, "data_parallel_size='many'"),
+        ({"pipeline_parallel_size": 3, "plan": PLAN}, "pipeline_parallel_size=3.*2 stages"),
+        ({"data_parallel_size": 2, "plan": PLAN}, "data_parallel_size=2.*1 replicas"),
+        ({"plan": "nowhere.json"}, "nowhere.json"),
+    ],
+)
+def test_arguments_that_contradict(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        HybridGabraStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("cuts", ("first", "second"), r"stages\(2\) need 1"),
+        ("copies", (1, 2), r"replicas\(1\)"),
+        ("devices", (0, 1), "end with 0"),
+        ("microbatches", 0, r"microbatches\(0\)"),
+    ],
+)
+def test_a_plan_that_contradicts_itself(field: str, value: Any, text: str) -> None:
+    fields = {"replicas": 1, "stages": 2, "microbatches": 2, "schedule": "gpipe", "cuts": ("x",)}
+    with pytest.raises(PlanError, match=text):
+        Plan(**{**fields, field: value})
+
+
+class OneReplica:
+    """The mesh of a single driver, as far as planning needs it."""
+
+    def __init__(self, stages: int) -> None:
+        self.place = Place(0, 1, stages)
+        self.drivers = None
+
+
+def test_more_stages_than_partitions() -> None:
+    stages = 50
+    plan = partial(
+        make_plan,
+        settings=PlanSettings("gpipe", "gabra", "makespan", 0),
+        replicas=1,
+        stages=stages,
+        backend="gloo",
+    )
+    module = Plain()
+    discovery = Discovery(None, 2, plan, print)
+    networks = Networks(module, None, OneReplica(stages), discovery, {})
+    with pytest.raises(PlanError, match=r"3 network partitions.*pipeline_parallel_size=50"):
+        module.net(torch.zeros(4, 6, dtype=torch.float64))
+    networks.close()
+
+
+@pytest.mark.distributed
+def test_what_stages_cannot_do_is_refused_on_every_rank(tmp_path: Path) -> None:
+    ranks = Training(tmp_path, script=SCRIPT, processes=2).run()
+    for rank in ranks:
+        for name, texts in TEXTS.items():
+            for text in texts:
+                assert text in rank[name]["error"], name
+            assert not rank[name]["trained"], name
+    # and the same processes go on to train what can be trained
+    assert [rank["nothing"] for rank in ranks] == 2 * [{"error": "", "trained": True}]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trainer_of_pytorch_lightning_says_what_to_import(name: str) -> None:
+    import pytorch_lightning
+
+    with pytest.raises(HybridError, match=r"pytorch_lightning.*lightning\.pytorch"):
+        pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False)
+
+
+def test_a_pytorch_lightning_that_was_imported_before_says_it_too() -> None:
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    for name in NAMES:
+        StrategyRegistry.remove(name)
+    refuse_in_pytorch_lightning(NAMES)
+    with pytest.raises(HybridError):
+        StrategyRegistry.get("hybrid_gabra")
