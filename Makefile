@@ -39,4 +39,4 @@ lint: $(READY)
 	mypy
 
 bench: $(READY)
-	python -m benchmarks
+	@for file in benchmarks/*.py; do $(call run,python $$file) || exit 1; done
