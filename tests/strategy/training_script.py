@@ -7,12 +7,14 @@ import json
 import os
 import sys
 from collections import Counter
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -61,6 +63,12 @@ CUTS = {
     "resattnet": {2: ["layer2"], 3: ["layer1.1", "layer3"]},
     "residual": {2: ["second"], 3: ["first", "head"]},
     "dropout": {2: ["layers.4"], 3: ["layers.4", "layers.7"]},
+}
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
 }
 
 
@@ -126,7 +134,8 @@ class Classifier(LightningModule):
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
+        kind, options = OPTIMIZERS[self.config.get("optimizer", "sgd")]
+        optimizer = kind(self.parameters(), weight_decay=1e-3, **options)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -141,9 +150,12 @@ def fault(config: dict[str, Any], where: str, step: int) -> None:
 
 def strategy(config: dict[str, Any]) -> Any:
     replicas, stages = config["replicas"], config["stages"]
-    if config["strategy"] != "hybrid":
+    if not config["strategy"].startswith("hybrid"):
         return config["strategy"]
     from lightning_hybrid import HybridGabraStrategy
+
+    if config["strategy"] != "hybrid":  # by its registered name
+        return config["strategy"]
 
     cuts = CUTS[config["network"]].get(stages, [])
     return HybridGabraStrategy(
@@ -155,39 +167,62 @@ def strategy(config: dict[str, Any]) -> Any:
     )
 
 
-def main(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    seed_everything(config.get("seed", 0), verbose=False)
-    module = Classifier(config)
-    loader = DataLoader(data(config), batch_size=config["batch"])
-    trainer = Trainer(
+def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
+    checkpoint = config.get("checkpoint")
+    return Trainer(
         strategy=strategy(config),
         accelerator="cpu",
         devices=config["replicas"] * config["stages"],
         max_steps=config["steps"],
         max_epochs=-1,
         default_root_dir=folder,
+        callbacks=checkpoint and [ModelCheckpoint(folder / "checkpoints", **checkpoint)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **config.get("trainer", {}),
     )
-    trainer.fit(module, loader, loader)
-    seen = {
+
+
+def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
+    """What the lines of a script after `fit` may look at."""
+    return {
         "pid": os.getpid(),
-        "losses": module.losses,
-        "weights": module.state_dict(),
-        "forwards": module.forwards,
-        "gradients": module.gradients,
+        "losses": list(module.losses),
+        "weights": deepcopy(module.state_dict()),
+        "forwards": Counter(module.forwards),
+        "gradients": Counter(module.gradients),
         "metrics": dict(trainer.callback_metrics),
         "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
         "best": trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path,
         "plan": str(getattr(trainer.strategy, "plan", None)),
     }
+
+
+def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]]:
+    """Train, and go on as the configuration says."""
+    seed_everything(config.get("seed", 0), verbose=False)
+    module = Classifier(config)
+    loader = DataLoader(data(config), batch_size=config["batch"])
+    trainer = make_trainer(config, folder)
+    trainer.fit(module, loader, loader, ckpt_path=config.get("ckpt_path"))
+    seen = observed(trainer, module)
     if config.get("after"):
         seen["test"] = trainer.test(module, loader, verbose=False)
-        seen["predictions"] = trainer.predict(module, loader)
+        seen["predictions"] = trainer.predict(module, loader, ckpt_path=config["after"])
         seen["random"] = torch.rand(3)
+    if config.get("again"):
+        trainer.fit_loop.epoch_loop.max_steps += config["again"]
+        trainer.fit(module, loader, loader)
+        seen["again"] = observed(trainer, module)
+    if config.get("then"):  # another Trainer, with another configuration
+        _, seen["then"] = train({**config, "then": None, **config["then"]}, folder / "then")
+    return trainer, seen
+
+
+def main(folder: Path) -> None:
+    trainer, seen = train(json.loads((folder / "config.json").read_text()), folder)
     torch.save(seen, folder / f"rank{trainer.strategy.cluster_environment.global_rank()}.pt")
 
 
