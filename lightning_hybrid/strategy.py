@@ -443,7 +443,9 @@ class HybridGabraStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._driver is not None
         assert self._networks is not None
-        self._driver.begin_step()
+        module = self.lightning_module
+        assert module is not None
+        self._driver.begin_step(module.trainer.fit_loop.epoch_loop.total_batch_idx)
         output = super().training_step(*args, **kwargs)
         if output is not None:
             self._networks.require()

@@ -65,13 +65,15 @@ class Call:
     """One call of the network on one stage, from its forward to its last backward.
 
     Attributes:
-        number: counts the calls of the network; decides the random numbers.
+        number: counts the calls of the network.
+        draw: decides the random numbers; see :func:`lightning_hybrid.runtime.random.draw_number`.
         exchange: headers travel with the activations.
         draws: the generators' state travels with the activations.
         saved: per micro-batch, the stage's inputs and outputs, for its backward.
     """
 
     number: int
+    draw: int
     key: CallKey
     traffic: Traffic
     exchange: bool

@@ -13,7 +13,7 @@ class Op(IntEnum):
     TAKE_OPTIMIZERS = 2
     """Take optimizers as the driver's are now."""
     FORWARD = 3
-    """[network, call, key, exchange, draws] A :class:`CallKey` follows where the key is new."""
+    """[network, call, draw, key, exchange, draws] A new key is followed by its :class:`CallKey`."""
     BACKWARD = 4
     """[network, call, pattern, flags] See :class:`BackwardMode`."""
     FREE = 5

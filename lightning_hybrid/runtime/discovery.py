@@ -155,6 +155,7 @@ class Networks:
                 f"Network {name!r} has {len(partitions)} network partitions, fewer than "
                 f"{stages} stages: it stays on the driver."
             )
+            module.to(self._driver.device)
             return list(module.parameters())
         plan = self._plan(name, graph, partitions, arguments, keywords)
         boundaries = [find_boundary(partitions, first) for first in plan.cuts]

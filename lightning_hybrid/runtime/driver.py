@@ -29,6 +29,7 @@ from lightning_hybrid.runtime.optimizers import (
     full_state_dict,
     ship,
 )
+from lightning_hybrid.runtime.random import draw_number
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
@@ -51,7 +52,7 @@ class Driver:
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, device: torch.device, seed: int) -> None:
-        self._module, self._mesh, self._device, self._seed = module, mesh, device, seed
+        self._module, self._mesh, self.device, self._seed = module, mesh, device, seed
         self._workers = range(1, mesh.place.stages)
         self._links = Links(mesh, device) if self._workers else None
         self._trace = Trace(mesh.place.rank, str(mesh.place))
@@ -60,7 +61,7 @@ class Driver:
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._rest = self._copies_of_the_rest()
         self.synchronize = True  # off while gradients accumulate
-        self._calls_in_step = 0
+        self._batch = self._calls_in_step = self._evaluations = 0
         self._stale: set[int] = set()  # networks whose gradients are not averaged yet
 
     # ------------------------------------------------------------------ the network
@@ -101,14 +102,14 @@ class Driver:
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
             self._links.control.send_tensors(worker, {n: tensors[n] for n in owned})
         last = stages[-1]
-        last.move(self._device)
+        last.move(self.device)
         copies = Copies(last.parameters(), last.buffers(), self._mesh.copies, self._trace)
         engine = Engine(
             [last],
             self._mesh.place,
             self._links,
             copies,
-            self._device,
+            self.device,
             schedule,
             self._seed,
             self._trace,
@@ -156,6 +157,9 @@ class Driver:
         """The copies of what no network owns: temperatures, loss weights, small networks."""
         cut = {id(p) for network in self._networks for p in network.module_parameters()}
         parameters = [p for p in self._module.parameters() if id(p) not in cut]
+        if self._networks:  # until then everything waits on the CPU
+            for parameter in parameters:
+                parameter.data = parameter.data.to(self.device)
         return Copies(parameters, [], self._mesh.copies, self._trace)
 
     def tell(self, operation: Op, *arguments: int, payload: Any = None) -> None:
@@ -183,9 +187,20 @@ class Driver:
 
     # ------------------------------------------------------------------ a step
 
-    def begin_step(self) -> None:
-        """A `training_step` begins: count its calls of networks anew."""
-        self._calls_in_step = 0
+    def begin_step(self, batch: int) -> None:
+        """A `training_step` begins: count its calls of networks anew.
+
+        Args:
+            batch: how many training batches the run has seen before.
+        """
+        self._batch, self._calls_in_step = batch, 0
+
+    def draw_number(self, grad: bool) -> int:
+        """The number of the next call, for its random numbers."""
+        if grad:
+            return draw_number(self._batch, self._calls_in_step)
+        self._evaluations += 1  # networks that draw without gradients (dropout at test time)
+        return -self._evaluations
 
     def note_call(self) -> None:
         """A differentiable call of a network was made."""
@@ -438,11 +453,13 @@ class DrivenNetwork(StagedNetwork):
             index = self.add_key(key)
         draws = exchange or self.traffic(index).draws
         self._count += 1
-        call = self.open(self._count, index, exchange=exchange, draws=draws)
+        draw = self.driver.draw_number(grad)
+        call = self.open(self._count, draw, index, exchange=exchange, draws=draws)
         self.driver.tell(
             Op.FORWARD,
             self.number,
             call.number,
+            draw,
             index,
             exchange,
             draws,

@@ -247,7 +247,7 @@ class _Forward:
         with ExitStack() as stack:
             before: Values = []
             if call.draws:
-                seed = microbatch_seed(engine.seed, engine.place.replica, call.number, microbatch)
+                seed = microbatch_seed(engine.seed, engine.place.replica, call.draw, microbatch)
                 start = seed if self._first else None
                 stack.enter_context(generators_of_microbatch(start, engine.device))
                 if not self._first:

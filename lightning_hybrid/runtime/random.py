@@ -2,7 +2,7 @@
 
 A stage that draws (dropout) would draw other numbers than one device does, and other ones again
 under another number of stages. So each micro-batch has a generator of its own, seeded from the
-run's seed, the replica, the call and the micro-batch, and its *state travels with the
+run's seed, the replica, the batch, the call and the micro-batch, and its *state travels with the
 activations*: stage k + 1 goes on where stage k stopped. The numbers then depend on the seed and
 on the micro-batch alone. The generators of the user's code are never touched.
 """
@@ -15,9 +15,20 @@ import torch
 from torch import Tensor
 
 
-def microbatch_seed(seed: int, replica: int, call: int, microbatch: int) -> int:
-    """The seed of one micro-batch's generator (64 bits)."""
-    text = f"{seed}/{replica}/{call}/{microbatch}".encode()
+def draw_number(batch: int, call: int) -> int:
+    """The number of a call, for its random numbers.
+
+    Args:
+        batch: how many training batches the run has seen before; it is in the checkpoint, so that
+            a run that is resumed draws what it would have drawn.
+        call: how many differentiable calls of networks this batch has seen before.
+    """
+    return batch << 16 | call
+
+
+def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
+    """The seed of one micro-batch's generators (64 bits); ``draw`` as by :func:`draw_number`."""
+    text = f"{seed}/{replica}/{draw}/{microbatch}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 

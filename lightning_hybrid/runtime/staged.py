@@ -38,9 +38,9 @@ class StagedNetwork:
     def traffic(self, key: int) -> Traffic:
         return self._traffic[key]
 
-    def open(self, number: int, key: int, *, exchange: bool, draws: bool) -> Call:
+    def open(self, number: int, draw: int, key: int, *, exchange: bool, draws: bool) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
-        call = Call(number, self.keys[key], self._traffic[key], exchange, draws)
+        call = Call(number, draw, self.keys[key], self._traffic[key], exchange, draws)
         if call.key.grad:
             self.calls[number] = call
         return call

@@ -120,14 +120,14 @@ class Worker:
         self._networks.append(StagedNetwork(order.network, order.name, network, engine))
 
     def _forward(self, key: CallKey | None, *arguments: int) -> None:
-        number, call, index, exchange, draws, _ = arguments
+        number, call, draw, index, exchange, draws = arguments
         network = self._networks[number]
         if key is not None:
             network.add_key(key)
         if self._modes != (number, index):
             network.set_modes(network.keys[index])
             self._modes = (number, index)
-        opened = network.open(call, index, exchange=bool(exchange), draws=bool(draws))
+        opened = network.open(call, draw, index, exchange=bool(exchange), draws=bool(draws))
         network.engine.failure = self._failure
         with _contexts(opened.key):
             network.engine.forward(opened)

@@ -10,7 +10,7 @@ import torch
 from conftest import Training
 from user_code_script import CASES, SEED, Case, fit
 
-from lightning_hybrid.runtime.random import microbatch_seed
+from lightning_hybrid.runtime.random import draw_number, microbatch_seed
 
 pytestmark = [
     pytest.mark.distributed,
@@ -46,7 +46,7 @@ def one_device(name: str, folder: Path, **options: Any) -> Case:
 
 def in_microbatches(module: Case) -> None:
     """Call the network once per micro-batch, each with random numbers of its own."""
-    net, calls = module.net, count(1)
+    net, calls = module.net, (draw_number(batch, 0) for batch in count())
     original = net.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
