@@ -92,6 +92,11 @@ class ClassifierCLI(LightningCLI):
         _ = [logger.experiment for logger in loggers]  # type: ignore[attr-defined]
 
     def after_fit(self) -> None:
+        log_dir = self.trainer.log_dir  # asks all ranks
+        # a strategy that cuts the network into stages has a plan, others have none
+        plan = getattr(self.trainer.strategy, "plan", None)
+        if self.trainer.is_global_zero and plan is not None and log_dir is not None:
+            plan.save(Path(log_dir) / "plan.json")
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         if self.trainer.is_global_zero and best:
             print(f"best checkpoint: {best}")
