@@ -11,7 +11,7 @@ class Op(IntEnum):
     CUT = 1
     """Make the stages of a network or of a variant of it; a :class:`Cut` follows. Answered."""
     TAKE_OPTIMIZERS = 2
-    """Take optimizers as the driver's are now."""
+    """[fresh] Take optimizers as the driver's are now; if they are not fresh, keep known state."""
     FORWARD = 3
     """[network, call, draw, key, exchange, draws] A new key is followed by its :class:`CallKey`."""
     BACKWARD = 4

@@ -146,8 +146,8 @@ class Networks:
         graph: NetworkGraph,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
-    ) -> list[nn.Parameter]:
-        """Plan, cut and check a network. Returns the parameters that stages now own."""
+    ) -> list[Tensor]:
+        """Plan, cut and check a network. Returns the parameters and buffers that stages now own."""
         partitions = network_partitions(graph)
         stages = self._mesh.place.stages
         if len(partitions) < stages and self._cut:
@@ -175,7 +175,7 @@ class Networks:
         inner = {n: m for n, m in self._watched.items() if _inside(n, name) and n != name}
         self._watch({n: m for n, m in inner.items() if _share(m, remote)}, _refuse_part)
         watch(module, name, lambda n, m, a, k: self._call(network, plan, a, k))
-        return network.module_parameters()
+        return network.tensors()
 
     def _call(
         self,
@@ -258,7 +258,7 @@ def _inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def _share(module: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
+def _share(module: nn.Module, parameters: Iterable[Tensor]) -> bool:
     return not {id(p) for p in module.parameters()}.isdisjoint(map(id, parameters))
 
 

@@ -52,7 +52,7 @@ class Driver:
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, device: torch.device, seed: int) -> None:
-        self._module, self._mesh, self.device, self._seed = module, mesh, device, seed
+        self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
         self._workers = range(1, mesh.place.stages)
         self._links = Links(mesh, device) if self._workers else None
         self._trace = Trace(mesh.place.rank, str(mesh.place))
@@ -95,10 +95,12 @@ class Driver:
         number = len(self._networks)
         self._order_cut(number, name, graph, boundaries, schedule)
         prefix = f"{name}." if name else ""
-        tensors = tensors_of(self._module)
-        for worker in self._workers:
-            part = stages[worker - 1]
-            owned = [prefix + n for n in (*part.parameter_names, *part.buffer_names)]
+        tensors = tensors_of(self.module)
+        remote = [
+            tuple(prefix + n for n in (*part.parameter_names, *part.buffer_names))
+            for part in stages[:-1]
+        ]
+        for worker, owned in zip(self._workers, remote):
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
             self._links.control.send_tensors(worker, {n: tensors[n] for n in owned})
         last = stages[-1]
@@ -114,17 +116,12 @@ class Driver:
             self._seed,
             self._trace,
         )
-        remote = [
-            prefix + n
-            for stage in stages[:-1]
-            for n in (*stage.parameter_names, *stage.buffer_names)
-        ]
         driven = DrivenNetwork(self, number, name, network, engine, graph, microbatches, remote)
         driven.stages = tuple(stages)
         self._networks.append(driven)
         self._rest.close()
         self._rest = self._copies_of_the_rest()
-        self.ship_optimizers()
+        self.ship_optimizers(fresh=number == 0)
         return driven
 
     def add_variant(
@@ -155,12 +152,13 @@ class Driver:
 
     def _copies_of_the_rest(self) -> Copies:
         """The copies of what no network owns: temperatures, loss weights, small networks."""
-        cut = {id(p) for network in self._networks for p in network.module_parameters()}
-        parameters = [p for p in self._module.parameters() if id(p) not in cut]
+        cut = {id(t) for network in self._networks for t in network.tensors()}
+        parameters = [p for p in self.module.parameters() if id(p) not in cut]
+        buffers = [b for b in self.module.buffers() if id(b) not in cut]
         if self._networks:  # until then everything waits on the CPU
-            for parameter in parameters:
-                parameter.data = parameter.data.to(self.device)
-        return Copies(parameters, [], self._mesh.copies, self._trace)
+            for tensor in (*parameters, *buffers):
+                tensor.data = tensor.data.to(self.device)
+        return Copies(parameters, buffers, self._mesh.copies, self._trace)
 
     def tell(self, operation: Op, *arguments: int, payload: Any = None) -> None:
         """Send a command to every worker, without waiting."""
@@ -242,6 +240,8 @@ class Driver:
         self.tell(Op.BUFFERS)
         for network in self._networks:
             network.engine.copies.broadcast_buffers()
+        if self._networks or not self._workers:
+            self._rest.broadcast_buffers()
 
     # ------------------------------------------------------------------ optimizers
 
@@ -260,20 +260,25 @@ class Driver:
             )
             for index, optimizer in enumerate(optimizers)
         ]
-        self.ship_optimizers()
+        self.ship_optimizers(fresh=True)
 
-    def ship_optimizers(self) -> None:
-        """Give the workers the optimizers as they are now, and drop their state here."""
+    def ship_optimizers(self, *, fresh: bool = False) -> None:
+        """Give the workers the optimizers as they are now, and drop the state they need here.
+
+        Args:
+            fresh: these are new ones; else the workers keep the state that they have already.
+        """
         if not self._networks or self._links is None:
             return
-        parameters = dict(self._module.named_parameters())
-        remote = {name for network in self._networks for name in network.remote}
+        parameters = dict(self.module.named_parameters())
+        optimizers = [link.optimizer for link in self._optimizers]
         for worker in self._workers:
-            data = ship([link.optimizer for link in self._optimizers], parameters, remote)
-            self._links.control.tell(worker, Op.TAKE_OPTIMIZERS, payload=data)
-        for link in self._optimizers:
-            for name in remote & parameters.keys():
-                link.optimizer.state.pop(parameters[name], None)
+            owned = {name for network in self._networks for name in network.remote[worker - 1]}
+            data = ship(optimizers, parameters, owned)
+            self._links.control.tell(worker, Op.TAKE_OPTIMIZERS, int(fresh), payload=data)
+            for optimizer in optimizers:
+                for name in owned & parameters.keys():
+                    optimizer.state.pop(parameters[name], None)
 
     def _tell_optimizer(self, operation: Op, *arguments: int, payload: Any = None) -> None:
         """Before the first network is cut, workers have neither optimizers nor gradients."""
@@ -320,16 +325,16 @@ class Driver:
             return
         self._ask(Op.GIVE_WEIGHTS)
         for worker in self._workers:
-            write_tensors(self._module, self._links.control.receive_tensors(worker))
+            write_tensors(self.module, self._links.control.receive_tensors(worker))
 
     def scatter_weights(self) -> None:
         """Give the workers the weights of their stages as they stand in the module."""
-        tensors = tensors_of(self._module)
-        names = {name for network in self._networks for name in network.remote}
-        for worker in self._workers if names else ():
+        tensors = tensors_of(self.module)
+        for worker in self._workers if self._networks else ():
             assert self._links is not None
+            owned = [name for network in self._networks for name in network.remote[worker - 1]]
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
-            self._links.control.send_tensors(worker, {name: tensors[name] for name in names})
+            self._links.control.send_tensors(worker, {name: tensors[name] for name in owned})
 
     # ------------------------------------------------------------------ the end
 
@@ -343,7 +348,7 @@ class Driver:
             for worker in self._workers:
                 assert self._links is not None
                 self._links.control.tell(worker, Op.TAKE_WEIGHTS)
-                self._links.control.send_tensors(worker, tensors_of(self._module))
+                self._links.control.send_tensors(worker, tensors_of(self.module))
         self._ask(Op.END, payload=results)
         if self._links is not None:
             self._links.control.flush()
@@ -373,7 +378,7 @@ class DrivenNetwork(StagedNetwork):
         engine: the last stage at work.
         graph: packs and unpacks arguments and outputs.
         microbatches: into how many slices a batch is split.
-        remote: names, in the LightningModule, of the tensors that workers own.
+        remote: per worker, names in the LightningModule of the tensors that it owns.
     """
 
     def __init__(
@@ -385,7 +390,7 @@ class DrivenNetwork(StagedNetwork):
         engine: Engine,
         graph: NetworkGraph,
         microbatches: int,
-        remote: Sequence[str],
+        remote: Sequence[tuple[str, ...]],
     ) -> None:
         super().__init__(number, name, module, engine)
         self.driver, self.graphs, self.remote = driver, [graph], tuple(remote)
@@ -401,11 +406,10 @@ class DrivenNetwork(StagedNetwork):
         leaf = torch.zeros((), requires_grad=True)
         self._anchor = leaf.view_as(leaf)
 
-    def module_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the network's stages own, here and on workers."""
-        tensors = tensors_of(self.driver._module)
-        names = (*self.remote, *self.owned())
-        return [t for n in names if isinstance(t := tensors[n], nn.Parameter)]
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers that the network's stages own, here and on workers."""
+        named = tensors_of(self.driver.module)
+        return [named[name] for owned in (*self.remote, self.owned()) for name in owned]
 
     def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call the network."""

@@ -155,8 +155,11 @@ class Worker:
 
     # -- the optimizers
 
-    def _take_optimizers(self, data: bytes, *_: int) -> None:
-        self._optimizers = unship(data, self._parameters)
+    def _take_optimizers(self, data: bytes, fresh: int, *_: int) -> None:
+        before, self._optimizers = self._optimizers, unship(data, self._parameters)
+        for old, new in zip(() if fresh else before, self._optimizers):
+            for parameter, state in old.state.items():
+                new.state.setdefault(parameter, state)
 
     def _zero_grad(self, _: None, index: int, set_to_none: int, *__: int) -> None:
         self._optimizers[index].zero_grad(bool(set_to_none))
