@@ -25,7 +25,7 @@ CONFIG = {
 LATER_LINES = {
     "after": "best",
     "again": MORE_STEPS,
-    "then": {"after": None, "again": None, "seed": 1, "network": "dropout"},
+    "then": {"after": None, "again": None, "seed": 1, "network": "dropout", "side": 4},
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LAUNCHES: dict[str, dict[str, Any]] = {
@@ -60,7 +60,6 @@ def test_every_launch_trains_as_one_device(
     for rank in Training(tmp_path, **{**CONFIG, **LAUNCHES[launch]}).run():
         assert_same(dict(rank["weights"]), dict(one_device["weights"]))
         assert_same(rank["metrics"], one_device["metrics"])
-        assert (rank["step"], rank["epoch"]) == (STEPS, one_device["epoch"])
         assert Path(rank["best"]).is_file()
 
 
