@@ -24,7 +24,7 @@ demo: $(READY)
 	@run=$$(ls -td demo/run/version_* | head -1) && best=$$run/checkpoints/best.ckpt \
 	&& $(call run,python -m models test --config configs/demo.yaml --ckpt_path $$best) \
 	&& $(call run,python -m models explain --config configs/demo.yaml --ckpt_path $$best \
-		--truth demo/adni/truth/planted) \
+		--layer layer2 --truth demo/adni/truth/planted) \
 	&& $(call run,python -m models.summary $$run)
 
 test: $(READY)

@@ -18,7 +18,7 @@ def save_overlay(scan: Scan, path: Path, class_names: tuple[str, ...]) -> None:
 
     figure = plt.figure(figsize=(10, 4.2), facecolor="black")
     display = plotting.plot_anat(
-        _nifti(scan.image, scan.affine),
+        _nifti(_with_dark_air(scan.image), scan.affine),
         cut_coords=tuple(float(x) for x in peak(scan.heatmap, scan.affine)),
         draw_cross=False,
         black_bg=True,
@@ -56,6 +56,11 @@ def _title(scan: Scan, class_names: tuple[str, ...]) -> str:
     if scan.truth is not None and scan.truth.any():
         parts.append("green: planted region")
     return "   |   ".join(parts)
+
+
+def _with_dark_air(image: Array) -> Array:
+    """Air, exactly 0 in prepared scans, lies in the middle of the greys of a standardised one."""
+    return np.where(image == 0, image.min(), image)
 
 
 def _nifti(volume: Array, affine: Array) -> nib.Nifti1Image:
