@@ -306,7 +306,8 @@ class HybridGabraStrategy(DDPStrategy):
             keep_samplers(trainer)
         assert self._mesh.drivers is not None
         broadcast_module(self.lightning_module, self._mesh.drivers)
-        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model_to_device()
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
@@ -316,10 +317,10 @@ class HybridGabraStrategy(DDPStrategy):
             self.lightning_module,
             self._driver,
             self._mesh,
-            Discovery(self._names, self._microbatches, self._make_plan, rank_zero_info),
+            Discovery(self._names, self._microbatches, self._make_plan, fitting, rank_zero_info),
             self._plans,
         )
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
             self._refuse_optimizers()
         self.setup_precision_plugin()

@@ -192,9 +192,10 @@ class Plan:
     def describe(self) -> str:
         """The plan as a short table for a terminal."""
         predicted = self.predicted_step_s
+        replicas, stages = _counted(self.replicas, "replica"), _counted(self.stages, "stage")
         head = (
-            f"{self.replicas} replicas x {self.stages} stages = {self.world_size} devices, "
-            f"{self.microbatches} micro-batches, {self.schedule}\n"
+            f"{replicas} x {stages} = {_counted(self.world_size, 'device')}, "
+            f"{_counted(self.microbatches, 'micro-batch', 'es')}, {self.schedule}\n"
             f"allocation: {self.allocation} ({self.objective})"
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
         )
@@ -203,7 +204,8 @@ class Plan:
         for column in rows[0]:
             table.add_column(column, justify="left" if column == "partitions" else "right")
         for row in rows:
-            table.add_row(*(f"{v:.1%}" if k == "load" else str(v) for k, v in row.items()))
+            cells = (f"{v:.1%}" if k == "load" else _plain(v) for k, v in row.items())
+            table.add_row(*cells)
         text = StringIO()
         # Plain text wherever it ends up: in a log file, in a notebook, in an error message.
         Console(file=text, width=100, color_system=None, force_jupyter=False).print(table)
@@ -211,6 +213,14 @@ class Plan:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"
+
+
+def _plain(value: str | int | float) -> str:
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _check_keys(cls: type[Any], record: Any, where: str) -> None:

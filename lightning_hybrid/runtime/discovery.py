@@ -44,12 +44,14 @@ class Discovery:
         names: of the modules that are networks; ``None``: found.
         microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
         make_plan: see :data:`Planner`.
+        training: whether the run trains.
         say: prints a line, once for all replicas.
     """
 
     names: tuple[str, ...] | None
     microbatches: int | None
     make_plan: Planner
+    training: bool
     say: Callable[[str], None]
 
 
@@ -246,7 +248,7 @@ class Networks:
         what = f"Network {name or 'self'!r} ({type(module).__name__})"
         self._how.say(f"{what}: {plan.describe()}".rstrip())
         normalised = any(isinstance(m, BatchNorm) for m in module.modules())
-        if normalised and plan.microbatches > 1:
+        if normalised and plan.microbatches > 1 and self._how.training:
             self._how.say(
                 f"{what} has batch normalisation: in training its statistics "
                 f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "
