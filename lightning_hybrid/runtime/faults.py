@@ -1,5 +1,6 @@
 """The first error of a run, on every rank: who fails writes it down, who follows reads it."""
 
+import time
 from datetime import timedelta
 
 from lightning_hybrid.errors import RemoteError
@@ -7,6 +8,7 @@ from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.transport import ConnectionLost
 
 _KEY = "fault"
+_WITNESS_DELAY_S = 0.5
 _STORE_TIMEOUT = timedelta(seconds=3)  # its host may be the rank that died
 
 
@@ -24,12 +26,22 @@ def first_fault(mesh: Mesh | None, error: BaseException, text: str) -> str | Non
     told = isinstance(error, RemoteError) and not isinstance(error, ConnectionLost)
     if told:
         text = str(error)
+    elif _is_symptom(error):
+        time.sleep(_WITNESS_DELAY_S)
     if mesh is not None:
         try:
             mesh.store.set_timeout(_STORE_TIMEOUT)
-            first = mesh.store.compare_set(_KEY, "", text).decode()
+            first: str = mesh.store.compare_set(_KEY, "", text).decode()
         except RuntimeError:
             first = text
         if first != text:
             return first
     return text if told else None
+
+
+def _is_symptom(error: BaseException) -> bool:
+    """Whether somebody is gone and this rank cannot tell who: a direct neighbour can."""
+    gone = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    if isinstance(error, ConnectionLost):
+        return "a rank of" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in gone)

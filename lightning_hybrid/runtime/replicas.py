@@ -20,10 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.runtime.mesh import Group
 from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.runtime.transport import wait
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """As in DistributedDataParallel: large enough for the link, and the first one small, to start
 early."""
+
+
+_ANOTHER_REPLICA = "a rank of another replica"
 
 
 class _Bucket:
@@ -112,7 +116,7 @@ class Copies:
         self._send_full_buckets()
         for bucket in self._buckets:
             assert bucket.work is not None
-            bucket.work.wait()
+            wait(bucket.work, _ANOTHER_REPLICA)
             bucket.empty()
 
     def reduce(self) -> None:
@@ -125,7 +129,7 @@ class Copies:
         if self._size == 1:
             return
         for work in [self._group.broadcast([buffer]) for buffer in self._buffers]:
-            work.wait()
+            wait(work, _ANOTHER_REPLICA)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -180,6 +184,6 @@ def broadcast_module(module: nn.Module, group: Group) -> None:
     tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
     copies = [t.cpu().contiguous() for t in tensors]
     for work in [group.broadcast([copy]) for copy in copies if copy.numel()]:
-        work.wait()
+        wait(work, _ANOTHER_REPLICA)
     for tensor, copy in zip(tensors, copies):
         tensor.copy_(copy)

@@ -60,7 +60,7 @@ class Arrival:
 
     def wait(self) -> list[Tensor]:
         for work in self._works:
-            _wait(work, self._peer)
+            wait(work, self._peer)
         return self._tensors
 
 
@@ -98,7 +98,7 @@ class Link:
         """Wait until everything sent has left."""
         while self._sends:
             work, _ = self._sends.popleft()
-            _wait(work, self._peer)
+            wait(work, self._peer)
 
 
 class Control:
@@ -153,18 +153,18 @@ class Control:
         """Wait until everything sent has left."""
         while self._sends:
             work, _ = self._sends.popleft()
-            _wait(work, "a rank of this replica")
+            wait(work, "a rank of this replica")
 
     def _send(self, peer: int, tensor: Tensor) -> None:
         work = _start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
         self._sends.append((work, tensor))
         while len(self._sends) > _KEPT_SENDS:
             oldest, _ = self._sends.popleft()
-            _wait(oldest, self._names[peer])
+            wait(oldest, self._names[peer])
 
     def _receive(self, peer: int, tensor: Tensor) -> None:
         name = self._names[peer]
-        _wait(_start(self._group.recv, [tensor], peer, 0, peer=name), name)
+        wait(_start(self._group.recv, [tensor], peer, 0, peer=name), name)
 
 
 def broadcast_object(group: Group, value: Any, source: int = 0) -> Any:
@@ -176,17 +176,17 @@ def broadcast_object(group: Group, value: Any, source: int = 0) -> Any:
     size = torch.tensor([len(data)])
     options = dist.BroadcastOptions()
     options.rootRank = source
-    _wait(_start(group.broadcast, [size], options, peer="a rank of the group"), "a rank")
+    wait(_start(group.broadcast, [size], options, peer="a rank of the group"), "a rank")
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
     if buffer is None:
         buffer = torch.empty(int(size), dtype=torch.uint8)
-    _wait(_start(group.broadcast, [buffer], options, peer="a rank of the group"), "a rank")
+    wait(_start(group.broadcast, [buffer], options, peer="a rank of the group"), "a rank")
     return value if here else pickle.loads(buffer.numpy().tobytes())
 
 
 def barrier(group: Group) -> None:
     """Wait until every rank of ``group`` is here."""
-    _wait(_start(group.barrier, peer="a rank of the group"), "a rank of the group")
+    wait(_start(group.barrier, peer="a rank of the group"), "a rank of the group")
 
 
 def _start(call: Any, *arguments: Any, peer: str) -> dist.Work:
@@ -197,7 +197,12 @@ def _start(call: Any, *arguments: Any, peer: str) -> dist.Work:
     return work
 
 
-def _wait(work: dist.Work, peer: str) -> None:
+def wait(work: dist.Work, peer: str) -> None:
+    """Wait for a transfer.
+
+    Raises:
+        ConnectionLost: ``peer`` went away.
+    """
     try:
         work.wait()
     except RuntimeError as error:

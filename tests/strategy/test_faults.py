@@ -103,10 +103,10 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
     assert "ValueError: this error is on purpose" in first_error(output), output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", range(4))
 def test_a_killed_rank_ends_the_others_and_is_named(start: Start, rank: int) -> None:
-    training, process = start(stages=2)
-    pids = ready(training, 2)
+    training, process = start(replicas=2, stages=2)
+    pids = ready(training, 4)
     members = family(process.pid)
     killed = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
