@@ -18,6 +18,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 SCRIPT = Path(__file__).with_name("user_code_script.py")
+IN_REPLICAS = [
+    "Accumulates",
+    "CallsTwice",
+    "CallsWithoutGradient",
+    "ChainsNetworks",
+    "ClipsNorm",
+    "FreezesLayers",
+    "HasTemperature",
+    "WantsInputGradient",
+]
 SOME = ["Plain", "Drops", "Accumulates"]
 Ranks = list[dict[str, Any]]
 
@@ -100,15 +110,17 @@ def test_three_stages_train_as_one_device(
     assert_each_rank_owned_gradients(ranks, name)
 
 
-def test_replicas_of_stages_accumulate_as_one_device(
-    runs: Callable[..., Ranks], tmp_path: Path
+@pytest.mark.parametrize("name", IN_REPLICAS)
+def test_replicas_of_stages_train_as_one_device_that_accumulates(
+    runs: Callable[..., Ranks], tmp_path: Path, name: str
 ) -> None:
-    ranks = runs(2, 2, ["Accumulates"])
-    # two replicas take two batches each per step: one device takes four
-    expected = one_device("Accumulates", tmp_path, accumulate_grad_batches=4)
+    ranks = runs(2, 2, IN_REPLICAS)
+    # two replicas take a batch each: one device takes two before it steps
+    batches = 2 * CASES[name].options.get("accumulate_grad_batches", 1)
+    expected = one_device(name, tmp_path, accumulate_grad_batches=batches)
     for rank in ranks:
-        assert_same(rank["Accumulates"]["weights"], dict(expected.state_dict()))
-    assert_each_rank_owned_gradients(ranks, "Accumulates", replicas=2)
+        assert_same(rank[name]["weights"], dict(expected.state_dict()))
+    assert_each_rank_owned_gradients(ranks, name, replicas=2)
 
 
 def test_a_gradient_that_is_only_asked_for_reaches_no_parameter(
