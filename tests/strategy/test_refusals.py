@@ -104,7 +104,7 @@ def test_more_stages_than_partitions() -> None:
         backend="gloo",
     )
     module = Plain()
-    discovery = Discovery(None, 2, plan, print)
+    discovery = Discovery(names=None, microbatches=2, make_plan=plan, training=True, say=print)
     networks = Networks(module, None, OneReplica(stages), discovery, {})
     with pytest.raises(PlanError, match=r"3 network partitions.*pipeline_parallel_size=50"):
         module.net(torch.zeros(4, 6, dtype=torch.float64))
