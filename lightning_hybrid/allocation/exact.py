@@ -16,6 +16,8 @@ from lightning_hybrid.errors import AllocationError
 
 _MAX_OPERATIONS = 2e10
 """Elementary steps that the dynamic programme may take: about a minute."""
+_TIME_LIMIT_S = 60.0
+_INFEASIBLE = 2  # status of scipy's milp
 
 
 def solve_exactly(problem: Problem) -> Ints:
@@ -64,9 +66,10 @@ def _chain(problem: Problem) -> Ints:
         best[state] = np.min([nothing, *reached], axis=0)
     state, k = full, problem.n
     if not np.isfinite(best[state][k]):
+        spare = problem.n > problem.m  # else one partition each, which is contiguous anyway
         raise AllocationError(
-            "no contiguous assignment keeps every device within its limits: "
-            "use more or larger devices, smaller partitions, or contiguous=False"
+            "no contiguous assignment keeps every device within its limits: use larger devices or "
+            "smaller partitions" + ", more devices, or contiguous=False" * spare
         )
     # Walk back from the end: which last run explains the best cost?
     free = [[j for j, c in enumerate(problem.classes) if c == device] for device in classes]
@@ -147,12 +150,17 @@ def _highs(problem: Problem) -> Ints:
         integrality=integral,
         bounds=Bounds(lower, upper),
         constraints=constraints,
-        options={"time_limit": 60.0, "mip_rel_gap": 1e-9},
+        options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": 1e-9},
     )
+    if answer.status == _INFEASIBLE:
+        raise AllocationError(
+            f"no assignment of {n} partitions to {m} devices keeps every device within its limits: "
+            "use more or larger devices, or smaller partitions"
+        )
     if answer.status != 0:
         raise AllocationError(
-            f"no proven optimum for {n} partitions on {m} devices: {answer.message} "
-            "If it took too long use method='gabra', if it is infeasible larger devices"
+            f"no proven optimum for {n} partitions on {m} devices within {_TIME_LIMIT_S:.0f} s: "
+            f"use method='gabra'. (HiGHS: {answer.message})"
         )
     return np.asarray(answer.x[: n * m].reshape(n, m).argmax(axis=1), dtype=np.int64)
 

@@ -226,3 +226,13 @@ def _check_limit(name: str, weights: Floats, limits: Floats) -> None:
             f"the partitions have {name} {weights.sum():g} in all, the devices take "
             f"{limits.sum():g}: use more or larger devices"
         )
+    # No device stays empty, so the m smallest partitions must fit the devices, size by size.
+    order, smallest = limits.argsort(), np.sort(weights)[: len(limits)]
+    tight = np.flatnonzero(smallest > limits[order] * (1 + SLACK))
+    if tight.size:
+        device = order[tight[0]]
+        raise AllocationError(
+            f"device {device} takes {name} {limits[device]:g}, the smallest partition left for it "
+            f"has {smallest[tight[0]]:g}, and no device may stay empty: leave this device out, use "
+            "a larger one, or cut the network into smaller partitions"
+        )

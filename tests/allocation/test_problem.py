@@ -75,6 +75,8 @@ def test_the_makespan_separates_placements_between_which_profit_ties() -> None:
         ({"memory": [3, 3, 3], "memory_limits": [3, 3, 2]}, "memory 9 in all, the devices take 8"),
         ({"objective": "profit", "loads": [1, 5, 1]}, "partition 1 has load 5"),
         ({"objective": "profit", "loads": [4, 4, 4, 4]}, "load 16 in all, the devices take 12"),
+        ({"objective": "profit", "capacities": [4, 4, 0.5]}, "device 2 takes load 0.5, .* has 1"),
+        ({"memory": [1, 3, 3], "memory_limits": [2, 2, 9]}, "device 1 takes memory 2, .* has 3"),
         ({"objective": "speed"}, "'speed' is neither 'makespan' nor 'profit'"),
         ({"last_device": 3}, r"last_device\(3\) is none of the devices 0..2"),
         ({"method": "guess"}, "'guess' is neither 'gabra' nor 'exact'"),
