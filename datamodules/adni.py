@@ -116,7 +116,10 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.split: Split | None = None
         self.records: list[ScanRecord] = []
         self._told = False
-        for path, what in ((self.cache_dir, "cache_dir"), (self.split_file, "split_file")):
+        for path, what in (
+            (self.cache_dir, "--data.cache_dir"),
+            (self.split_file, "--data.split_file"),
+        ):
             if path is not None:
                 refuse_inside(self.root, path, what)
 
@@ -157,7 +160,7 @@ class ADNIDataModule(lightning.LightningDataModule):
                 progress=advance,
             )
         report = self.state_dir / "problems.tsv"
-        write_problems(report, found.problems)
+        write_problems(report, found)
         if found.problems and self.on_bad == "error":
             raise ProblemsError(found.problems, str(self.root), str(report))
         write_manifest(self.state_dir / "manifest.tsv", found.records)
@@ -167,7 +170,8 @@ class ADNIDataModule(lightning.LightningDataModule):
             save_split(path, make_split(found.records, *fractions, self.seed))
         if not self._told:
             self.setup()
-            rank_zero_info(f"{found.summary()}\n{self.describe()}")
+            listed = f"\nlisted in {report}" if found.problems or found.warnings else ""
+            rank_zero_info(f"{found.summary()}{listed}\n{self.describe()}")
             self._told = True
 
     def setup(self, stage: str | None = None) -> None:
@@ -266,7 +270,7 @@ class ADNIDataModule(lightning.LightningDataModule):
             numbers = "".join(f"{counts[label]:>8}" for label in range(self.num_classes))
             lines.append(f"{part:8}{numbers}{len({r.subject for r in scans}):>10}")
         if self.shuffle_labels:
-            lines.append("labels are PERMUTED over subjects (shuffle_labels=True)")
+            lines.append("labels are PERMUTED over subjects (--data.shuffle_labels true)")
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,7 +290,7 @@ class ADNIDataModule(lightning.LightningDataModule):
                 "OTHER_SPLIT",
                 "the checkpoint was trained on another split of the subjects",
                 str(self._split_path(self.records)),
-                "give the split_file of that run, or start anew",
+                "give the split of that run with --data.split_file, or start anew",
             )
 
 

@@ -29,7 +29,7 @@ from .atomic import write_atomically
 from .errors import Problem
 from .records import ScanRecord
 
-_VERSION = 1  # raise it when a check changes
+_VERSION = 2  # raise it when a check changes
 _LARGEST_BYTES = 4 << 30  # of one volume, by its header
 _GZIP = b"\x1f\x8b"
 
@@ -152,15 +152,26 @@ def _check_geometry(image: Any) -> FileReport:
         raise _Bad("SINGULAR_AFFINE", f"affine {affine[:3].tolist()}", "convert again from DICOM")
     _check_forms(header)
     sizes = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
-    extent = sizes * shape
-    odd = sizes.min() < 0.4 or sizes.max() > 4 or extent.min() < 100 or extent.max() > 450
-    measures = f"voxels {sizes.round(2).tolist()} mm, field of view {extent.round().tolist()} mm"
     return FileReport(
-        warning=f"GEOMETRY: {measures}" if odd else "",
+        warning=_odd_measures(sizes, sizes * shape),
         shape=" ".join(str(n) for n in shape),
         zooms=" ".join(f"{size:.4g}" for size in sizes),
         axcodes="".join(nib.aff2axcodes(affine)),
     )
+
+
+def _odd_measures(sizes: Any, extent: Any) -> str:
+    """``what is unusual: the measures``, or nothing."""
+    odd = {
+        "voxels below 0.4 mm": sizes.min() < 0.4,
+        "voxels above 4 mm": sizes.max() > 4.001,  # affines are stored in single precision
+        "field of view below 100 mm": extent.min() < 100,
+        "field of view above 450 mm": extent.max() > 450,
+    }
+    if not any(odd.values()):
+        return ""
+    voxels, view = (" x ".join(f"{size:.3g}" for size in sides) for sides in (sizes, extent))
+    return f"{' and '.join(k for k in odd if odd[k])}: voxels {voxels} mm, field of view {view} mm"
 
 
 def _check_forms(header: Any) -> None:
@@ -196,7 +207,7 @@ def check_records(
     *,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[list[ScanRecord], list[Problem], list[str]]:
+) -> tuple[list[ScanRecord], list[Problem], list[Problem]]:
     """Check the files of all used records.
 
     Threads are enough: unpacking, hashing and the array operations release the interpreter lock.
@@ -228,22 +239,24 @@ def check_records(
 
 def _apply(
     records: Sequence[ScanRecord], reports: dict[str, FileReport]
-) -> tuple[list[ScanRecord], list[Problem], list[str]]:
+) -> tuple[list[ScanRecord], list[Problem], list[Problem]]:
     owners: dict[str, list[str]] = defaultdict(list)
     for record in records:
         if record.path in reports and reports[record.path].sha256:
             owners[reports[record.path].sha256].append(record.image_id)
-    checked, problems, warnings = [], [], []
+    checked: list[ScanRecord] = []
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
     for record in records:
         report = reports.get(record.path)
         if report is not None:
-            twins = owners[report.sha256] if report.sha256 else []
-            if len(twins) > 1:
-                detail = (
-                    f"the same content as {', '.join(i for i in twins if i != record.image_id)}"
-                )
+            twins = [i for i in owners[report.sha256] if i != record.image_id]
+            if twins:
                 report = replace(
-                    report, code="DUPLICATE_CONTENT", detail=detail, action="keep the right one"
+                    report,
+                    code="DUPLICATE_CONTENT",
+                    detail=f"the same content as {', '.join(twins)}",
+                    action="keep the right one",
                 )
             record = replace(
                 record,
@@ -254,10 +267,10 @@ def _apply(
                 problem=report.code,
             )
             who = (record.path, record.subject, record.image_id)
-            problems += [Problem(report.code, report.detail, report.action, *who)] * bool(
-                report.code
-            )
-            warnings += [f"{report.warning} ({record.path})"] * bool(report.warning)
+            if report.code:
+                problems.append(Problem(report.code, report.detail, report.action, *who))
+            if report.warning:
+                warnings.append(Problem("GEOMETRY", report.warning, "used as it is", *who))
         checked.append(record)
     return checked, problems, warnings
 

@@ -1,23 +1,37 @@
-"""``python -m datamodules synth|check|manifest|split``.
+"""Commands about the data: make a synthetic cohort, check a download, list it, split it.
 
 Exit codes: 0 done (warnings included), 1 problems with the data, 2 wrong arguments.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from argparse import (
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
-from .errors import DataError
+from .errors import DataError, FolderError, listing
 from .labels import TASKS
 from .progress import progress_bar
-from .records import write_manifest
+from .records import read_manifest, write_manifest
 from .splits import SPLITS, make_split, save_split
 from .survey import Survey, refuse_inside, survey, write_problems
 from .synth.levels import GROUPS, Diagnosis, Difficulty
+
+_PROGRAM = "python -m datamodules"
+_OUT = Path("adni_check")
+_EXAMPLES = {
+    "synth": "synth synthetic --subjects AD=12,NC=12 --resolution 4",
+    "check": "check /data/ADNI_download --out adni_check",
+    "manifest": "manifest /data/ADNI_download --out adni_check/scans.tsv",
+    "split": "split /data/ADNI_download --val 0.2 --test 0.2 --out adni_check/split.json",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,22 +45,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m datamodules", description=__doc__)
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=_PROGRAM,
+        description=__doc__,
+        epilog="examples:\n" + "\n".join(f"  {_PROGRAM} {line}" for line in _EXAMPLES.values()),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_synth(commands.add_parser("synth", help="write a synthetic cohort"))
-    check = commands.add_parser("check", help="read every file and report every problem")
-    check.add_argument("--out", type=Path, default=Path("adni_check"), help="folder for the report")
-    check.set_defaults(run=_check)
-    manifest = commands.add_parser("manifest", help="list the scans, without reading them")
-    manifest.add_argument("--out", type=Path, default=Path("adni_check/manifest.tsv"))
-    manifest.set_defaults(run=_manifest)
-    split = commands.add_parser("split", help="split the subjects into train, val and test")
-    split.add_argument("--out", type=Path, default=Path("adni_check/split.json"))
+
+    def add(name: str, what: str, run: Callable[[Namespace], int]) -> ArgumentParser:
+        example = f"example: {_PROGRAM} {_EXAMPLES[name]}"
+        command = commands.add_parser(name, help=what, description=what, epilog=example)
+        command.set_defaults(run=run)
+        return command
+
+    _add_synth(add("synth", "write a synthetic cohort", _synth))
+    check = add("check", "read every file and report every problem", _check)
+    check.add_argument("--out", type=Path, default=_OUT, help=f"report folder (default: {_OUT})")
+    manifest = add("manifest", "list the scans, without reading them", _manifest)
+    _add_out(manifest, "scans.tsv")
+    for writer in (check, manifest):
+        writer.add_argument("--force", action="store_true", help="replace files of other origin")
+    split = add("split", "split the subjects into train, val and test", _split)
+    _add_out(split, "split.json")
     split.add_argument("--val", type=float, default=0.15, help="share for validation")
     split.add_argument("--test", type=float, default=0.15, help="share for testing")
     split.add_argument("--seed", type=int, default=0)
-    split.set_defaults(run=_split)
     for reader in (check, manifest, split):
         reader.add_argument("root", type=Path, help="folder of the download; never written to")
         reader.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
@@ -57,7 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_synth(parser: argparse.ArgumentParser) -> None:
+def _add_out(parser: ArgumentParser, name: str) -> None:
+    default = _OUT / name
+    parser.add_argument("--out", type=Path, default=default, help=f"file (default: {default})")
+
+
+def _add_synth(parser: ArgumentParser) -> None:
     parser.add_argument("out", help="folder to write to: new, or the same cohort")
     parser.add_argument(
         "--subjects",
@@ -91,7 +121,6 @@ def _add_synth(parser: argparse.ArgumentParser) -> None:
         metavar="0..1",
         help="how strongly the scanner gives the diagnosis away (default: 0)",
     )
-    parser.set_defaults(run=_synth)
 
 
 def _subjects(text: str) -> tuple[tuple[Diagnosis, int], ...]:
@@ -102,14 +131,14 @@ def _subjects(text: str) -> tuple[tuple[Diagnosis, int], ...]:
         name, _, count = part.partition("=")
         known = [group for group in GROUPS if group == name.strip()]
         if not known or not count.strip().isdigit():
-            raise argparse.ArgumentTypeError(
+            raise ArgumentTypeError(
                 f"{part!r} is not DIAGNOSIS=NUMBER with a diagnosis of {', '.join(GROUPS)}"
             )
         counts.append((known[0], int(count)))
     return tuple(counts)
 
 
-def _synth(options: argparse.Namespace) -> int:
+def _synth(options: Namespace) -> int:
     from .synth import CohortSpec, generate
 
     spec = CohortSpec(
@@ -128,29 +157,31 @@ def _synth(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: Namespace) -> int:
     refuse_inside(options.root, options.out, "--out")
+    manifest, problems = options.out / "manifest.tsv", options.out / "problems.tsv"
+    store = options.out / "checks.json"
+    for path in (manifest, problems):
+        _refuse_overwriting(path, store.exists() or options.force)
     with progress_bar("files") as advance:
         found = survey(
             options.root,
             TASKS[options.task],
-            options.out / "checks.json",
+            store,
             collection_csv=options.collection_csv,
             diagnosis_csv=options.diagnosis_csv,
             progress=advance,
         )
-    write_manifest(options.out / "manifest.tsv", found.records)
-    write_problems(options.out / "problems.tsv", found.problems)
+    write_manifest(manifest, found.records)
+    write_problems(problems, found)
     print(found.summary())
-    for problem in found.problems:
-        print(problem)
-    for warning in found.warnings:
-        print(f"warning: {warning}")
-    print(f"report: {options.out / 'manifest.tsv'}, {options.out / 'problems.tsv'}")
+    if found.problems:
+        print(listing(found.problems))
+    print(f"report: {manifest}, {problems}")
     return 1 if found.problems else 0
 
 
-def _read_unchecked(options: argparse.Namespace) -> Survey:
+def _read_unchecked(options: Namespace) -> Survey:
     refuse_inside(options.root, options.out, "--out")
     found = survey(
         options.root,
@@ -163,14 +194,33 @@ def _read_unchecked(options: argparse.Namespace) -> Survey:
     return found
 
 
-def _manifest(options: argparse.Namespace) -> int:
+def _manifest(options: Namespace) -> int:
+    _refuse_overwriting(options.out, options.force or _is_unchecked(options.out))
     found = _read_unchecked(options)
     write_manifest(options.out, found.records)
     print(f"manifest: {options.out}")
     return 1 if found.problems else 0
 
 
-def _split(options: argparse.Namespace) -> int:
+def _refuse_overwriting(path: Path, allowed: bool) -> None:
+    if path.exists() and not allowed:
+        raise FolderError(
+            "OUT_EXISTS",
+            "a file that this command did not write is there already",
+            str(path),
+            "give another --out, or --force to replace it",
+        )
+
+
+def _is_unchecked(path: Path) -> bool:
+    """Whether a manifest is there in which nothing would be lost: it has no content hashes."""
+    try:
+        return not any(record.sha256 for record in read_manifest(path))
+    except (OSError, ValueError, DataError):
+        return False
+
+
+def _split(options: Namespace) -> int:
     found = _read_unchecked(options)
     split = make_split(found.records, options.val, options.test, options.seed)
     save_split(options.out, split)

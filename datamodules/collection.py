@@ -26,7 +26,6 @@ class CollectionRow:
     age: float | None
     visit: str
     description: str
-    type: str
     acquired: date | None
     format: str
     line: int
@@ -37,7 +36,6 @@ class Collection:
     """A collection table by image ID."""
 
     path: Path
-    encoding: str
     rows: dict[str, CollectionRow]
 
 
@@ -69,7 +67,7 @@ def find_collection(root: Path, given: Path | None = None) -> Collection:
             "SEVERAL_TABLES",
             f"{len(good)} collection tables: {names}",
             str(root),
-            "name the one that belongs to these scans with collection_csv",
+            "name the one of these scans with --data.collection_csv / --collection-csv",
         )
     found = "; ".join(reasons) if reasons else "no .csv file at all"
     above = _tables_in(root.parent)
@@ -78,7 +76,8 @@ def find_collection(root: Path, given: Path | None = None) -> Collection:
         "NO_TABLE",
         f"no collection table directly in the folder: {found}",
         str(root),
-        f"put the collection's CSV there, or name it with collection_csv{hint}",
+        "put the collection's CSV there, or name it with --data.collection_csv / --collection-csv"
+        + hint,
     )
 
 
@@ -109,7 +108,7 @@ def read_collection(path: Path) -> Collection:
                 str(path),
                 "remove the wrong row",
             )
-    return Collection(path, table.encoding, rows)
+    return Collection(path, rows)
 
 
 def _parse(path: Path, values: dict[str, str], line: int, written: str) -> CollectionRow:
@@ -131,7 +130,6 @@ def _parse(path: Path, values: dict[str, str], line: int, written: str) -> Colle
         age=float(age) if re.fullmatch(r"\d+(\.\d+)?", age) else None,
         visit=values.get("visit", ""),
         description=values.get("description", ""),
-        type=values.get("type", ""),
         acquired=parse_date(values.get("acqdate", ""), written),
         format=values.get("format", ""),
         line=line,

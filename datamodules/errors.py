@@ -13,9 +13,13 @@ so they travel between processes (data loader workers, spawned ranks) unharmed.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import indent
+
+NO_SCAN = "NO_SCAN"  # the one problem that is not about a scan that was found
+_SHOWN = 5  # problems of a kind
 
 
 class DataError(Exception):
@@ -68,6 +72,7 @@ class Problem:
         path: the file, or the table and line.
         subject: subject, when known.
         image_id: image ID, when known.
+        scans: how many scans it concerns; the others are like the one named.
     """
 
     code: str
@@ -76,26 +81,48 @@ class Problem:
     path: str = ""
     subject: str = ""
     image_id: str = ""
+    scans: int = 1
 
     def __str__(self) -> str:
-        who = " ".join(part for part in (self.subject, self.image_id) if part)
-        return f"{self.code} {who}: {self.detail}\n    {self.path}\n    -> {self.action}"
+        many = f"{self.scans} scans, first" if self.scans > 1 else ""
+        who = " ".join(part for part in (self.code, many, self.subject, self.image_id) if part)
+        return f"{who}: {self.detail}\n    {self.path}\n    -> {self.action}"
+
+
+def tally(problems: Iterable[Problem]) -> str:
+    """How many scans have which problem; and the rows that have no scan, which are not scans."""
+    counts: Counter[str] = Counter()
+    for problem in problems:
+        counts[problem.code] += problem.scans
+    rows = counts.pop(NO_SCAN, 0)
+    bad = ", ".join(f"{n} x {code}" for code, n in counts.most_common())
+    parts = [f"bad: {bad}" if bad else "", f"rows without a file: {rows} x {NO_SCAN}" * bool(rows)]
+    return "; ".join(part for part in parts if part)
+
+
+def listing(problems: Iterable[Problem]) -> str:
+    """The first problems of each kind in full, and how many more there are."""
+    kinds: dict[str, list[Problem]] = defaultdict(list)
+    for problem in problems:
+        kinds[problem.code].append(problem)
+    lines = []
+    for code, alike in kinds.items():
+        lines += [str(problem) for problem in alike[:_SHOWN]]
+        if len(alike) > _SHOWN:
+            lines.append(f"{code}: {len(alike) - _SHOWN} more, see problems.tsv")
+    return "\n".join(lines)
 
 
 class ProblemsError(DataError):
     """Problems with single scans or subjects, collected over the whole data set."""
 
-    _SHOWN = 20
-
     def __init__(self, problems: Sequence[Problem], where: str = "", report: str = "") -> None:
         self.problems = tuple(problems)
-        counts = Counter(problem.code for problem in self.problems)
-        kinds = ", ".join(f"{n} x {code}" for code, n in sorted(counts.items()))
         super().__init__(
             "PROBLEMS",
-            f"{len(self.problems)} problem(s) before the first step: {kinds}",
+            f"found before the first step: {tally(self.problems)}",
             where,
-            'repair or remove what is named, or pass on_bad="skip" to go on without it'
+            "repair or remove what is named, or go on without it: --data.on_bad skip"
             + (f"; full list: {report}" if report else ""),
         )
         self.report = report
@@ -103,8 +130,4 @@ class ProblemsError(DataError):
         self.args = (self.problems, where, report)
 
     def __str__(self) -> str:
-        shown = [f"  {problem}" for problem in self.problems[: self._SHOWN]]
-        rest = len(self.problems) - self._SHOWN
-        return "\n".join(
-            [super().__str__(), *shown, *([f"  ... and {rest} more"] if rest > 0 else [])]
-        )
+        return f"{super().__str__()}\n{indent(listing(self.problems), '  ')}"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .collection import PTID, Collection, CollectionRow
-from .errors import FolderError, Problem
+from .errors import NO_SCAN, FolderError, Problem
 from .labels import Task, diagnosis, known_words
-from .progression import Rule, Visit, label_scan
+from .progression import Visit, label_scan
 from .records import ScanRecord
 
 _SUFFIX = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
@@ -120,35 +120,32 @@ def is_t1(description: str) -> bool:
 
 
 def read_ida(
-    root: Path, collection: Collection, task: Task, histories: Histories | None = None
+    found: Sequence[FoundFile],
+    collection: Collection,
+    task: Task,
+    histories: Histories | None = None,
 ) -> Reading:
-    """Join the files in ``root`` with their rows and label them for ``task``.
+    """Join the files that ``discover`` found with their rows and label them for ``task``.
 
     Without ``histories`` the diagnosis is the research group of the collection table, with them it
     is that of the visit nearest to the scan, seen in the light of all others.
-
-    Raises:
-        FolderError: no such folder, or no scans in it.
     """
-    found = discover(root)
     copies = Counter(file.image_id for file in found)
     problems: list[Problem] = []
     records = []
     for file in found:
         row = collection.rows.get(file.image_id)
         problem = _identity_problem(file, row, copies, collection.path)
-        if problem is None and row is not None:
-            record, problem = _labelled(file, row, task, collection.path, histories)
-        else:
-            record = _bare(file)
         if problem is not None:
-            record = replace(record, problem=problem.code)
+            records.append(replace(_bare(file), problem=problem.code))
             problems.append(problem)
-        records.append(record)
+        elif row is not None:
+            records.append(_labelled(file, row, task, collection.path, histories))
+    problems += _unknown_labels(records, collection)
     records = _choose_series(records)
     records, conflicts = _label_conflicts(records, task)
-    missing = list(_rows_without_scan(collection, {file.image_id for file in found}))
-    return Reading(records, problems + conflicts + missing)
+    missing = _rows_without_scan(collection, {file.image_id for file in found})
+    return Reading(records, [*problems, *conflicts, *missing])
 
 
 def _bare(file: FoundFile) -> ScanRecord:
@@ -198,14 +195,14 @@ def _identity_problem(
 
 def _labelled(
     file: FoundFile, row: CollectionRow, task: Task, table: Path, histories: Histories | None
-) -> tuple[ScanRecord, Problem | None]:
+) -> ScanRecord:
     dx = diagnosis(row.group)
     reason = ""
     source = f"{table.name}:Group={row.group}"
     if histories is not None:
         history = histories.get(row.subject, [])
         day = row.acquired
-        dx, reason = label_scan(history, day, Rule()) if history and day else ("", "missing")
+        dx, reason = label_scan(history, day) if history and day else ("", "missing")
         source = f"history of {len(history)} visits"
     record = replace(
         _bare(file),
@@ -220,18 +217,35 @@ def _labelled(
         acq_date=row.acquired.isoformat() if row.acquired else "",
     )
     if not is_t1(row.description):
-        return replace(record, reason="not_t1"), None
+        return replace(record, reason="not_t1")
     if reason:
-        return replace(record, reason=reason), None
+        return replace(record, reason=reason)
     if dx is None:
-        detail = f"group {row.group!r} (line {row.line}) is none of {known_words()}"
-        action = "correct the table, or leave this subject out"
-        where = f"{file.path} ({table.name})"
-        problem = Problem("UNKNOWN_LABEL", detail, action, where, file.subject, file.image_id)
-        return record, problem
+        return replace(record, problem="UNKNOWN_LABEL")
     if record.label is None:
-        return replace(record, reason="smc" if dx == "SMC" else "not_in_task"), None
-    return record, None
+        return replace(record, reason="smc" if dx == "SMC" else "not_in_task")
+    return record
+
+
+def _unknown_labels(records: Sequence[ScanRecord], collection: Collection) -> Iterator[Problem]:
+    """One problem for each unknown group: whole collections say ``Patient`` in every row."""
+    groups: dict[str, list[CollectionRow]] = defaultdict(list)
+    for record in records:
+        if record.problem == "UNKNOWN_LABEL":
+            row = collection.rows[record.image_id]
+            groups[row.group].append(row)
+    for group, rows in groups.items():
+        first = min(rows, key=lambda row: row.line)
+        yield Problem(
+            "UNKNOWN_LABEL",
+            f"group {group!r} is none of {known_words()}",
+            "give the diagnoses (ADNIMERGE) with --data.diagnosis_csv / --diagnosis-csv, "
+            "or correct the table",
+            f"{collection.path}, line {first.line}",
+            first.subject,
+            first.image_id,
+            len(rows),
+        )
 
 
 def _preference(record: ScanRecord) -> tuple[int, int]:
@@ -285,7 +299,7 @@ def _rows_without_scan(collection: Collection, present: set[str]) -> Iterator[Pr
     for row in collection.rows.values():
         if row.image_id not in present and is_t1(row.description):
             yield Problem(
-                "NO_SCAN",
+                NO_SCAN,
                 f"a row ({row.description}, {row.format or 'no format given'}) without a file",
                 "download the rest of the collection (NiFTI), or remove the row",
                 f"{collection.path}, line {row.line}",

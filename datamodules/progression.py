@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 
+_HORIZON_MONTHS = 36.0  # conversion within this time makes progressive MCI
+_TOLERANCE_MONTHS = 3.0  # visits happen early and late
+_MAX_DAYS_APART = 60  # a scan without a diagnosis this near has none
 _DAYS_PER_MONTH = 30.4375
 
 
@@ -27,22 +30,7 @@ class Visit:
     dx: str
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The numbers of the rule.
-
-    Attributes:
-        horizon_months: conversion within this time makes progressive MCI.
-        tolerance_months: visits happen early and late.
-        max_days_apart: a scan without a diagnosis this near has none.
-    """
-
-    horizon_months: float = 36.0
-    tolerance_months: float = 3.0
-    max_days_apart: int = 60
-
-
-def label_scan(history: Sequence[Visit], scan: date, rule: Rule) -> tuple[str, str]:
+def label_scan(history: Sequence[Visit], scan: date) -> tuple[str, str]:
     """(class, reason): one of them is empty.
 
     Reasons: ``no_dx_near_scan``, ``smc``, ``reverted``, ``unstable``, ``short_follow_up``,
@@ -51,7 +39,7 @@ def label_scan(history: Sequence[Visit], scan: date, rule: Rule) -> tuple[str, s
     """
     visits = sorted(history, key=lambda visit: visit.day)
     near = min(visits, key=lambda visit: abs((visit.day - scan).days), default=None)
-    if near is None or abs((near.day - scan).days) > rule.max_days_apart:
+    if near is None or abs((near.day - scan).days) > _MAX_DAYS_APART:
         return "", "no_dx_near_scan"
     later = [visit for visit in visits if visit.day > near.day]
     if near.dx == "AD":
@@ -62,10 +50,10 @@ def label_scan(history: Sequence[Visit], scan: date, rule: Rule) -> tuple[str, s
         return "", "smc"
     if any(visit.dx == "AD" for visit in visits if visit.day < near.day):
         return "", "unstable"
-    return _label_mci(near, later, rule)
+    return _label_mci(near, later)
 
 
-def _label_mci(scan: Visit, later: Sequence[Visit], rule: Rule) -> tuple[str, str]:
+def _label_mci(scan: Visit, later: Sequence[Visit]) -> tuple[str, str]:
     def months(visit: Visit) -> float:
         return (visit.day - scan.day).days / _DAYS_PER_MONTH
 
@@ -75,12 +63,12 @@ def _label_mci(scan: Visit, later: Sequence[Visit], rule: Rule) -> tuple[str, st
         ever_ad = any(visit.dx == "AD" for visit in later)
         return "", "unstable" if ever_ad else "reverted"
     last_mci = max((months(visit) for visit in still), default=0.0)
-    long_enough = last_mci >= rule.horizon_months - rule.tolerance_months
+    long_enough = last_mci >= _HORIZON_MONTHS - _TOLERANCE_MONTHS
     if not converted:
         if len(still) < len(later):  # demented once, and not any more
             return "", "unstable"
         return ("sMCI", "") if long_enough else ("", "short_follow_up")
     conversion = min(months(v) for v in later if v.dx == "AD" and months(v) > last_mci)
-    if conversion <= rule.horizon_months + rule.tolerance_months:
+    if conversion <= _HORIZON_MONTHS + _TOLERANCE_MONTHS:
         return "pMCI", ""
     return "", "converts_after_horizon" if long_enough else "interval_censored"

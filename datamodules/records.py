@@ -1,8 +1,4 @@
-"""The manifest: one record per scan found, whatever folder layout it came from.
-
-The data module trains from these records only. Readers of other layouts (BIDS, CAPS, a plain CSV,
-diagnoses from ADNIMERGE or DXSUM) fill in the same fields. Unknown is ``""`` or None.
-"""
+"""The manifest: one record per scan found. The data module trains from these records only."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from .errors import TableError
 
 @dataclass(frozen=True, kw_only=True)
 class ScanRecord:
-    """One scan.
+    """One scan. Unknown is ``""`` or None.
 
     It is *used* when both ``reason`` and ``problem`` are empty, *excluded* with a ``reason``
     (not wanted for this task), *bad* with a ``problem`` (wanted, but cannot be trusted).
@@ -30,18 +26,15 @@ class ScanRecord:
     image_id: str
     """With its letter, e.g. ``I9000001``."""
     path: str
-    layout: str = "ida"
-    """ida, bids, caps or csv."""
     session: str = ""
     """Visit as the source writes it."""
     description: str = ""
-    registered: bool | None = None
-    """Whether the source promises a common space."""
     dx: str = ""
     """NC, MCI, AD, sMCI, pMCI or SMC."""
     dx_source: str = ""
     """Table, column and value that ``dx`` comes from."""
     dx_bl: str = ""
+    """Research group in the collection table."""
     label: int | None = None
     """Index into the task's class names."""
     reason: str = ""
@@ -50,12 +43,8 @@ class ScanRecord:
     sex: str = ""
     """F or M."""
     site: str = ""
-    field_strength: str = ""
-    phase: str = ""
     acq_date: str = ""
     """YYYY-MM-DD."""
-    exam_date: str = ""
-    days_apart: int | None = None
     bytes: int = 0
     mtime_ns: int = 0
     sha256: str = ""
@@ -66,7 +55,6 @@ class ScanRecord:
     problem: str = ""
     split: str = ""
     """train, val or test."""
-    fold: int | None = None
 
     @property
     def used(self) -> bool:
@@ -101,7 +89,7 @@ def manifest_text(records: Iterable[ScanRecord]) -> str:
 
 def fingerprint(records: Iterable[ScanRecord]) -> str:
     """A hash of what decides a run: scans, contents and labels, but no path and no time."""
-    neutral = [replace(record, path="", mtime_ns=0, split="", fold=None) for record in records]
+    neutral = [replace(record, path="", mtime_ns=0, split="") for record in records]
     return hashlib.sha256(manifest_text(neutral).encode()).hexdigest()
 
 
@@ -125,17 +113,11 @@ def read_manifest(path: Path) -> list[ScanRecord]:
 
 
 def _parse(row: dict[str, str]) -> ScanRecord:
-    def number(name: str) -> int | None:
-        return int(row[name]) if row[name] else None
-
     texts = {field.name: row[field.name] for field in fields(ScanRecord) if field.type == "str"}
     return ScanRecord(
         **texts,
-        registered={"True": True, "False": False}.get(row["registered"]),
-        label=number("label"),
+        label=int(row["label"]) if row["label"] else None,
         age=float(row["age"]) if row["age"] else None,
-        days_apart=number("days_apart"),
         bytes=int(row["bytes"]),
         mtime_ns=int(row["mtime_ns"]),
-        fold=number("fold"),
     )

@@ -22,7 +22,7 @@ from .records import ScanRecord
 
 SplitName = Literal["train", "val", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
-_MORE_SUBJECTS = "use more subjects, or other fractions"
+_FRACTIONS = "--data.val_fraction and --data.test_fraction / --val and --test"
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def make_split(
     if not (0 < val_fraction < 1 and 0 <= test_fraction < 1 and val_fraction + test_fraction < 1):
         raise SplitError(
             "BAD_FRACTION",
-            f"val_fraction={val_fraction}, test_fraction={test_fraction}",
-            action="use fractions above 0 whose sum stays below 1 (test_fraction may be 0)",
+            f"{val_fraction} of the subjects for validation, {test_fraction} for testing",
+            action=f"use fractions above 0 with a sum below 1, test may be 0 ({_FRACTIONS})",
         )
     first = _first_scans(records)
     subjects = sorted(first)
@@ -129,7 +129,7 @@ def _cut(
         "TOO_FEW_SUBJECTS",
         f"cannot put {size} of {len(subjects)} subjects aside with every class in both parts "
         f"({counts or 'no subjects at all'})",
-        action=_MORE_SUBJECTS,
+        action=f"use more subjects, or other fractions ({_FRACTIONS})",
     )
 
 
@@ -147,7 +147,7 @@ def assign(records: Sequence[ScanRecord], split: Split, where: str = "") -> list
             f"{len(missing)} subject(s) are in the data and not in the split: "
             f"{', '.join(missing[:5])}",
             where,
-            "give another split_file (a new one is made when it does not exist)",
+            "give another --data.split_file (a new one is made when it does not exist)",
         )
     return [replace(r, split=parts[r.subject]) if r.used else r for r in records]
 
@@ -186,7 +186,7 @@ def save_split(path: Path, split: Split) -> None:
     """
     if path.exists() and load_split(path) != split:
         raise SplitError(
-            "SPLIT_EXISTS", "another split is there already", str(path), "give another name"
+            "SPLIT_EXISTS", "another split is there already", str(path), "give another --out"
         )
     write_atomically(path, (json.dumps(asdict(split), indent=1) + "\n").encode())
 

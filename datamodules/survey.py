@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -13,10 +13,12 @@ from .adnimerge import read_histories
 from .atomic import write_atomically
 from .checks import check_records
 from .collection import find_collection
-from .errors import DataError, FolderError, Problem
+from .errors import DataError, FolderError, Problem, tally
 from .ida import discover, read_ida
 from .labels import Task
 from .records import ScanRecord, count_line
+
+_EXAMPLES = 2  # of one kind of warning
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,31 @@ class Survey:
     table: Path
     records: list[ScanRecord]
     problems: list[Problem]
-    warnings: list[str]
+    warnings: list[Problem]
 
     def summary(self) -> str:
         """Counts that add up, and what lies behind them."""
         reasons = Counter(r.reason.partition(":")[0] for r in self.records if r.reason)
-        kinds = Counter(problem.code for problem in self.problems)
         lines = [f"{self.root} with {self.table.name}", count_line(self.records)]
         if reasons:
             lines.append("excluded: " + ", ".join(f"{n} x {r}" for r, n in reasons.most_common()))
-        if kinds:
-            lines.append("problems: " + ", ".join(f"{n} x {k}" for k, n in kinds.most_common()))
-        if self.warnings:
-            lines.append(f"warnings: {len(self.warnings)}, first: {self.warnings[0]}")
-        return "\n".join(lines)
+        if self.problems:
+            lines.append(tally(self.problems))
+        return "\n".join([*lines, *_by_kind(self.warnings)])
+
+
+def _by_kind(warnings: Sequence[Problem]) -> list[str]:
+    """One line per kind, which stands before the colon of the detail, with the first few."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for warning in warnings:
+        kind, _, values = warning.detail.partition(": ")
+        kinds[f"{warning.code}, {kind}"].append(values)
+    lines = []
+    for kind, values in kinds.items():
+        different = list(dict.fromkeys(values))
+        dots = "; ..." if len(different) > _EXAMPLES else ""
+        lines.append(f"warning: {len(values)} x {kind}: {'; '.join(different[:_EXAMPLES])}{dots}")
+    return lines
 
 
 def survey(
@@ -72,12 +85,12 @@ def survey(
         raise DataError(
             "NEEDS_HISTORY",
             f"task {task.name}: stable and progressive MCI differ in later visits only",
-            action="name the ADNIMERGE table with diagnosis_csv",
+            action="name the ADNIMERGE table with --data.diagnosis_csv / --diagnosis-csv",
         )
-    discover(root)  # a missing folder is a better message than a missing table
+    found = discover(root)  # first: a missing folder says more than a missing table
     collection = find_collection(root, collection_csv)
     histories = read_histories(diagnosis_csv) if diagnosis_csv else None
-    reading = read_ida(root, collection, task, histories)
+    reading = read_ida(found, collection, task, histories)
     if store is None:
         return Survey(root, collection.path, reading.records, reading.problems, [])
     records, problems, warnings = check_records(reading.records, store, progress=progress)
@@ -95,10 +108,11 @@ def refuse_inside(root: Path, path: Path, what: str) -> None:
         )
 
 
-def write_problems(path: Path, problems: Sequence[Problem]) -> None:
-    """Write the problems as a tab-separated table, atomically."""
+def write_problems(path: Path, found: Survey) -> None:
+    """Write problems and warnings as a tab-separated table, atomically."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
-    writer.writerow([field.name for field in fields(Problem)])
-    writer.writerows(astuple(problem) for problem in problems)
+    writer.writerow(["level", *(field.name for field in fields(Problem))])
+    writer.writerows(["problem", *astuple(problem)] for problem in found.problems)
+    writer.writerows(["warning", *astuple(warning)] for warning in found.warnings)
     write_atomically(path, buffer.getvalue().encode())

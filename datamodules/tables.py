@@ -27,10 +27,8 @@ class Table:
     """Rows by normalised column name; ``lines`` are the line numbers in the file."""
 
     path: Path
-    header: tuple[str, ...]
     rows: tuple[dict[str, str], ...]
     lines: tuple[int, ...]
-    encoding: str
 
 
 def normalise(column: str) -> str:
@@ -45,8 +43,8 @@ def read_table(path: Path, required: Collection[str]) -> Table:
         TableError: missing, empty or undecodable file, wrong or doubled columns, a row with more
             values than the header, or a header alone.
     """
-    text, encoding = _decode(path)
-    header, delimiter = _sniff(path, text, required)
+    text = _decode(path)
+    delimiter = _delimiter(path, text, required)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     names: list[str] | None = None
     rows, lines = [], []
@@ -66,14 +64,14 @@ def read_table(path: Path, required: Collection[str]) -> Table:
         lines.append(reader.line_num)
     if not rows:
         raise _bad(path, "a header and no rows", "export the table again from the portal")
-    return Table(path, header, tuple(rows), tuple(lines), encoding)
+    return Table(path, tuple(rows), tuple(lines))
 
 
 def _bad(path: Path, found: str, action: str) -> TableError:
     return TableError("BAD_TABLE", found, str(path), action)
 
 
-def _decode(path: Path) -> tuple[str, str]:
+def _decode(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -81,21 +79,21 @@ def _decode(path: Path) -> tuple[str, str]:
     if not data.strip():
         raise _bad(path, "an empty file", "export the table again from the portal")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        text, encoding = data.decode("utf-16", errors="replace"), "utf-16"
+        text = data.decode("utf-16", errors="replace")
     else:
         try:
-            text, encoding = data.decode("utf-8-sig"), "utf-8"
+            text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
-            text, encoding = data.decode("cp1252", errors="replace"), "cp1252"
+            text = data.decode("cp1252", errors="replace")
     if "\0" in text:
         raise _bad(path, "NUL bytes: not a text file", "save it as CSV in UTF-8")
     if text.lstrip()[:15].lower().startswith(("<!doctype", "<html")):
         raise _bad(path, "a web page", "log in to the portal and export the table again")
-    return text, encoding
+    return text
 
 
-def _sniff(path: Path, text: str, required: Collection[str]) -> tuple[tuple[str, ...], str]:
-    """Header and delimiter: the one delimiter under which all required columns appear."""
+def _delimiter(path: Path, text: str, required: Collection[str]) -> str:
+    """The one delimiter under which all required columns appear."""
     first = next(line for line in text.splitlines() if line.strip())
     headers = {mark: next(csv.reader([first], delimiter=mark)) for mark in _DELIMITERS}
     best = max(headers, key=lambda mark: len(headers[mark]))
@@ -115,7 +113,7 @@ def _sniff(path: Path, text: str, required: Collection[str]) -> tuple[tuple[str,
     doubled = [name for name, count in names.items() if count > 1]
     if doubled:
         raise _bad(path, f"the column {doubled[0]} appears twice", "remove one of them")
-    return tuple(header), best
+    return best
 
 
 def date_format(table: Table, column: str) -> str:
