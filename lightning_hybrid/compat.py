@@ -1,5 +1,7 @@
 """The private names of torch that this package uses, each with its reason, all in this one file."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ __all__ = [
     "FakeTensorMode",
     "backward_reaches",
     "graph_is_kept",
+    "own_saved_tensors",
     "unset_fake_temporarily",
 ]
 
@@ -34,3 +37,19 @@ def backward_reaches(ctx: Any, index: int) -> bool:
 def graph_is_kept() -> bool:
     """Whether the running backward was called with ``retain_graph=True``; no public way either."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def own_saved_tensors() -> Iterator[None]:
+    """Inside, hooks that code around us has put on tensors saved for backward do not apply.
+
+    Activation checkpointing around the call of a network works by such hooks: on the tensors of a
+    stage they would call the network again in the middle of its own backward. There is no public
+    way to ask whether there are any; where there are none, nothing is done, since hooks cost
+    autograd its check of in-place changes.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            yield

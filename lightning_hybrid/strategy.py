@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -239,7 +240,9 @@ class HybridGabraStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._shape()  # complain now, before any process is started
+        # complain now, before any process is started
+        self._shape()
+        self._refuse_what_cannot_work()
         if self._start_method == "popen":
             self._launcher = HybridSubprocessLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -296,7 +299,7 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._mesh is not None
         assert self.model is not None
         assert self.lightning_module is not None
-        self._refuse_what_cannot_work()
+        self._refuse_callbacks(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if not self._mesh.place.is_driver:
             raise Parted
@@ -355,6 +358,16 @@ class HybridGabraStrategy(DDPStrategy):
                 "sync_batchnorm=True is not supported yet with pipeline_parallel_size > 1. "
                 "Switch it off, or use pipeline_parallel_size=1."
             )
+
+    def _refuse_callbacks(self, trainer: Trainer) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks if self._shape()[1] > 1 else ():
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise PlanError(
+                    f"{type(callback).__name__} averages weights on the rank that it runs on, and "
+                    "does not see those of the other stages yet. Leave it out, or use "
+                    "pipeline_parallel_size=1."
+                )
 
     def _refuse_optimizers(self) -> None:
         for optimizer in self.optimizers:

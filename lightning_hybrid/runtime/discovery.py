@@ -24,6 +24,7 @@ from lightning_hybrid.network import (
     splits_along_batch,
     trace,
 )
+from lightning_hybrid.network.effects import untouched
 from lightning_hybrid.network.find import Handler, candidates, unwatch, unwatched, watch
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.chunks import call_in_chunks
@@ -121,6 +122,7 @@ class Networks:
                 graph = trace(module, arguments, keywords)
             except NetworkError:
                 if name:
+                    self._run_once(module, arguments, keywords)
                     raise
                 # The LightningModule's own forward is more than a network (it logs, say): it
                 # runs here, and what it calls is watched.
@@ -129,6 +131,12 @@ class Networks:
                 owned = self._adopt(name, module, graph, arguments, keywords)
                 self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
         return module.forward(*arguments, **keywords)
+
+    @staticmethod
+    def _run_once(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """A network that cannot be traced may simply fail: then its own error is to be shown."""
+        with untouched(module), torch.no_grad():
+            module.forward(*arguments, **keywords)
 
     def _watch(self, modules: Mapping[str, nn.Module], handler: Handler) -> None:
         for name, module in modules.items():

@@ -20,6 +20,7 @@ from typing import cast
 
 import torch
 
+from lightning_hybrid.compat import own_saved_tensors
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.calls import (
@@ -268,7 +269,7 @@ class _Forward:
             return cast(Values, stage(values))
         specs = self.call.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
-        with torch.enable_grad():
+        with torch.enable_grad(), own_saved_tensors():
             outputs = cast(Values, stage(values))
         self.call.saved[microbatch] = (values, outputs)
         return outputs
