@@ -46,13 +46,13 @@ def _by_kind(warnings: Sequence[Problem]) -> list[str]:
     """One line per kind, which stands before the colon of the detail, with the first few."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for warning in warnings:
-        kind, _, values = warning.detail.partition(": ")
-        kinds[f"{warning.code}, {kind}"].append(values)
+        kind, _, measures = warning.detail.partition(": ")
+        kinds[f"{warning.code}, {kind}"].append(measures)
     lines = []
-    for kind, values in kinds.items():
+    for name, values in kinds.items():
         different = list(dict.fromkeys(values))
         dots = "; ..." if len(different) > _EXAMPLES else ""
-        lines.append(f"warning: {len(values)} x {kind}: {'; '.join(different[:_EXAMPLES])}{dots}")
+        lines.append(f"warning: {len(values)} x {name}: {'; '.join(different[:_EXAMPLES])}{dots}")
     return lines
 
 

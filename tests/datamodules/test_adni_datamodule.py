@@ -78,9 +78,9 @@ def test_data_folder_is_untouched_by_a_whole_run(download, tmp_path):
 
 
 def test_outputs_inside_the_data_folder_are_refused(tiny_cohort, tmp_path):
-    with pytest.raises(FolderError, match="INSIDE_DATA: cache_dir"):
+    with pytest.raises(FolderError, match=r"INSIDE_DATA: --data\.cache_dir"):
         make(tiny_cohort, tiny_cohort / "cache")
-    with pytest.raises(FolderError, match="INSIDE_DATA: split_file"):
+    with pytest.raises(FolderError, match=r"INSIDE_DATA: --data\.split_file"):
         make(tiny_cohort, tmp_path, split_file=tiny_cohort / "split.json")
 
 

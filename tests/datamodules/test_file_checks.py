@@ -14,7 +14,7 @@ from datamodules import checks
 from datamodules.checks import check_file, check_records
 from datamodules.cli import main
 from datamodules.collection import find_collection
-from datamodules.ida import read_ida
+from datamodules.ida import discover, read_ida
 from datamodules.labels import TASKS
 
 VOLUME = np.random.default_rng(0).integers(0, 900, (20, 22, 24)).astype(np.int16)
@@ -133,7 +133,7 @@ def test_unusual_but_good_files_pass(tmp_path, content):
 
 
 def records_of(root: Path):
-    return read_ida(root, find_collection(root), TASKS["ad_nc"]).records
+    return read_ida(discover(root), find_collection(root), TASKS["ad_nc"]).records
 
 
 def used_path(root: Path) -> Path:
@@ -184,7 +184,48 @@ def test_damaged_store_only_costs_a_second_reading(download, tmp_path):
 def test_coarse_voxels_are_a_warning(download, tmp_path):
     _, problems, warnings = check_records(records_of(download), tmp_path / "checks.json")
     assert not problems
-    assert "GEOMETRY" in warnings[0]
+    assert {warning.code for warning in warnings} == {"GEOMETRY"}
+
+
+def test_warnings_fill_one_line_on_the_screen_and_are_all_in_the_table(
+    tiny_cohort, tmp_path, capsys
+):
+    assert main(["check", str(tiny_cohort), "--out", str(tmp_path)]) == 0
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    rows = (tmp_path / "problems.tsv").read_text().splitlines()[1:]
+    assert warned[0].startswith(f"warning: {len(rows)} x GEOMETRY, voxels above 4 mm")
+    assert len(warned) == 1 < len(rows)
+
+
+def test_commands_do_not_overwrite_what_another_one_found(tiny_cohort, tmp_path, capsys):
+    checked = tmp_path / "manifest.tsv"
+    assert main(["check", str(tiny_cohort), "--out", str(tmp_path)]) == 0
+    before = checked.read_bytes()
+    for _ in range(2):
+        assert main(["manifest", str(tiny_cohort), "--out", str(tmp_path / "scans.tsv")]) == 0
+    assert main(["manifest", str(tiny_cohort), "--out", str(checked)]) == 1
+    assert "OUT_EXISTS" in capsys.readouterr().err
+    assert checked.read_bytes() == before
+    assert main(["manifest", str(tiny_cohort), "--out", str(checked), "--force"]) == 0
+    assert checked.read_bytes() != before
+
+
+def test_check_replaces_its_own_report_only(tiny_cohort, tmp_path, capsys):
+    (tmp_path / "problems.tsv").write_text("mine")
+    assert main(["check", str(tiny_cohort), "--out", str(tmp_path)]) == 1
+    assert "OUT_EXISTS" in capsys.readouterr().err
+    assert (tmp_path / "problems.tsv").read_text() == "mine"
+    for more in (["--force"], []):
+        assert main(["check", str(tiny_cohort), "--out", str(tmp_path), *more]) == 0
+
+
+def test_help_is_plain_and_shows_every_command_at_work(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "`" not in text
+    for command in ("synth", "check", "manifest", "split"):
+        assert f"  python -m datamodules {command} " in text
 
 
 def test_check_command_reports_and_exits_with_one(download, tmp_path, capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from datamodules.collection import find_collection, read_collection
-from datamodules.errors import FolderError, TableError
+from datamodules.errors import FolderError, TableError, tally
 from datamodules.ida import discover, is_t1, read_ida
 from datamodules.labels import TASKS
 from datamodules.records import count_line, fingerprint, read_manifest, write_manifest
@@ -15,7 +15,7 @@ AD_NC = TASKS["ad_nc"]
 
 
 def read(root: Path):
-    return read_ida(root, find_collection(root), AD_NC)
+    return read_ida(discover(root), find_collection(root), AD_NC)
 
 
 def codes(root: Path) -> set[str]:
@@ -189,13 +189,22 @@ def test_scan_without_row_and_row_without_scan_are_both_listed(download, edit):
     assert problems["NO_SCAN"].image_id in removed.name
     assert problems["NO_ROW"].image_id in dropped[0]
     assert "line" in problems["NO_SCAN"].path
+    assert count_line(read(download).records).endswith("bad 1")
+    assert tally(problems.values()) == "bad: 1 x NO_ROW; rows without a file: 1 x NO_SCAN"
 
 
-def test_unknown_group_is_an_error_that_names_the_value(download, edit):
+def lines_with(path: Path, word: str) -> list[int]:
+    return [n for n, line in enumerate(path.read_text().splitlines(), 1) if word in line]
+
+
+def test_unknown_group_is_one_problem_that_names_the_value(download, table, edit):
     edit(lambda lines: [lines[0], *(line.replace('"AD"', '"Patient"') for line in lines[1:])])
-    problem = read(download).problems[0]
-    assert problem.code == "UNKNOWN_LABEL"
+    reading = read(download)
+    (problem,) = reading.problems
     assert "'Patient'" in problem.detail
+    assert problem.scans == sum(r.problem == "UNKNOWN_LABEL" for r in reading.records) > 1
+    assert problem.path.endswith(f"line {min(lines_with(table, 'Patient'))}")
+    assert "--data.diagnosis_csv / --diagnosis-csv" in problem.action
 
 
 def test_subject_in_two_classes_is_an_error_for_all_its_scans(download, edit):
