@@ -140,6 +140,7 @@ def test_full_disk_costs_the_cache_and_not_the_run(module, monkeypatch):
     assert not list((module.cache_dir / "images").iterdir())
 
 
+@pytest.mark.conformance  # the other process needs seconds to import MONAI
 def test_cache_names_are_the_same_in_another_process():
     script = (
         "from datamodules.cache import ScanDataset\n"
@@ -253,19 +254,24 @@ def test_unreadable_scan_is_named_by_a_loader_process(download, tmp_path):
         list(made.val_dataloader())
 
 
+@pytest.fixture(scope="module")
+def ill_scan(tmp_path_factory):
+    """A scan whose left hippocampus is dark."""
+    folder = tmp_path_factory.mktemp("ill") / "cohort"
+    generate(folder, CohortSpec(subjects=(("AD", 1),), resolution_mm=8.0, difficulty="L0"))
+    return nib.load(next((folder / "ADNI").rglob("*.nii.gz")))
+
+
 @pytest.mark.parametrize("orientation", ["RAS", "LAS", "LPI", "PIR", "ASL", "LPS"])
-def test_left_stays_left_whatever_the_orientation_of_the_file(tmp_path, orientation):
-    spec = CohortSpec(subjects=(("AD", 1),), resolution_mm=6.0, difficulty="L0")
-    generate(tmp_path / "cohort", spec)
-    source = nib.load(next((tmp_path / "cohort" / "ADNI").rglob("*.nii.gz")))
+def test_left_stays_left_whatever_the_orientation_of_the_file(ill_scan, tmp_path, orientation):
     target = nib.orientations.axcodes2ornt(tuple(orientation))
-    start = nib.io_orientation(source.affine)
-    turned = source.as_reoriented(nib.orientations.ornt_transform(start, target))
+    start = nib.io_orientation(ill_scan.affine)
+    turned = ill_scan.as_reoriented(nib.orientations.ornt_transform(start, target))
     nib.save(turned, tmp_path / "scan.nii")
     data = {"image": str(tmp_path / "scan.nii")}
-    for transform in fixed_transforms((32, 38, 32), 6.0):
+    for transform in fixed_transforms(SHAPE, 8.0):
         data = transform(data)
-    x = data["affine"][0, 0] * torch.arange(32) + data["affine"][0, 3]
+    x = data["affine"][0, 0] * torch.arange(SHAPE[0]) + data["affine"][0, 3]
     image = data["image"][0]
     left, right = image[(x > -38) & (x < -12)], image[(x > 12) & (x < 38)]
     assert left.sum() < 0.97 * right.sum()

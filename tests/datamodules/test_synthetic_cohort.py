@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,15 @@ from datamodules.synth.files import COLLECTION_COLUMNS, draw_form
 from datamodules.synth.generate import render_plan
 
 SMALL = CohortSpec(subjects=(("AD", 1), ("NC", 1)), resolution_mm=8.0, difficulty="L2")
-FINE = CohortSpec(subjects=(("AD", 2), ("NC", 2)), resolution_mm=4.0)
+REGISTERED = CohortSpec(subjects=(("AD", 2), ("NC", 2)), resolution_mm=8.0)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """Not to be changed."""
+    folder = tmp_path_factory.mktemp("synthetic") / "small"
+    generate(folder, SMALL)
+    return folder
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -33,22 +42,20 @@ def ill_plan(spec: CohortSpec):
     return next(plan for plan in plan_cohort(spec) if plan.subject.diagnosis == "AD")
 
 
-def test_same_seed_gives_same_bytes_with_any_number_of_workers(tmp_path):
-    generate(tmp_path / "one", SMALL)
+def test_same_seed_gives_same_bytes_with_any_number_of_workers(small, tmp_path):
     generate(tmp_path / "two", SMALL, workers=2)
-    assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
+    assert hashes(small) == hashes(tmp_path / "two")
 
 
-def test_other_seed_gives_other_images(tmp_path):
-    generate(tmp_path / "one", SMALL)
+def test_other_seed_gives_other_images(small, tmp_path):
     generate(tmp_path / "two", replace(SMALL, seed=1))
-    images = [set(hashes(tmp_path / name / "ADNI").values()) for name in ("one", "two")]
+    images = [set(hashes(folder / "ADNI").values()) for folder in (small, tmp_path / "two")]
     assert not images[0] & images[1]
 
 
-def test_complete_cohort_is_left_alone_and_a_damaged_one_is_made_whole(tmp_path):
-    generate(tmp_path / "out", SMALL)
-    before = hashes(tmp_path / "out")
+def test_complete_cohort_is_left_alone_and_a_damaged_one_is_made_whole(small, tmp_path):
+    shutil.copytree(small, tmp_path / "out")
+    before = hashes(small)
     assert generate(tmp_path / "out", SMALL).already_complete
     lost = next((tmp_path / "out" / "ADNI").rglob("*.nii*"))
     lost.rename(lost.with_name(f".{lost.name}.1.part"))
@@ -56,13 +63,12 @@ def test_complete_cohort_is_left_alone_and_a_damaged_one_is_made_whole(tmp_path)
     assert hashes(tmp_path / "out") == before
 
 
-def test_folder_with_other_content_is_refused(tmp_path):
+def test_folder_with_other_content_is_refused(small, tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(FolderError, match=r"NOT_EMPTY.*thesis\.tex"):
         generate(tmp_path, SMALL)
-    generate(tmp_path / "out", SMALL)
     with pytest.raises(FolderError, match="OTHER_COHORT"):
-        generate(tmp_path / "out", replace(SMALL, seed=5))
+        generate(small, replace(SMALL, seed=5))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +110,8 @@ def test_subject_numbers_do_not_give_the_diagnosis_away():
 
 
 def test_atrophy_grows_with_severity_and_is_stronger_on_the_left():
-    plan = ill_plan(FINE)
-    steps = [render_plan(FINE, plan, severity=severity)[0] for severity in (0.0, 0.2, 0.4)]
+    plan = ill_plan(REGISTERED)
+    steps = [render_plan(REGISTERED, plan, severity=severity)[0] for severity in (0.0, 0.2, 0.4)]
     left, right = zip(*(step.hippocampus_ml for step in steps))
     ventricles = [step.ventricles_ml for step in steps]
     assert left[0] > left[1] > left[2]
@@ -114,8 +120,8 @@ def test_atrophy_grows_with_severity_and_is_stronger_on_the_left():
 
 
 def test_difference_to_the_healthy_twin_lies_in_the_planted_mask():
-    plan = ill_plan(FINE)
-    ill, twin = render_plan(FINE, plan)[0], render_plan(FINE, plan, severity=0.0)[0]
+    plan = ill_plan(REGISTERED)
+    ill, twin = render_plan(REGISTERED, plan)[0], render_plan(REGISTERED, plan, severity=0.0)[0]
     both = ill.brain & twin.brain
     difference = np.abs(ill.image - twin.image) * both
     assert difference[ill.planted].sum() > 0.75 * difference.sum()
@@ -124,7 +130,7 @@ def test_difference_to_the_healthy_twin_lies_in_the_planted_mask():
 
 
 def test_easiest_level_changes_the_left_box_only():
-    spec = replace(FINE, difficulty="L0")
+    spec = replace(REGISTERED, difficulty="L0")
     ill, form = render_plan(spec, ill_plan(spec))
     x = form.grid.coordinates()[0]
     assert ill.planted.any()
@@ -132,7 +138,7 @@ def test_easiest_level_changes_the_left_box_only():
 
 
 def test_visits_of_one_subject_are_more_alike_than_two_subjects():
-    spec = replace(FINE, difficulty="L2", visits=("bl", "m12"), subjects=(("NC", 8),))
+    spec = replace(REGISTERED, difficulty="L2", visits=("bl", "m12"), subjects=(("NC", 8),))
     plans = [plan for plan in plan_cohort(spec) if plan.kind == "t1"]
     first = next(plan for plan in plans if plan.months == 12)
     same = next(p for p in plans if p.subject == first.subject and p.months == 0)
