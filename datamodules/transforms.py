@@ -49,7 +49,9 @@ class StandardiseHeadd(MapTransform):
             values = out[key].as_tensor()
             head = values[values > 0]
             if head.numel() > 1:
-                scaled = ((values - head.mean()) / head.std().clamp_min(1e-6)).clamp(-_LIMIT, _LIMIT)
+                scaled = ((values - head.mean()) / head.std().clamp_min(1e-6)).clamp(
+                    -_LIMIT, _LIMIT
+                )
                 out[key] = out[key].clone()
                 out[key][:] = torch.where(values > 0, scaled, 0.0)
         return out

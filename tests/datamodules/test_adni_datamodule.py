@@ -250,8 +250,10 @@ def test_unreadable_scan_is_named_by_a_loader_process(download, tmp_path):
     made = prepared(download, tmp_path / "cache", num_workers=1)
     path = Path(made.scans("val")[0].path)
     path.unlink()
+    batches = iter(made.val_dataloader())
     with pytest.raises(ScanReadError, match=f"UNREADABLE.*(.|\n)*{path.name}"):
-        list(made.val_dataloader())
+        next(batches)
+    batches._shutdown_workers()  # left to the garbage collector it waits for five seconds
 
 
 @pytest.fixture(scope="module")
