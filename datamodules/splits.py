@@ -152,30 +152,34 @@ def assign(records: Sequence[ScanRecord], split: Split, where: str = "") -> list
     return [replace(r, split=parts[r.subject]) if r.used else r for r in records]
 
 
-def check_leak(records: Iterable[ScanRecord]) -> None:
+def check_leak(records: Sequence[ScanRecord]) -> None:
     """No subject and no file content in two parts.
 
     Raises:
         SplitError: with the subjects or images concerned. There is no option to go on.
     """
-    for what, key in (("subject", "subject"), ("file content of image", "sha256")):
-        parts: dict[str, set[str]] = defaultdict(set)
-        names: dict[str, set[str]] = defaultdict(set)
-        for record in records:
-            if record.used and getattr(record, key):
-                parts[getattr(record, key)].add(record.split)
-                names[getattr(record, key)].add(
-                    record.subject if key == "subject" else record.image_id
-                )
-        torn = sorted(value for value, where in parts.items() if len(where) > 1)
-        if torn:
-            found = "; ".join(
-                f"{', '.join(sorted(names[value]))} in {' and '.join(sorted(parts[value]))}"
-                for value in torn[:5]
-            )
-            raise SplitError(
-                "LEAK", f"{what} in two parts: {found}", action="make the split again from subjects"
-            )
+    _check_leak(records, "subject", "subject", "subject")
+    _check_leak(records, "sha256", "image_id", "file content of image")
+
+
+def _check_leak(records: Sequence[ScanRecord], key: str, name: str, what: str) -> None:
+    groups: dict[str, list[ScanRecord]] = defaultdict(list)
+    for record in records:
+        if record.used and getattr(record, key):
+            groups[getattr(record, key)].append(record)
+
+    def those(group: list[ScanRecord], field: str) -> list[str]:
+        return sorted({getattr(record, field) for record in group})
+
+    torn = [group for group in groups.values() if len(those(group, "split")) > 1]
+    if torn:
+        found = "; ".join(
+            f"{', '.join(those(group, name))} in {' and '.join(those(group, 'split'))}"
+            for group in torn[:5]
+        )
+        raise SplitError(
+            "LEAK", f"{what} in two parts: {found}", action="make the split again from subjects"
+        )
 
 
 def save_split(path: Path, split: Split) -> None:
