@@ -14,6 +14,7 @@ from datamodules import checks
 from datamodules.checks import check_file, check_records
 from datamodules.cli import main
 from datamodules.collection import find_collection
+from datamodules.errors import Problem, listing
 from datamodules.ida import discover, read_ida
 from datamodules.labels import TASKS
 
@@ -226,6 +227,14 @@ def test_help_is_plain_and_shows_every_command_at_work(capsys):
     assert "`" not in text
     for command in ("synth", "check", "manifest", "split"):
         assert f"  python -m datamodules {command} " in text
+
+
+def test_screen_shows_the_first_problems_of_each_kind():
+    many = [Problem("EMPTY", "0 bytes", "again", f"/scan{n}") for n in range(40)]
+    text = listing([*many, Problem("NO_ROW", "no row", "export")])
+    assert text.count("0 bytes") == 5
+    assert "EMPTY: 35 more, see problems.tsv" in text
+    assert "NO_ROW: no row" in text
 
 
 def test_check_command_reports_and_exits_with_one(download, tmp_path, capsys):
