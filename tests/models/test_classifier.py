@@ -8,8 +8,6 @@ from models import ResAttNetClassifier
 pytestmark = [
     # volumes of this size are made faster than a worker process starts
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    # Lightning's tree_flatten asks torch in a way that torch 2.13 calls old
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
 ]
 

@@ -15,8 +15,6 @@ from models.cli import main
 pytestmark = [
     # a cohort this small is read faster than a worker process starts
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    # Lightning's tree_flatten asks torch in a way that torch 2.13 calls old
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
 
 
