@@ -36,9 +36,10 @@ class KeepAffined(Transform):
 
 
 class StandardiseHeadd(MapTransform):
-    """Bring the head to mean 0 and standard deviation 1, clip at three of them; air stays 0.
+    """Bring the head to mean 0 and standard deviation 1, clip at three of them.
 
-    The head is every voxel above 0. Without the subtraction the contrast between head and air
+    The head is every voxel above 0; the others (stripped air, padding) stay 0. In raw scans the
+    noise of the air counts as head. Without the subtraction the contrast between head and air
     drowns the contrast inside the head: 3D-ResAttNet then learns slowly or not at all.
     """
 

@@ -35,6 +35,7 @@ from lightning_hybrid.compat_lightning import (
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.mesh import Place
+from lightning_hybrid.runtime.transport import ConnectionLost
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategy import HybridGabraStrategy
@@ -79,11 +80,13 @@ class Part:
             return results.returned
         except BaseException as error:
             first = strategy.fail(error)
-            if first is None:
+            lost = isinstance(error, ConnectionLost)  # its line says all, a traceback nothing
+            if first is None and not lost:
                 raise
-            told = strategy.place.is_driver and first in str(error)
-            _report_briefly(strategy.place, first, whole=told)
-            raise RemoteError(first) from None
+            # a worker's traceback is printed by its driver, which it has told
+            told = isinstance(error, RemoteError) and not lost and strategy.place.is_driver
+            _report_briefly(strategy.place, first or str(error), whole=told)
+            raise RemoteError(first or str(error)) from None
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
