@@ -343,6 +343,7 @@ class HybridGabraStrategy(DDPStrategy):
             replicas=replicas,
             stages=stages,
             backend=self._process_group_backend,
+            device=self.root_device,
         )
 
     def _refuse_what_cannot_work(self) -> None:

@@ -96,8 +96,9 @@ def measure(
     leaves: Sequence[Tensor],
     *,
     repeats: int = 3,
+    device: torch.device | None = None,
 ) -> Profile:
-    """Run each partition, forward and backward, on a real micro-batch where the network is.
+    """Run each partition, forward and backward, on a real micro-batch.
 
     The mode of the network (training, evaluation) is kept. Buffers, generators and gradients are
     afterwards what they were.
@@ -107,6 +108,7 @@ def measure(
         partitions: its partitions.
         leaves: the tensors of `NetworkGraph.bind` for one micro-batch.
         repeats: measurements after one that warms up; their median counts.
+        device: where to measure; by default where the network is. Partitions go there one by one.
     """
     batch = graph.batch_of(leaves) or 1
     scale = batch / (graph.batch or batch)
@@ -116,7 +118,11 @@ def measure(
     with torch.inference_mode(False), untouched(graph.network), torch.enable_grad():
         # Lightning validates in inference mode, whose tensors no backward may keep
         values = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
+        home = next((p.device for p in graph.network.parameters()), device)
+        values = [value.to(device or value.device) for value in values]
         for partition, stage in zip(partitions, stages):
+            if device is not None:
+                stage.move(device)
             own = [p for p in stage.parameters() if p.requires_grad]
             forward_s, backward_s, saved = _timed(stage, values, own, repeats)
             with torch.no_grad():
@@ -134,6 +140,8 @@ def measure(
                     saved,
                 )
             )
+            if device is not None and home is not None:
+                stage.move(home)
     return Profile(tuple(profiles), batch, _device_name(values))
 
 

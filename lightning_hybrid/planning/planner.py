@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid.allocation.knapsack import Objective
@@ -45,6 +46,7 @@ def make_plan(
     replicas: int,
     stages: int,
     backend: str,
+    device: torch.device,
 ) -> Plan:
     """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
 
@@ -60,6 +62,7 @@ def make_plan(
         replicas: number of replicas.
         stages: number of stages.
         backend: ``"gloo"`` or ``"nccl"``.
+        device: where to measure.
 
     Raises:
         NetworkError: a cut point is unknown, or the network may not be cut there.
@@ -75,7 +78,7 @@ def make_plan(
         method: Literal["gabra", "exact"] = "gabra"
     else:
         first, method = None, settings.allocation
-        profile = measure(graph, partitions, leaves)
+        profile = measure(graph, partitions, leaves, device=device)
     forward_s, backward_s = _times(profile)
     sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
     plan = plan_stages(

@@ -1,5 +1,7 @@
 """What is known of a call of the network: by all ranks of a replica, and by one stage."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +11,41 @@ from lightning_hybrid.runtime.transport import TensorSpec
 
 Values = list[Tensor]
 Gradients = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The precision that surrounds a call of the network on the driver, for the other ranks.
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        autocast_dtype: what autocast would use.
+        autocast: whether it is enabled.
+        default_dtype: of new tensors (``precision="16-true"`` changes it).
+    """
+
+    device_type: str
+    autocast_dtype: torch.dtype
+    autocast: bool
+    default_dtype: torch.dtype
+
+    @classmethod
+    def current(cls, device: torch.device) -> "Precision":
+        """What is in force here."""
+        kind = device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return cls(kind, dtype, enabled, torch.get_default_dtype())
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, it is in force."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            with torch.autocast(self.device_type, self.autocast_dtype, enabled=self.autocast):
+                yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True)
@@ -23,8 +60,7 @@ class CallKey:
         grad: whether the call is differentiable.
         training: the training flag of every module of the network, in its order of modules.
         trainable: ``requires_grad`` of every parameter of the network, in its order.
-        autocast: device type, dtype, and whether it is enabled.
-        default_dtype: of new tensors inside the network (``precision="16-true"`` changes it).
+        precision: what surrounds the call.
     """
 
     variant: int
@@ -32,8 +68,7 @@ class CallKey:
     grad: bool
     training: tuple[bool, ...]
     trainable: tuple[bool, ...]
-    autocast: tuple[str, torch.dtype, bool]
-    default_dtype: torch.dtype
+    precision: Precision
 
     @property
     def microbatches(self) -> int:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from lightning_hybrid.runtime.calls import Precision
+
 
 class Op(IntEnum):
     """The first number of a frame; behind it stand up to six arguments (in brackets)."""
@@ -52,6 +54,7 @@ class Cut:
         network: number of the network.
         name: its dotted name in the LightningModule; empty for the LightningModule itself.
         arguments: args and kwargs of its first call, tensors on the meta device.
+        precision: what surrounds that call.
         boundaries: index of the first partition of each next stage.
         fingerprint: of the driver's graph; another one here means another network.
         schedule: name of the schedule.
@@ -61,6 +64,7 @@ class Cut:
     network: int
     name: str
     arguments: Any
+    precision: Precision
     boundaries: tuple[int, ...]
     fingerprint: str
     schedule: str

@@ -26,6 +26,7 @@ from lightning_hybrid.network import (
 )
 from lightning_hybrid.network.effects import untouched
 from lightning_hybrid.network.find import Handler, candidates, unwatch, unwatched, watch
+from lightning_hybrid.network.structure import rebuild
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
@@ -119,7 +120,7 @@ class Networks:
         # The first call may be a validation's; what is learned from it is for training too.
         with torch.inference_mode(False), torch.enable_grad():
             try:
-                graph = trace(module, arguments, keywords)
+                graph = trace(module, arguments, keywords, device=self._driver.device)
             except NetworkError:
                 if name:
                     self._run_once(module, arguments, keywords)
@@ -170,7 +171,7 @@ class Networks:
         plan = self._plan(name, graph, partitions, arguments, keywords)
         boundaries = [find_boundary(partitions, first) for first in plan.cuts]
         parts = cut(graph, partitions, boundaries)
-        check(graph, parts, arguments, keywords)
+        check(graph, parts, *_where_the_network_is(module, arguments, keywords))
         network = self._driver.add_network(
             name,
             module,
@@ -197,11 +198,12 @@ class Networks:
         """A later call: through the pipeline, after a look whether its graph is known."""
         if network.variant_for(arguments, keywords) is None:
             with unwatched(network.module), torch.inference_mode(False), torch.enable_grad():
-                graph = trace(network.module, arguments, keywords)
+                graph = trace(network.module, arguments, keywords, device=self._driver.device)
                 partitions = network_partitions(graph)
                 boundaries = [find_boundary(partitions, first) for first in plan.cuts]
                 stages = cut(graph, partitions, boundaries)
-                check(graph, stages, arguments, keywords)
+                if self._driver.device.type == "cpu":  # else its stages are on several devices
+                    check(graph, stages, arguments, keywords)
             self._driver.add_variant(network, graph, stages, boundaries, plan.schedule)
         return network(arguments, keywords)
 
@@ -239,7 +241,8 @@ class Networks:
                 f"{len(partitions)} stages, or name another network: "
                 "HybridGabraStrategy(network='...')."
             )
-        leaves = graph.bind(arguments, dict(keywords))
+        arguments, keywords = _where_the_network_is(graph.network, arguments, keywords)
+        leaves = graph.bind(arguments, keywords)
         wanted = self._how.microbatches or _microbatches(leaves, stages)
         slices = graph.split(leaves, wanted)
         if len(slices) > 1 and not splits_along_batch(
@@ -266,6 +269,18 @@ class Networks:
 
 def _inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _where_the_network_is(
+    network: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments on the network's device: before it is cut it waits on the CPU."""
+    device = next(network.parameters()).device
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = rebuild(
+        (arguments, dict(keywords)),
+        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
+    )
+    return moved
 
 
 def _share(module: nn.Module, parameters: Iterable[Tensor]) -> bool:

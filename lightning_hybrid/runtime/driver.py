@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 from lightning_hybrid.compat import backward_reaches, graph_is_kept
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.network import NetworkGraph, Stage
-from lightning_hybrid.runtime.calls import BackwardMode, Call, CallKey, Gradients, Values
+from lightning_hybrid.runtime.calls import (
+    BackwardMode,
+    Call,
+    CallKey,
+    Gradients,
+    Precision,
+    Values,
+)
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine
@@ -146,8 +153,16 @@ class Driver:
         boundaries: Sequence[int],
         schedule: str,
     ) -> None:
-        example, places = graph.example, tuple(boundaries)
-        order = Cut(number, name, example, places, graph.fingerprint, schedule, self._seed)
+        order = Cut(
+            number,
+            name,
+            graph.example,
+            Precision.current(self.device),
+            tuple(boundaries),
+            graph.fingerprint,
+            schedule,
+            self._seed,
+        )
         self._ask(Op.CUT, payload=order)
 
     def _copies_of_the_rest(self) -> Copies:
@@ -517,15 +532,12 @@ class DrivenNetwork(StagedNetwork):
 
     def _key(self, variant: int, slices: Sequence[Sequence[Tensor]], grad: bool) -> CallKey:
         training, trainable = self.modes()
-        device = self.engine.device.type
-        autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         specs = tuple(
             tuple(TensorSpec(tuple(t.shape), t.dtype, grad and t.requires_grad) for t in leaves)
             for leaves in slices
         )
-        return CallKey(
-            variant, specs, grad, training, trainable, autocast, torch.get_default_dtype()
-        )
+        precision = Precision.current(self.engine.device)
+        return CallKey(variant, specs, grad, training, trainable, precision)
 
 
 class _NetworkCall(torch.autograd.Function):

@@ -4,7 +4,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,7 +93,8 @@ class Worker:
 
     def _cut(self, order: Cut, *_: int) -> None:
         network = self._module.get_submodule(order.name)
-        graph = trace(network, *order.arguments)
+        with order.precision.applied():
+            graph = trace(network, *order.arguments, device=self._device)
         if graph.fingerprint != order.fingerprint:
             raise NetworkError(
                 f"{type(network).__name__} {order.name!r} was traced differently on "
@@ -129,7 +130,7 @@ class Worker:
             self._modes = (number, index)
         opened = network.open(call, draw, index, exchange=bool(exchange), draws=bool(draws))
         network.engine.failure = self._failure
-        with _contexts(opened.key):
+        with opened.key.precision.applied(), torch.set_grad_enabled(opened.key.grad):
             network.engine.forward(opened)
         self._failure = network.engine.failure
 
@@ -200,19 +201,6 @@ class Worker:
 
     def _end(self, *_: Any) -> None:
         """Answered with word that all went well up to here."""
-
-
-@contextmanager
-def _contexts(key: CallKey) -> Iterator[None]:
-    """What surrounds the network's call on the driver."""
-    device, dtype, enabled = key.autocast
-    default = torch.get_default_dtype()
-    with ExitStack() as stack:
-        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-        stack.enter_context(torch.set_grad_enabled(key.grad))
-        torch.set_default_dtype(key.default_dtype)
-        stack.callback(torch.set_default_dtype, default)
-        yield
 
 
 @contextmanager
