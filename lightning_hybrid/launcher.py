@@ -34,8 +34,8 @@ from lightning_hybrid.compat_lightning import (
 )
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.runtime.faults import is_hearsay, is_loss
 from lightning_hybrid.runtime.mesh import Place
-from lightning_hybrid.runtime.transport import ConnectionLost
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategy import HybridGabraStrategy
@@ -80,13 +80,15 @@ class Part:
             return results.returned
         except BaseException as error:
             first = strategy.fail(error)
-            lost = isinstance(error, ConnectionLost)  # its line says all, a traceback nothing
+            lost = is_loss(error)  # one line says all, a traceback nothing
             if first is None and not lost:
                 raise
             # a worker's traceback is printed by its driver, which it has told
             told = isinstance(error, RemoteError) and not lost and strategy.place.is_driver
-            _report_briefly(strategy.place, first or str(error), whole=told)
-            raise RemoteError(first or str(error)) from None
+            text = first or str(error).strip().splitlines()[0]
+            witness = first is None and not is_hearsay(error)
+            _report_briefly(strategy.place, text, whole=told, at_once=told or witness)
+            raise RemoteError(text) from None
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
@@ -166,13 +168,14 @@ class _Observer(threading.Thread):
         os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
-def _report_briefly(place: Place, first: str, *, whole: bool) -> None:
+def _report_briefly(place: Place, first: str, *, whole: bool, at_once: bool) -> None:
     """Should the error of this rank stay uncaught: print it after the one that came first.
 
     Args:
         place: this rank.
         first: the text of the first failure, a traceback.
-        whole: print all of it; else another rank does, and two lines remind of it.
+        whole: print all of it; else another rank does, and a line reminds of it.
+        at_once: do not wait for another rank to print first.
     """
     usual = sys.excepthook
     lines = first.strip().splitlines()
@@ -187,7 +190,7 @@ def _report_briefly(place: Place, first: str, *, whole: bool) -> None:
         if not isinstance(error, RemoteError):
             usual(kind, error, trace)
             return
-        if not whole:
+        if not at_once:
             time.sleep(_ECHO_DELAY_S)
         print(text, file=sys.stderr, flush=True)
 

@@ -26,7 +26,7 @@ def first_fault(mesh: Mesh | None, error: BaseException, text: str) -> str | Non
     told = isinstance(error, RemoteError) and not isinstance(error, ConnectionLost)
     if told:
         text = str(error)
-    elif _is_symptom(error):
+    elif is_hearsay(error):
         time.sleep(_WITNESS_DELAY_S)
     if mesh is not None:
         try:
@@ -39,9 +39,15 @@ def first_fault(mesh: Mesh | None, error: BaseException, text: str) -> str | Non
     return text if told else None
 
 
-def _is_symptom(error: BaseException) -> bool:
-    """Whether somebody is gone and this rank cannot tell who: a direct neighbour can."""
+def is_loss(error: BaseException) -> bool:
+    """Whether ``error`` only says that a peer is gone (from us, or from gloo under Lightning)."""
     gone = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    if isinstance(error, ConnectionLost):
-        return "a rank of" in str(error)
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in gone)
+    return isinstance(error, ConnectionLost) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in gone)
+    )
+
+
+def is_hearsay(error: BaseException) -> bool:
+    """Whether somebody is gone and this rank cannot tell who: a direct neighbour can."""
+    named = isinstance(error, ConnectionLost) and "a rank of" not in str(error)
+    return is_loss(error) and not named
