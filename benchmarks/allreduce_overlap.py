@@ -83,10 +83,10 @@ def draw(ranks: list[list[Span]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
     colours = {"forward": "tab:blue", "backward": "tab:green", "all-reduce": "tab:orange"}
-    start = min(last_step(events)[0]["ts"] for events in ranks) - 4e5
+    start = min([e["ts"] for e in events if e["name"] == "forward 0"][-1] for events in ranks)
     for rank, events in enumerate(ranks):
         for event in events:
-            if event["ph"] == "X" and event["ts"] > start:
+            if event["ph"] == "X" and event["ts"] >= start:
                 kind = event["name"].split()[0]
                 row = 2 * rank + (kind == "all-reduce")
                 bar = ((event["ts"] - start) / 1e3, event["dur"] / 1e3)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.compat_lightning import keep_samplers, set_module_device
-from lightning_hybrid.errors import PlanError
+from lightning_hybrid.errors import PlanError, RemoteError
 from lightning_hybrid.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
@@ -41,10 +41,15 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.faults import first_fault
+from lightning_hybrid.runtime.faults import (
+    first_fault,
+    is_loss,
+    read_fault,
+    say_at_next_meeting,
+)
 from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.replicas import broadcast_module
-from lightning_hybrid.runtime.transport import barrier, broadcast_object
+from lightning_hybrid.runtime.transport import broadcast_object, meet
 from lightning_hybrid.runtime.worker import Worker
 
 NAMES = {
@@ -281,15 +286,21 @@ class HybridGabraStrategy(DDPStrategy):
         if self._phase is _Phase.RUNNING:
             super().barrier(*args, **kwargs)
         elif self._phase is _Phase.TOGETHER and self._mesh is not None:
-            barrier(self._mesh.world)
+            self._meet(self._mesh)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._phase is _Phase.RUNNING:
             return super().broadcast(obj, src)
         if self._phase is _Phase.TOGETHER and self._mesh is not None:
+            self._meet(self._mesh)
             value: T = broadcast_object(self._mesh.world, obj, src)
             return value
         return obj
+
+    @staticmethod
+    def _meet(mesh: Mesh) -> None:
+        if not meet(mesh.world):
+            raise RemoteError(read_fault(mesh))
 
     # ------------------------------------------------------------------ a run
 
@@ -405,6 +416,8 @@ class HybridGabraStrategy(DDPStrategy):
         place = self.place
         text = "".join(traceback.format_exception(error))
         first = first_fault(self._mesh, error, f"{place} failed:\n{text}")
+        if first is None and self._phase is _Phase.TOGETHER and not is_loss(error):
+            say_at_next_meeting(self._mesh)
         if self._driver is not None and self._start_method != "popen":
             self._abort_workers(first or f"{place} failed:\n{text}")
         self._failure = first or f"{place} failed:\n{text}"

@@ -29,6 +29,9 @@ FRAME = 8
 _KEPT_SENDS = 64
 
 
+_A_RANK = "a rank of the group"
+
+
 class ConnectionLost(RemoteError):
     """A peer went away without a word."""
 
@@ -176,17 +179,24 @@ def broadcast_object(group: Group, value: Any, source: int = 0) -> Any:
     size = torch.tensor([len(data)])
     options = dist.BroadcastOptions()
     options.rootRank = source
-    wait(_start(group.broadcast, [size], options, peer="a rank of the group"), "a rank")
+    wait(_start(group.broadcast, [size], options, peer=_A_RANK), _A_RANK)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
     if buffer is None:
         buffer = torch.empty(int(size), dtype=torch.uint8)
-    wait(_start(group.broadcast, [buffer], options, peer="a rank of the group"), "a rank")
+    wait(_start(group.broadcast, [buffer], options, peer=_A_RANK), _A_RANK)
     return value if here else pickle.loads(buffer.numpy().tobytes())
 
 
-def barrier(group: Group) -> None:
-    """Wait until every rank of ``group`` is here."""
-    wait(_start(group.barrier, peer="a rank of the group"), "a rank of the group")
+def meet(group: Group, *, failed: bool = False) -> bool:
+    """Wait until every rank of ``group`` is here, and hear whether all are well.
+
+    A rank that has failed comes to the next meeting all the same, to say so.
+    """
+    flag = torch.tensor([int(failed)])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    wait(_start(group.allreduce, [flag], options, peer=_A_RANK), _A_RANK)
+    return not flag.item()
 
 
 def _start(call: Any, *arguments: Any, peer: str) -> dist.Work:
