@@ -5,14 +5,15 @@ planned, cut and checked then and there, and only then runs, like every later ca
 pipeline.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.compat import BatchNorm
+from lightning_hybrid.compat import BatchNorm, own_saved_tensors
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
 from lightning_hybrid.network import (
     NetworkGraph,
@@ -117,8 +118,7 @@ class Networks:
             unwatch(candidate)
         if self._mesh.place.stages == 1:
             return self._adopt_whole(name, module).forward(*arguments, **keywords)
-        # The first call may be a validation's; what is learned from it is for training too.
-        with torch.inference_mode(False), torch.enable_grad():
+        with _as_if_alone():
             try:
                 graph = trace(module, arguments, keywords, device=self._driver.device)
             except NetworkError:
@@ -197,7 +197,7 @@ class Networks:
     ) -> Any:
         """A later call: through the pipeline, after a look whether its graph is known."""
         if network.variant_for(arguments, keywords) is None:
-            with unwatched(network.module), torch.inference_mode(False), torch.enable_grad():
+            with unwatched(network.module), _as_if_alone():
                 graph = trace(network.module, arguments, keywords, device=self._driver.device)
                 partitions = network_partitions(graph)
                 boundaries = [find_boundary(partitions, first) for first in plan.cuts]
@@ -265,6 +265,17 @@ class Networks:
                 f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "
                 "every pipeline. num_microbatches=1 gives the numbers of the whole batch."
             )
+
+
+@contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """What surrounds a call is not about looking at the network.
+
+    The first call may be a validation's, and what is learned from it is for training too; or it
+    may be inside of activation checkpointing, which counts the tensors that are saved.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), own_saved_tensors():
+        yield
 
 
 def _inside(name: str, outer: str) -> bool:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 6
@@ -124,6 +126,47 @@ class ReturnsDict(Case):
         output = self.net(x)
         penalty = 0.1 * output["hidden"].square().mean()
         return nn.functional.cross_entropy(output["heads"][0], y) + penalty
+
+
+@dataclass
+class Scores:
+    logits: Tensor
+    hidden: Tensor
+
+
+class ReturnsDataclass(Case):
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Scores:
+            hidden = torch.tanh(self.first(x))
+            return Scores(self.third(torch.tanh(self.second(hidden))), hidden)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        output = self.net(x)
+        return nn.functional.cross_entropy(output.logits, y) + output.hidden.square().mean()
+
+
+class ChangesSize(Case):
+    """Another crop in every other step: a graph of its own, cut at the same place."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum(1) / x.shape[1]
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        scale = torch.linspace(0.5, 1, 3 + 2 * (len(self.seen) % 2), dtype=x.dtype)
+        return nn.functional.cross_entropy(self.net(x[:, None] * scale[:, None]), y)
+
+
+class CheckpointsActivations(Case):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        output = checkpoint(lambda x: self.net(x).tanh(), x, use_reentrant=False)
+        return nn.functional.cross_entropy(output, y)
 
 
 class KeywordArguments(Case):
