@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,10 +103,12 @@ def test_more_stages_than_partitions() -> None:
         replicas=1,
         stages=stages,
         backend="gloo",
+        device=torch.device("cpu"),
     )
     module = Plain()
+    driver = SimpleNamespace(device=torch.device("cpu"))  # nothing is asked of it but where it is
     discovery = Discovery(names=None, microbatches=2, make_plan=plan, training=True, say=print)
-    networks = Networks(module, None, OneReplica(stages), discovery, {})
+    networks = Networks(module, driver, OneReplica(stages), discovery, {})
     with pytest.raises(PlanError, match=r"3 network partitions.*pipeline_parallel_size=50"):
         module.net(torch.zeros(4, 6, dtype=torch.float64))
     networks.close()
