@@ -123,17 +123,6 @@ class Plan:
         """Number of devices, and of processes, that the plan takes."""
         return sum(self.copies)
 
-    def check_devices(self, available: int) -> None:
-        """Check that the plan is one for this many devices.
-
-        Raises:
-            PlanError: it isn't; the product is in the text.
-        """
-        if self.world_size != available:
-            raise PlanError(
-                f"replicas({self.replicas}) x stages({self.stages}) != devices({available})"
-            )
-
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 

@@ -61,13 +61,6 @@ def test_a_contradiction_is_refused_with_both_numbers(
         plan(**changes)
 
 
-def test_the_product_is_written_out() -> None:
-    shape = Plan(replicas=2, stages=3, microbatches=1, schedule="gpipe", cuts=("b", "c"))
-    with pytest.raises(PlanError, match=r"replicas\(2\) x stages\(3\) != devices\(8\)"):
-        shape.check_devices(8)
-    shape.check_devices(6)
-
-
 def test_unknown_and_missing_keys_are_named() -> None:
     record = json.loads(plan().to_json())
     with pytest.raises(PlanError, match="unknown keys: colour, size"):

@@ -68,7 +68,7 @@ def test_later_lines_see_on_every_rank_what_one_device_sees(
 ) -> None:
     for rank in ranks:
         assert_same(dict(rank["weights"]), dict(one_device["weights"]))
-        for key in ("metrics", "test", "predictions", "random", "step", "epoch"):
+        for key in ("metrics", "validation", "test", "predictions", "random", "step", "epoch"):
             assert_same(rank[key], one_device[key])
         assert Path(rank["best"]).name == Path(one_device["best"]).name
     assert ranks[0]["best"] == ranks[1]["best"]

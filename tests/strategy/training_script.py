@@ -210,6 +210,7 @@ def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]
     trainer.fit(module, loader, loader, ckpt_path=config.get("ckpt_path"))
     seen = observed(trainer, module)
     if config.get("after"):
+        seen["validation"] = trainer.validate(module, loader, verbose=False)
         seen["test"] = trainer.test(module, loader, verbose=False)
         seen["predictions"] = trainer.predict(module, loader, ckpt_path=config["after"])
         seen["random"] = torch.rand(3)
