@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network.effects import state_of
 from lightning_hybrid.network.graph import (
     Layer,
     Leaf,
@@ -71,9 +72,13 @@ class Builder:
         training: bool | None,
         batch: int | None,
         opaque: dict[str, str],
+        changed: dict[int, Any],
         example: tuple[Any, Any],
     ) -> NetworkGraph:
-        """The finished graph; the keywords are the fields of `NetworkGraph`."""
+        """The finished graph; the keywords are the fields of `NetworkGraph`.
+
+        ``changed`` holds the objects that opaque modules change when they are called.
+        """
         wanted = _wanted(calls, output)
         layers = [self._layer(i, call, wanted[i]) for i, call in enumerate(calls)]
         outputs: list[fx.Node] = []
@@ -86,9 +91,11 @@ class Builder:
 
         template = rebuild(output, leaf)
         self.graph.output(outputs)
+        called = {layer.module for layer in layers if layer.is_module}
+        kept = {name: why for name, why in opaque.items() if name in called}
         return NetworkGraph(
             self.network, self.graph, tuple(layers), self.constants, template, tuple(outputs),
-            structure, leaves, autocast, training, batch, dict(opaque),
+            structure, leaves, autocast, training, batch, kept, self._memories(called, changed),
             self._fingerprint((structure, leaves, autocast)), example,
         )  # fmt: skip
 
@@ -142,6 +149,12 @@ class Builder:
             return {self._first_name[f"{call.target}.{name}"] for name in names}
         attributes = [str(n.target).removeprefix("network.") for n in all_inputs(node)]
         return {self._first_name[name] for name in attributes if name in self._first_name}
+
+    def _memories(self, called: set[str], changed: dict[int, Any]) -> tuple[frozenset[str], ...]:
+        """For each object that layers change: which of them hold it."""
+        held = {name: set(map(id, state_of(self.network.get_submodule(name)))) for name in called}
+        groups = (frozenset(n for n in called if number in held[n]) for number in changed)
+        return tuple(group for group in groups if group)
 
     # ------------------------------------------------------------------ arguments
 

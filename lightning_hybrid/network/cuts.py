@@ -39,6 +39,8 @@ class Cuts:
         parameters = frozenset().union(*(layer.parameters for layer in graph.layers), frozenset())
         # buffers that only are read may be used on both sides of a cut
         self._spans = {n: s for n, s in spans.items() if n in parameters or n in changed}
+        calls = [{i for i, y in enumerate(graph.layers) if y.module in m} for m in graph.memories]
+        self._memories = [(min(called), max(called)) for called in calls if called]
         self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
 
     def crossing(self, position: int) -> list[fx.Node]:
@@ -65,6 +67,10 @@ class Cuts:
             if first < position <= last:
                 one, other = _called(self.graph.layers[first]), _called(self.graph.layers[last])
                 return f"{name!r} is tied: used by {one} before the cut and by {other} after it"
+        for first, last in self._memories:
+            if first < position <= last:
+                one, other = _called(self.graph.layers[first]), _called(self.graph.layers[last])
+                return f"{one}, before the cut, and {other}, after it, change the same attribute"
         for node in crossing:
             if self.graph.value(node) is None:
                 return f"{node.name}, which crosses, is no tensor"

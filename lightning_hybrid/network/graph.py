@@ -179,6 +179,8 @@ class NetworkGraph:
     """the traced batch size"""
     opaque: dict[str, str]
     """modules that could not be followed, as one layer each, and why"""
+    memories: tuple[frozenset[str], ...]
+    """names of opaque modules that share a Python object which they change: no cut parts them"""
     fingerprint: str
     """equal on every rank that traced the same network for the same sizes"""
     example: tuple[Any, Any] = field(repr=False)

@@ -19,7 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.compat import unset_fake_temporarily
-from lightning_hybrid.network.effects import Untraceable, side_effects_refused, unchanged
+from lightning_hybrid.network.effects import (
+    Blackboards,
+    Untraceable,
+    side_effects_refused,
+    unchanged,
+)
 from lightning_hybrid.network.recording import Call, Mark, Recording, Ref, Shape
 from lightning_hybrid.network.structure import rebuild, tensors_in
 
@@ -65,6 +70,7 @@ class Recorder(TorchFunctionMode):
         fakes: stand-ins for its parameters and buffers by dotted name.
         device: the device that the network seems to be on.
         opaque: dotted names of modules to record as one layer; grows when ``fall_back``.
+        changed: objects that opaque modules change when they are called, by identity; grows.
         fall_back: record a module that cannot be followed as one layer; else raise.
         count_flops: count floating-point operations (a third of the time goes there).
     """
@@ -75,6 +81,7 @@ class Recorder(TorchFunctionMode):
         fakes: Mapping[str, Tensor],
         device: torch.device,
         opaque: dict[str, str],
+        changed: dict[int, Any],
         fall_back: bool,
         count_flops: bool,
     ) -> None:
@@ -82,9 +89,12 @@ class Recorder(TorchFunctionMode):
         self.network = network
         self.device = device
         self.opaque = opaque
+        self.changed = changed
         self.fall_back = fall_back
         self.count_flops = count_flops
         self.events: list[Mark | Call] = []
+        layers = [name for name, module in network.named_modules() if name and is_leaf(module)]
+        self._boards = Blackboards(network, {*layers, *opaque})
         self._names = {id(module): name for name, module in network.named_modules()}
         self._originals = dict(_named_tensors(network))
         self._refs: dict[int, Ref] = {}
@@ -177,13 +187,14 @@ class Recorder(TorchFunctionMode):
         if self._quiet or name is None:  # strangers are plain code
             return _forward(module)(*args, **kwargs)
         if module is self.network:
-            with side_effects_refused(module):
+            with side_effects_refused(module, self._boards):
                 return module.forward(*args, **kwargs)
         if name in self.opaque or is_leaf(module):
             return self._layer(name, module, args, kwargs)
         events, refs, calls = len(self.events), dict(self._refs), self._calls
         try:
-            return self._descend(name, module, args, kwargs)
+            with self._boards.wiped_on_error():
+                return self._descend(name, module, args, kwargs)
         except Exception as error:
             if not self.fall_back:
                 raise
@@ -199,7 +210,7 @@ class Recorder(TorchFunctionMode):
         outer, self._scope = self._scope, (*self._scope, name)
         self.events.append(Mark(self._scope, entered=True))
         try:
-            with side_effects_refused(module):
+            with side_effects_refused(module, self._boards):
                 output = module.forward(*args, **kwargs)
         finally:
             scope, self._scope = self._scope, outer
@@ -211,8 +222,10 @@ class Recorder(TorchFunctionMode):
             try:
                 if type(module).__module__.startswith("torch.nn.modules."):
                     return module.forward(*args, **kwargs)  # changes no attribute: skip the care
-                with unchanged(module):
-                    return _forward(module)(*args, **kwargs)
+                with unchanged(module) as changed:
+                    output = _forward(module)(*args, **kwargs)
+                self.changed |= changed
+                return output
             except Exception as error:
                 return self._really_run(name, module, args, kwargs, error)
 

@@ -77,6 +77,7 @@ class _Tracing:
         self.batched = [t.dim() > 0 and t.shape[0] == self.batch for t in self.tensors]
         self.device = _seeming_device(device, self.tensors, network)
         self.opaque: dict[str, str] = {}
+        self.changed: dict[int, Any] = {}
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.inference_mode(False), self.fake_mode:
             self.fakes = _fake_state(network, self.device)
@@ -86,11 +87,7 @@ class _Tracing:
     def graph(self) -> NetworkGraph:
         """Record until all recordings agree, then build the graph."""
         # Lightning validates in inference mode, whose tensors have no versions
-        with (
-            torch.inference_mode(False),
-            unchanged(self.network),
-            _training_restored(self.network),
-        ):
+        with torch.inference_mode(False), _training_restored(self.network):
             while True:
                 opaque = len(self.opaque)
                 recordings = self._recordings()
@@ -117,6 +114,7 @@ class _Tracing:
                     training=self.training,
                     batch=self.batch,
                     opaque=self.opaque,
+                    changed=self.changed,
                     example=describe(self.args, self.kwargs),
                 )
 
@@ -179,7 +177,7 @@ class _Tracing:
         for module in self.network.modules():
             _set_training(module, setting.training)
         fakes = self.fakes
-        with self.fake_mode, torch.enable_grad():
+        with unchanged(self.network), self.fake_mode, torch.enable_grad():
             inputs = [
                 self._fake_input(tensor, setting.batch if batched else None)
                 for tensor, batched in zip(self.tensors, self.batched)
@@ -193,6 +191,7 @@ class _Tracing:
                 fakes,
                 self.device,
                 self.opaque,
+                self.changed,
                 fall_back=fall_back,
                 count_flops=setting == Setting(self.batch or 1, self.now),
             )

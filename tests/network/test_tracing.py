@@ -1,4 +1,5 @@
 import random
+from copy import deepcopy
 from typing import Any
 
 import numpy
@@ -25,10 +26,12 @@ from lightning_hybrid.network import (
     NetworkGraph,
     cut,
     describe,
+    find_boundary,
     network_partitions,
     signature,
     trace,
 )
+from lightning_hybrid.network.check import run
 
 
 def stitched(graph: NetworkGraph, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +141,59 @@ def test_module_that_cannot_be_followed_is_one_layer(middle: nn.Module) -> None:
     expected = network(x)
     torch.manual_seed(0), random.seed(0)
     assert torch.equal(stitched(graph, x), expected)
+
+
+class Writer(nn.Module):
+    """Leaves a tensor in a list for another module."""
+
+    def __init__(self, board: list[Tensor]) -> None:
+        super().__init__()
+        self.inner, self.board = nn.Linear(4, 4), board
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.board[0] = self.inner(x)
+        return x + 1
+
+
+class Reader(nn.Module):
+    def __init__(self, board: list[Tensor], hooked: bool = False) -> None:
+        super().__init__()
+        self.inner, self.board = nn.Linear(4, 4), board
+        if hooked:
+            self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.board[0]
+
+
+def test_what_modules_hand_each_other_in_a_list_is_an_edge_of_the_graph() -> None:
+    board, left = [torch.ones(1)], None
+    network = Around(nn.Sequential(Writer(board), Reader(board)))
+    left, graph = board[0], trace(network, (x4(),))
+    assert not graph.opaque
+    assert board[0] is left
+    partitions = network_partitions(graph)
+    chain, x = cut(graph, partitions, [2]), x4(2)
+    (found,) = run(chain, [x])
+    assert board[0] is left
+    assert torch.equal(found, network(x))
+
+
+@pytest.mark.parametrize("order", [(Writer, Reader), (Reader, Writer)])
+def test_modules_that_remember_in_one_list_stay_together(order: Any) -> None:
+    """One of them is opaque, or reads what the last call has left: the list itself is needed."""
+    board = [torch.ones(1)]
+    pair = [kind(board, hooked=True) if kind is Reader else kind(board) for kind in order]
+    network = Around(nn.Sequential(pair[0], nn.Linear(4, 4), pair[1]))
+    graph = trace(network, (x4(),))
+    assert set(graph.opaque) == {"middle.0", "middle.2"} - {f"middle.{2 * order.index(Reader)}"}
+    partitions = network_partitions(graph)
+    assert [p.name for p in partitions] == ["first", "middle.0", "last"]
+    with pytest.raises(NetworkError, match="change the same attribute"):
+        find_boundary(partitions, "middle.2")
+    twin, chain = deepcopy(network), cut(graph, partitions, [1, 2])
+    for x in (x4(2), x4(2)):
+        assert torch.equal(run(chain, [x])[0], twin(x))
 
 
 def test_hooks_and_parametrizations_still_work() -> None:
