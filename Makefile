@@ -18,6 +18,8 @@ $(READY): pyproject.toml constraints.txt
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[adni,dev]"
 	touch $@
 
+# what it learns of this machine's speed stays with it too
+demo: export LIGHTNING_HYBRID_CACHE := demo/lightning_hybrid
 demo: $(READY)
 	@$(call run,python -m datamodules synth demo/adni --subjects 330 --resolution 4)
 	@$(call run,python -m models fit --config configs/demo.yaml)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so; and
 # how to leave them for a moment, to run the one sub-module that cannot run on them
@@ -18,6 +19,7 @@ __all__ = [
     "FakeTensorMode",
     "backward_reaches",
     "graph_is_kept",
+    "hooks_silenced",
     "own_saved_tensors",
     "unset_fake_temporarily",
 ]
@@ -53,3 +55,28 @@ def own_saved_tensors() -> Iterator[None]:
     else:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             yield
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextmanager
+def hooks_silenced(network: nn.Module) -> Iterator[None]:
+    """Inside, no hook of a module runs, nor one for all modules.
+
+    Those that torch itself has registered (``weight_norm`` computes a weight in one) stay. There is
+    no public way to list hooks or to call a module without them.
+    """
+    tables = [getattr(module, name, None) for module in network.modules() for name in _HOOKS]
+    tables += [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+    kept = [(table, dict(table)) for table in tables if table]
+    for table, hooks in kept:
+        for key, hook in hooks.items():
+            if not type(hook).__module__.startswith("torch."):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in kept:
+            table.clear()
+            table.update(hooks)

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.allocation.knapsack import Objective
-from lightning_hybrid.network import NetworkGraph, NetworkPartition, find_boundary
-from lightning_hybrid.network.profile import Profile, count, measure
+from lightning_hybrid.network import (
+    NetworkGraph,
+    NetworkPartition,
+    cached,
+    count,
+    find_boundary,
+    measure,
+)
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import plan_stages
 
@@ -78,13 +84,18 @@ def make_plan(
         method: Literal["gabra", "exact"] = "gabra"
     else:
         first, method = None, settings.allocation
-        profile = measure(graph, partitions, leaves, device=device)
-    forward_s, backward_s = _times(profile)
+        profile = cached(
+            lambda: measure(graph, partitions, leaves, device=device),
+            graph,
+            partitions,
+            leaves,
+            device,
+        )
     sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
     plan = plan_stages(
         [partition.name for partition in partitions],
-        forward_s,
-        backward_s,
+        [p.forward for p in profile.partitions],
+        [p.backward for p in profile.partitions],
         [p.output_bytes for p in profile.partitions[:-1]],
         [sum(sizes[n] for n in partition.parameters) for partition in partitions],
         [len(partition.layers) for partition in partitions],
@@ -99,10 +110,3 @@ def make_plan(
         seed=settings.seed,
     )
     return replace(plan, predicted_step_s=None) if first is not None else plan
-
-
-def _times(profile: Profile) -> tuple[list[float], list[float]]:
-    """Seconds, or FLOPs where nothing was measured (a backward counts as two forwards)."""
-    forward = [p.flops if p.forward_s is None else p.forward_s for p in profile.partitions]
-    backward = [2 * p.flops if p.backward_s is None else p.backward_s for p in profile.partitions]
-    return forward, backward

@@ -1,3 +1,6 @@
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from traced_networks import ResNet
@@ -46,11 +49,74 @@ def test_measured_profile_is_for_the_given_microbatch() -> None:
     assert [p.flops for p in profile.partitions] == [p.flops // 2 for p in partitions]
     # the input of the first layer, and the ReLU's result (also the input of the second)
     assert [p.activation_bytes for p in profile.partitions] == [(3 * 4 + 3 * 8) * 4, 3 * 8 * 4]
-    assert all(p.forward_s and p.backward_s for p in profile.partitions)
+    assert all(p.forward_s and p.backward_weight_s for p in profile.partitions)
+    first, second = profile.partitions
+    assert first.backward_input_s == 0.0  # nobody asks for the gradient of the network's inputs
+    assert second.backward_input_s
+
+
+def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    network[0].weight.requires_grad_(False)
+    graph = trace(network, (torch.ones(6, 4),))
+    partitions = network_partitions(graph)
+    first, second = count(graph, partitions).partitions
+    assert (first.parameter_bytes, first.gradient_bytes) == (40 * 4, 8 * 4)
+    assert (second.parameter_bytes, second.gradient_bytes) == (18 * 4, 18 * 4)
+    profile = count(graph, partitions).with_optimizer(partitions, {"0.bias": 64, "2.weight": 128})
+    first, second = profile.partitions
+    assert (first.optimizer_bytes, second.optimizer_bytes) == (64, 128)
+    assert second.memory_bytes(3) == 2 * 72 + 128 + 3 * second.activation_bytes
+
+
+def test_no_hook_runs_while_measuring() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    graph = trace(network, (torch.ones(6, 4),))
+    called: list[str] = []
+
+    def note(*_: Any) -> None:
+        called.append("hook")
+
+    for module in network:
+        module.register_forward_hook(note)
+        module.register_forward_pre_hook(note)
+        module.register_full_backward_hook(note)
+    for parameter in network.parameters():
+        parameter.register_hook(note)
+        parameter.register_post_accumulate_grad_hook(note)
+    everywhere = nn.modules.module.register_module_forward_hook(note)
+    before = {name: (id(p), p.grad) for name, p in network.named_parameters()}
+    measure(graph, network_partitions(graph), [torch.ones(3, 4)], repeats=1)
+    everywhere.remove()
+    assert called == []
+    assert {name: (id(p), p.grad) for name, p in network.named_parameters()} == before
+    network(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    # per module forward twice and once backward, per parameter two, and one for all modules
+    assert len(called) == 4 * 3 + 6 * 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_network_is_measured_as_it_trains(training: bool) -> None:
+    x, held = torch.ones(6, 4), {}
+    for name, layer in (("dropout", nn.Dropout(0.5)), ("identity", nn.Identity())):
+        network = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 2)).train(training)
+        graph = trace(network, (x,))
+        profile = measure(graph, network_partitions(graph), [x], repeats=1)
+        held[name] = sum(p.activation_bytes for p in profile.partitions)
+        assert all(module.training == training for module in network.modules())
+    assert held["dropout"] > held["identity"]  # its mask is kept while training only
+
+
+def test_a_network_that_cannot_train_on_a_sample_is_measured_all_the_same() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
+    graph = trace(network, (torch.ones(6, 4),))
+    profile = measure(graph, network_partitions(graph), [torch.ones(1, 4)], repeats=1)
+    assert profile.batch == 1
+    assert all(p.forward_s for p in profile.partitions)
 
 
 def test_frozen_partition_has_no_backward() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).requires_grad_(False)
     graph = trace(network, (torch.ones(6, 4),))
     profile = measure(graph, network_partitions(graph), [torch.ones(6, 4)], repeats=1)
-    assert profile.partitions[0].backward_s == 0.0
+    assert profile.partitions[0].backward == 0.0
