@@ -181,33 +181,35 @@ def _label(graph: NetworkGraph, start: int, stop: int) -> str:
     return f"{layers[0].module}.{layers[0].name}".removeprefix(".")
 
 
-def find_boundary(partitions: Sequence[NetworkPartition], name: str) -> int:
+def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str = "") -> int:
     """The number of the partition that begins with the module ``name``, as in the network.
 
     Args:
         partitions: from `network_partitions`.
         name: dotted name of a module: a layer, or one that holds layers ("layer3").
+        prefix: what stands before the names where the user reads them ("net.").
 
     Raises:
         NetworkError: no partition begins there.
     """
     begins = _beginnings(partitions)
+    shown = repr(prefix + name)
     if name in begins:
         number = begins[name]
         if number > 0:
             return number
-        raise NetworkError(f"cannot cut before {name!r}: the network begins there")
+        raise NetworkError(f"cannot cut before {shown}: the network begins there")
     for partition in partitions:
         for place, reason in partition.refused:
             if place == name or place.startswith(f"{name}."):
-                raise NetworkError(f"cannot cut before {name!r}: {reason}")
+                raise NetworkError(f"cannot cut before {shown}: {reason}")
     known = [n for n, number in begins.items() if number > 0]
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.4) or known[:4]
-    inside = [p.name for p in partitions if name in _prefixes(p.modules)]
+    inside = [prefix + p.name for p in partitions if name in _prefixes(p.modules)]
     where = f"it lies inside partition {inside[0]!r}" if inside else "there is no such module in it"
+    names = ", ".join(repr(prefix + n) for n in close) or "none, the network is one partition"
     raise NetworkError(
-        f"no partition of the network begins with {name!r} ({where}); "
-        f"close to it: {', '.join(map(repr, close)) or 'none, the network is one partition'}"
+        f"no partition of the network begins with {shown} ({where}); close to it: {names}"
     )
 
 

@@ -1,105 +1,25 @@
-"""Small LightningModules, each with one habit of users: ``python user_code_script.py FOLDER``.
+"""What users do with networks, losses and optimizers inside their LightningModule."""
 
-They are trained one after the other, by a Trainer each, in the same processes. FOLDER holds
-``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``.
-"""
-
-import json
-import os
-import sys
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from suite import ONE_OF_THREE, ONE_OF_TWO, STEPS, TWO_OF_TWO, Layers, Record, Row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-STEPS = 6
-SEED = 7
-
-
-class Layers(nn.Module):
-    """Three linear layers with a skip connection around the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.second = nn.Linear(8, 8)
-        self.third = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.third(torch.tanh(self.second(x)) + x)
+EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
+IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
-class Case(LightningModule):
-    """A classifier; the cases change one thing each.
-
-    Attributes:
-        options: arguments of the Trainer.
-        microbatches: of the hybrid runs.
-        cuts: names of the first modules of the later stages, for 2 and 3 stages.
-        seen: what the driver notes in each step.
-    """
-
-    options: ClassVar[dict[str, Any]] = {}
-    microbatches = 2
-    samples = 16
-    cuts: ClassVar[dict[int, list[str]]] = {
-        2: ["net.second"],
-        3: ["net.second", "net.third"],
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.build()
-        self.double()
-        self.seen: list[Any] = []
-        self.gradients: Counter[str] = Counter()
-
-    def build(self) -> None:
-        self.net = Layers()
-
-    def setup(self, stage: str) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self.got_gradient, name))
-
-    def got_gradient(self, name: str, _: Tensor) -> None:
-        self.gradients.update([name])
-
-    def train_dataloader(self) -> DataLoader:
-        """Batches of 4; with several replicas each takes every R-th batch."""
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(self.samples, 6, generator=generator, dtype=torch.float64)
-        y = torch.randint(0, 3, (self.samples,), generator=generator)
-        indices = torch.arange(self.samples).split(4)
-        mine = indices[self.trainer.global_rank :: self.trainer.world_size]
-        return DataLoader(TensorDataset(x, y), batch_sampler=[part.tolist() for part in mine])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(*batch)
-        self.seen.append(loss.item())
-        return loss
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class Plain(Case):
+class Plain(Row):
     """Nothing unusual."""
 
+    shapes = fast = EVERY
 
-class CallsItself(Case):
+
+class CallsItself(Row):
     cuts: ClassVar = {2: ["second"]}
 
     def build(self) -> None:
@@ -113,7 +33,7 @@ class CallsItself(Case):
         return nn.functional.cross_entropy(self(x), y)
 
 
-class ReturnsDict(Case):
+class ReturnsDict(Row):
     class Net(Layers):
         def forward(self, x: Tensor) -> dict[str, Any]:
             hidden = torch.tanh(self.first(x))
@@ -134,7 +54,7 @@ class Scores:
     hidden: Tensor
 
 
-class ReturnsDataclass(Case):
+class ReturnsDataclass(Row):
     class Net(Layers):
         def forward(self, x: Tensor) -> Scores:
             hidden = torch.tanh(self.first(x))
@@ -148,7 +68,7 @@ class ReturnsDataclass(Case):
         return nn.functional.cross_entropy(output.logits, y) + output.hidden.square().mean()
 
 
-class ChangesSize(Case):
+class ChangesSize(Row):
     """Another crop in every other step: a graph of its own, cut at the same place."""
 
     class Net(Layers):
@@ -163,13 +83,13 @@ class ChangesSize(Case):
         return nn.functional.cross_entropy(self.net(x[:, None] * scale[:, None]), y)
 
 
-class CheckpointsActivations(Case):
+class CheckpointsActivations(Row):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         output = checkpoint(lambda x: self.net(x).tanh(), x, use_reentrant=False)
         return nn.functional.cross_entropy(output, y)
 
 
-class KeywordArguments(Case):
+class KeywordArguments(Row):
     class Net(Layers):
         def forward(self, x: Tensor, *, weight: Tensor, scale: float = 1.0) -> Tensor:
             x = torch.tanh(self.first(x))
@@ -182,13 +102,17 @@ class KeywordArguments(Case):
         return nn.functional.cross_entropy(self.net(x=x, scale=0.5, weight=y + 1.0), y)
 
 
-class CallsTwice(Case):
+class CallsTwice(Row):
+    fast = IN_REPLICAS
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         cross_entropy = nn.functional.cross_entropy
         return cross_entropy(self.net(x), y) + cross_entropy(self.net(x.flip(1)), y)
 
 
-class CallsWithoutGradient(Case):
+class CallsWithoutGradient(Row):
+    fast = IN_REPLICAS
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             target = self.net(x.flip(1)).softmax(1)
@@ -197,20 +121,24 @@ class CallsWithoutGradient(Case):
         return nn.functional.cross_entropy(output, y) + distance
 
 
-class DropsAnOutput(Case):
+class DropsAnOutput(Row):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         self.net(x.flip(1))
         return super().loss(x, y)
 
 
-class SkipsAStep(Case):
+class SkipsAStep(Row):
+    shapes = (ONE_OF_TWO,)  # with several replicas Lightning itself refuses
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx == 1 else loss
 
 
-class WantsInputGradient(Case):
+class WantsInputGradient(Row):
     """Once by `torch.autograd.grad`, which must leave no gradients, once as a leaf."""
+
+    fast = IN_REPLICAS
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -222,8 +150,16 @@ class WantsInputGradient(Case):
     def on_after_backward(self) -> None:
         self.seen.append(self.leaf.grad.clone())
 
+    @classmethod
+    def check(cls, ranks: list[Record], reference: list[Record]) -> None:
+        for rank in ranks:  # once per step, or per micro-batch of it, and no oftener
+            [times] = set(rank["gradients"].values())
+            assert times in (STEPS, STEPS * cls.microbatches)
 
-class HasTemperature(Case):
+
+class HasTemperature(Row):
+    fast = IN_REPLICAS
+
     def build(self) -> None:
         super().build()
         self.temperature = nn.Parameter(torch.ones(()))
@@ -232,8 +168,10 @@ class HasTemperature(Case):
         return nn.functional.cross_entropy(self.net(x) / self.temperature, y)
 
 
-class FreezesLayers(Case):
+class FreezesLayers(Row):
     """One parameter of each stage."""
+
+    fast = IN_REPLICAS
 
     def build(self) -> None:
         super().build()
@@ -241,29 +179,35 @@ class FreezesLayers(Case):
         self.net.third.bias.requires_grad_(False)
 
 
-class FreezesAStage(Case):
+class FreezesAStage(Row):
+    idle = True
+
     def build(self) -> None:
         super().build()
         self.net.first.requires_grad_(False)
 
 
-class ClipsNorm(Case):
+class ClipsNorm(Row):
+    fast = IN_REPLICAS
     options: ClassVar = {"gradient_clip_val": 0.3}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen.append(self.net.third.weight.grad.clone())
 
 
-class ClipsValue(Case):
+class ClipsValue(Row):
     options: ClassVar = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
 
 
-class Accumulates(Case):
+class Accumulates(Row):
+    shapes = fast = EVERY
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
-class StepsByHand(Case):
+class StepsByHand(Row):
     """Two optimizers, two backward passes through one graph."""
+
+    options: ClassVar = {"max_steps": 2 * STEPS}  # it counts those of both optimizers
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,18 +232,21 @@ class StepsByHand(Case):
         return [early, torch.optim.AdamW(rest, lr=0.01)]
 
 
-class LastBatchIsSmaller(Case):
+class LastBatchIsSmaller(Row):
     samples = 11
 
 
-class ShufflesSamples(Case):
+class ShufflesSamples(Row):
+    control = False
+
     def train_dataloader(self) -> DataLoader:
         return DataLoader(super().train_dataloader().dataset, batch_size=4, shuffle=True)
 
 
-class ChainsNetworks(Case):
+class ChainsNetworks(Row):
     """A network behind a network: the second's input gradient is the first's output's."""
 
+    fast = IN_REPLICAS
     cuts: ClassVar = {2: ["encoder.2", "net.second"]}
 
     def build(self) -> None:
@@ -310,9 +257,12 @@ class ChainsNetworks(Case):
         return super().loss(self.encoder(x), y)
 
 
-class Drops(Case):
+class Drops(Row):
     """Random layers in both stages, and a random number of the user's own beside them."""
 
+    control = False
+    per_microbatch = True
+    shapes = fast = EVERY
     cuts: ClassVar = {2: ["net.3"], 3: ["net.3", "net.6"]}
 
     def build(self) -> None:
@@ -323,64 +273,10 @@ class Drops(Case):
         return super().loss(x + 0.1 * torch.randn_like(x), y)
 
 
-class NormalizesBatches(Case):
+class NormalizesBatches(Row):
+    per_microbatch = True
     cuts: ClassVar = {2: ["net.3"]}
 
     def build(self) -> None:
         layers = [m for i in (6, 8) for m in (nn.Linear(i, 8), nn.BatchNorm1d(8), nn.Tanh())]
         self.net = nn.Sequential(*layers, nn.Linear(8, 3))
-
-
-CASES = {case.__name__: case for case in Case.__subclasses__()}
-
-
-def fit(
-    name: str, folder: Path, prepare: Callable[[Case], None] = lambda _: None, **options: Any
-) -> Case:
-    """Train one case, from the same start everywhere."""
-    seed_everything(SEED, verbose=False)
-    module = CASES[name]()
-    prepare(module)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=STEPS * (2 if name == "StepsByHand" else 1),  # counts steps of both optimizers
-        max_epochs=-1,
-        default_root_dir=folder,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{**CASES[name].options, **options},
-    )
-    trainer.fit(module)
-    module.trainer = None
-    return module
-
-
-def main(folder: Path) -> None:
-    from lightning_hybrid import HybridGabraStrategy
-
-    config = json.loads((folder / "config.json").read_text())
-    replicas, stages = config["replicas"], config["stages"]
-    rank = os.environ.get("LOCAL_RANK", "0")
-    seen = {}
-    for name in config["cases"]:
-        strategy = HybridGabraStrategy(
-            replicas,
-            stages,
-            num_microbatches=CASES[name].microbatches,
-            allocation=CASES[name].cuts[stages],
-        )
-        module = fit(name, folder, strategy=strategy, devices=replicas * stages)
-        seen[name] = {
-            "seen": module.seen,
-            "weights": module.state_dict(),
-            "gradients": module.gradients,
-            "pid": os.getpid(),
-        }
-    torch.save(seen, folder / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

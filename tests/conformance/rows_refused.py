@@ -1,0 +1,83 @@
+"""What stages cannot do is refused on every rank, in words that help, before any training."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from suite import ONE_OF_TWO, Row
+from torch import Tensor, nn
+
+
+class _Refused(Row):
+    """Shared by no row: what is refused for the sake of an argument of the strategy."""
+
+    shapes = (ONE_OF_TWO,)
+    control = False  # it has no such argument
+
+
+class RefusedUnknownCut(_Refused):
+    arguments: ClassVar = {"allocation": ["net.secnd"]}
+    refused = ("secnd", "'net.second'")
+
+
+class RefusedTooFewCuts(_Refused):
+    arguments: ClassVar = {"allocation": []}
+    refused = ("stages(2)", "1 cut points")
+
+
+class RefusedUnknownNetwork(_Refused):
+    arguments: ClassVar = {"network": "model"}
+    refused = ("'model'", "'net'")
+
+
+class RefusedWithoutACall(Row):
+    shapes = (ONE_OF_TWO,)
+    control = False  # it refuses parameters that get no gradient
+    refused = ("RefusedWithoutACall", "as a module")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.net.first.weight.T)
+        return nn.functional.cross_entropy(hidden @ self.net.third.weight.T, y)
+
+
+class RefusedPartOfANetwork(Row):
+    shapes = (ONE_OF_TWO,)
+    refused = ("'net.first'", "Linear", "network=[")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + self.net.first(x).square().mean()
+
+
+class RefusedLBFGS(Row):
+    shapes = (ONE_OF_TWO,)
+    refused = ("LBFGS", "another optimizer")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class RefusedCreateGraph(Row):
+    shapes = (ONE_OF_TWO,)
+    refused = ("create_graph=True", "ddp")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        [gradient] = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return super().loss(x, y) + gradient.square().mean()
+
+
+class RefusedLossScaling(Row):
+    shapes = (ONE_OF_TWO,)
+    refused = ("16-mixed", "bf16-mixed")
+
+    def trainer_options(self, folder: Path) -> dict[str, Any]:
+        # `precision="16-mixed"` alone becomes bfloat16 on CPUs
+        scaler = torch.amp.GradScaler("cpu")
+        return {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
+
+
+class RefusedSyncBatchNorm(Row):
+    shapes = (ONE_OF_TWO,)
+    options: ClassVar = {"sync_batchnorm": True}
+    refused = ("sync_batchnorm", "pipeline_parallel_size")

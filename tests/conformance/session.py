@@ -1,0 +1,216 @@
+"""One group of processes that runs rows: ``python session.py FOLDER``, and who starts it.
+
+FOLDER holds ``config.json``. Each process leaves ``<row>/rank<N>.pt`` for every row that it has
+finished. After an error that the row did not announce it stops: links may hold half-sent messages.
+"""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import seed_everything
+from suite import SEED, Conformance, Record, Row, Run, Witness, all_rows
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SILENCE_S = 120.0
+"""After that long without a finished row a group is taken to hang."""
+FOLLOW_S = 12.0
+"""As long may the other ranks take to notice that one has failed."""
+
+
+# ---------------------------------------------------------------- in each process
+
+
+def main(folder: Path) -> None:
+    """Run the rows of ``config.json``, one after the other."""
+    config = json.loads((folder / "config.json").read_text())
+    module, name = config["suite"]
+    suite: type[Conformance] = getattr(importlib.import_module(module), name)
+    rows = {row.__name__: row for row in all_rows()}
+    for name in config["rows"]:
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        record = run_row(suite, rows[name], place)
+        rank = os.environ.get("LOCAL_RANK", "0")
+        torch.save(record, place / f"writing{rank}")
+        (place / f"writing{rank}").rename(place / f"rank{rank}.pt")
+        if record["error"] and not (rows[name].refused and suite.stages > 1):
+            sys.stdout.flush()
+            os._exit(0)
+
+
+def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
+    """One row, from the same start everywhere. Returns all that is to be compared."""
+    seed_everything(SEED, verbose=False)
+    module, witness = row(), Witness()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    if row.per_microbatch and suite.stages == 1:
+        in_microbatches(module)
+    run = Run(suite, module, folder, witness.attach)
+    result, error = None, ""
+    try:
+        result = module.exercise(run)
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return {
+        "result": result,
+        "error": error,
+        "seen": module.seen,
+        "weights": weights,
+        "trained": any(not before[n].equal(weights[n]) for n in before.keys() & weights.keys()),
+        "metrics": [
+            [dict(t.callback_metrics), dict(t.logged_metrics), t.global_step, t.current_epoch]
+            for t in run.trainers
+        ],
+        "forwards": witness.forwards,
+        "gradients": witness.gradients,
+        "pid": os.getpid(),
+    }
+
+
+def in_microbatches(module: Row) -> None:
+    """Call ``net`` once per micro-batch, each with the generators that the micro-batch has."""
+    from lightning_hybrid.runtime.random import draw_number, microbatch_seed
+
+    net, calls = module.net, (draw_number(batch, 0) for batch in count())
+    original = net.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        call, parts = next(calls), []
+        replica = module.trainer.global_rank
+        for index, part in enumerate(x.chunk(module.microbatches)):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(microbatch_seed(SEED, replica, call, index))
+                parts.append(original(part))
+        return torch.cat(parts)
+
+    net.forward = forward
+
+
+# ---------------------------------------------------------------- in pytest
+
+
+class Session:
+    """All rows of a suite, in as few groups of processes as their failures allow.
+
+    Args:
+        suite: the suite.
+        rows: names, in the order in which they run.
+        folder: where the groups work.
+    """
+
+    def __init__(self, suite: type[Conformance], rows: Sequence[str], folder: Path) -> None:
+        self._suite, self._folder = suite, folder
+        self._ranks = suite.replicas * suite.stages
+        self.records: dict[str, list[Record]] = {}
+        left = list(rows)
+        for attempt in count():
+            if not left:
+                break
+            left = self._run_group(left, folder / f"group{attempt}")
+
+    def _run_group(self, rows: list[str], folder: Path) -> list[str]:
+        """One group of processes. Returns the rows that are left for the next."""
+        folder.mkdir(parents=True)
+        suite = [self._suite.__module__, self._suite.__qualname__]
+        (folder / "config.json").write_text(json.dumps({"suite": suite, "rows": rows}))
+        self._start_and_wait(rows, folder)
+        for number, row in enumerate(rows):
+            records = self._read(folder / row)
+            failed = any(record["error"] for record in records if record)
+            if not all(records):
+                text = f"the processes ended or hung in this row:\n{_tail(folder / 'output.txt')}"
+                lost: Record = {"error": text}
+                errors = [r for r in records if r and r["error"]]
+                self.records[row] = [*errors, *(lost for r in records if r is None)]
+                return rows[number + 1 :]
+            self.records[row] = [record for record in records if record]
+            if failed and not self._announced(row):
+                return rows[number + 1 :]
+        return []
+
+    def _announced(self, row: str) -> bool:
+        [found] = [r for r in all_rows() if r.__name__ == row]
+        return bool(found.refused) and self._suite.stages > 1
+
+    def _read(self, folder: Path) -> list[Record | None]:
+        files = [folder / f"rank{rank}.pt" for rank in range(self._ranks)]
+        return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
+
+    def _start_and_wait(self, rows: list[str], folder: Path) -> None:
+        path = os.pathsep.join(map(str, (HERE, ROOT, *_suite_folder(self._suite))))
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+            "PYTHONWARNINGS": "ignore",
+        }
+        environment.pop("PL_GLOBAL_SEED", None)
+        with (folder / "output.txt").open("w") as output:
+            group = subprocess.Popen(
+                [sys.executable, str(HERE / "session.py"), str(folder)],
+                env=environment,
+                cwd=folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait(group, folder, self._ranks * len(rows))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(group.pid, signal.SIGKILL)  # whoever is left of it
+            group.wait()
+
+    @staticmethod
+    def _wait(group: "subprocess.Popen[bytes]", folder: Path, expected: int) -> None:
+        """Until the main process has ended and all records are there, or nothing more comes."""
+        finished, since = 0, time.monotonic()
+        while True:
+            now = len(list(folder.glob("*/rank*.pt")))
+            if now > finished:
+                finished, since = now, time.monotonic()
+            patience = SILENCE_S if group.poll() is None else FOLLOW_S
+            done = finished == expected and group.poll() is not None
+            if done or time.monotonic() - since > patience:
+                return
+            time.sleep(0.05)
+
+
+def _suite_folder(suite: type[Conformance]) -> list[Path]:
+    file = sys.modules[suite.__module__].__file__
+    return [Path(file).parent] if file else []
+
+
+def _tail(file: Path) -> str:
+    return "\n".join(file.read_text(errors="replace").splitlines()[-60:])
+
+
+def selected(items: Sequence[Any]) -> dict[type[Conformance], list[str]]:
+    """Which rows of which suite the collected tests need, references included."""
+    found: dict[type[Conformance], list[str]] = {}
+    for item in items:
+        suite, row = getattr(item, "cls", None), getattr(item, "callspec", None)
+        row = row.params.get("row") if row else None
+        while suite is not None and row is not None and issubclass(suite, Conformance):
+            names = found.setdefault(suite, [])
+            if row.__name__ not in names:
+                names.append(row.__name__)
+            suite = suite.reference
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,336 @@
+"""A conformance suite for strategies of Lightning: what users do must work unchanged.
+
+**A row** is a LightningModule with one habit of users (:class:`Row`; they stand in ``rows_*.py``).
+It is trained by the strategy under test and by a reference, both in real processes, and everything
+that it has noted must agree: values of each step, weights on every rank, metrics, results. To add
+one, subclass :class:`Row` in a ``rows_*.py`` file, change the one thing that it is about, and
+``self.seen.append(...)`` what a user would look at. For more than ``trainer.fit`` (tests,
+predictions, a second Trainer) override :meth:`Row.exercise`.
+
+**A strategy** is put under test by a subclass of :class:`Conformance`::
+
+    class TestMine(Conformance):
+        replicas, stages = 1, 2
+
+        @classmethod
+        def make_strategy(cls, row):
+            return MyStrategy(stages=2, cut_before=row.cuts[2])
+
+All rows of one class run one after the other in one group of processes (:mod:`session`). A row
+that fails ends its group; the next rows run in a new one.
+"""
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from comparison import differences
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+STEPS = 6
+SEED = 7
+ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO = (1, 2), (1, 3), (2, 2)
+"""Shapes: replicas, stages of each."""
+Record = dict[str, Any]
+
+
+class Layers(nn.Module):
+    """Three linear layers with a skip connection around the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.third(torch.tanh(self.second(x)) + x)
+
+
+class Row(LightningModule):
+    """A classifier; the rows change one thing each.
+
+    Attributes:
+        shapes: (replicas, stages) under which it runs.
+        fast: those of them that belong to ``make test``.
+        options: arguments of the Trainer. For objects override :meth:`trainer_options`.
+        arguments: arguments of the strategy, for rows about these.
+        microbatches: into which the strategy splits a batch.
+        cuts: names of the first modules of the later stages, by number of stages.
+        samples: in the data set.
+        refused: words in the error of every rank, under more than one stage, before any weight has
+            changed; empty: the row must work.
+        per_microbatch: the reference calls ``net`` once per micro-batch, each with generators of
+            its own (batch statistics, random layers).
+        control: whether plain `ddp` on one device is expected to give the numbers of one device.
+            (It starts its generators anew, so user code that draws gets other numbers.)
+        trains: else stages are known by their forward passes alone.
+        idle: whether a stage may own nothing that is trained.
+        tolerance: absolute and relative.
+        seen: what is noted while the user's steps run, on the ranks that run them.
+    """
+
+    shapes: ClassVar[tuple[tuple[int, int], ...]] = (ONE_OF_TWO, TWO_OF_TWO)
+    fast: ClassVar[tuple[tuple[int, int], ...]] = (ONE_OF_TWO,)
+    options: ClassVar[dict[str, Any]] = {}
+    arguments: ClassVar[dict[str, Any]] = {}
+    microbatches: ClassVar[int] = 2
+    cuts: ClassVar[dict[int, list[str]]] = {2: ["net.second"], 3: ["net.second", "net.third"]}
+    samples: ClassVar[int] = 16
+    refused: ClassVar[tuple[str, ...]] = ()
+    per_microbatch: ClassVar[bool] = False
+    control: ClassVar[bool] = True
+    trains: ClassVar[bool] = True
+    idle: ClassVar[bool] = False
+    tolerance: ClassVar[float] = 1e-10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.build()
+        self.double()
+        self.seen: list[Any] = []
+
+    def build(self) -> None:
+        self.net = Layers()
+
+    def trainer_options(self, folder: Path) -> dict[str, Any]:
+        """Arguments of the Trainer; ``folder`` is the row's own, the same for all ranks."""
+        return dict(self.options)
+
+    def exercise(self, run: "Run") -> Any:
+        """What the script does. What it returns must be the reference's too, on all ranks."""
+        run.trainer().fit(self)
+
+    @classmethod
+    def check(cls, ranks: list[Record], reference: list[Record]) -> None:
+        """More to assert about the records, beside their equality."""
+
+    def dataset(self, samples: int | None = None, seed: int = 1) -> TensorDataset:
+        """Learnable: the class is in the sum of the features."""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(samples or self.samples, 6, generator=generator, dtype=torch.float64)
+        y = torch.bucketize(x.sum(1), torch.tensor([-1.0, 1.0], dtype=x.dtype))
+        return TensorDataset(x, y)
+
+    def train_dataloader(self) -> Any:
+        """Batches of 4; with several replicas each takes every R-th batch."""
+        dataset = self.dataset()
+        indices = torch.arange(len(dataset)).split(4)
+        mine = indices[self.trainer.global_rank :: self.trainer.world_size]
+        return DataLoader(dataset, batch_sampler=[part.tolist() for part in mine])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.loss(*batch)
+        self.seen.append(loss.item())
+        return loss
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Run:
+    """One row in one process, as its script sees it.
+
+    Args:
+        suite: says which strategy.
+        module: the row.
+        folder: of this row, the same for all ranks.
+        witness: attaches what observes the ranks, in `strategy.setup`.
+    """
+
+    def __init__(
+        self,
+        suite: "type[Conformance]",
+        module: Row,
+        folder: Path,
+        witness: Callable[[LightningModule], None],
+    ) -> None:
+        self.suite, self.module, self.folder = suite, module, folder
+        self._witness = witness
+        self.trainers: list[Trainer] = []
+
+    def trainer(self, **options: Any) -> Trainer:
+        """A new Trainer with the strategy under test; ``options`` come before the row's own."""
+        defaults: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": self.suite.replicas * self.suite.stages,
+            "strategy": self.suite.make_strategy(type(self.module)),
+            "max_steps": STEPS,
+            "max_epochs": -1,
+            "default_root_dir": self.folder,
+            "use_distributed_sampler": False,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        trainer = Trainer(**{**defaults, **self.module.trainer_options(self.folder), **options})
+        setup = trainer.strategy.setup
+
+        def observed(trainer: Trainer) -> None:
+            self._witness(trainer.lightning_module)
+            setup(trainer)
+
+        trainer.strategy.setup = observed
+        self.trainers.append(trainer)
+        return trainer
+
+
+class Witness:
+    """Sees which modules run, and which parameters get gradients, in *this* process."""
+
+    def __init__(self) -> None:
+        self.forwards: Counter[str] = Counter()
+        self.gradients: Counter[str] = Counter()
+        self._known: set[int] = set()
+
+    def attach(self, module: LightningModule) -> None:
+        """Observe what is not observed yet. (All modules exist when a strategy is set up.)"""
+        for name, part in module.named_modules():
+            owns = next(part.parameters(recurse=False), None) is not None
+            if owns and part is not module and id(part) not in self._known:
+                part.register_forward_hook(partial(self._ran, name))
+                self._known.add(id(part))
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                parameter.register_post_accumulate_grad_hook(partial(self._got, name))
+                self._known.add(id(parameter))
+
+    def _ran(self, name: str, *_: Any) -> None:
+        self.forwards.update([name])
+
+    def _got(self, name: str, _: Tensor) -> None:
+        self.gradients.update([name])
+
+
+def all_rows() -> list[type[Row]]:
+    """Every row of every ``rows_*.py``; names with an underscore are bases."""
+    found: dict[str, type[Row]] = {}
+    for file in sorted(Path(__file__).parent.glob("rows_*.py")):
+        for name, value in vars(importlib.import_module(file.stem)).items():
+            is_row = isinstance(value, type) and issubclass(value, Row)
+            if is_row and value.__module__ == file.stem and not name.startswith("_"):
+                assert name not in found, f"two rows are called {name}"
+                found[name] = value
+    return list(found.values())
+
+
+class Conformance:
+    """The suite for one strategy in one shape. Subclass it (``class Test...``) and say which.
+
+    Attributes:
+        replicas: to Lightning, the number of devices.
+        stages: processes per replica.
+        reference: the suite whose records are the expected ones; it must have as many replicas.
+    """
+
+    replicas: ClassVar[int] = 1
+    stages: ClassVar[int] = 1
+    reference: ClassVar["type[Conformance] | None"] = None
+
+    @classmethod
+    def make_strategy(cls, row: type[Row]) -> Strategy | str:
+        """A new strategy for one Trainer."""
+        raise NotImplementedError
+
+    @classmethod
+    def rows(cls) -> list[type[Row]]:
+        """The rows that are asked for in this shape."""
+        return [row for row in all_rows() if (cls.replicas, cls.stages) in row.shapes]
+
+    @classmethod
+    def is_fast(cls, row: type[Row]) -> bool:
+        """Whether a row belongs to the fast part of the suite."""
+        return (cls.replicas, cls.stages) in row.fast
+
+    @classmethod
+    def drivers(cls) -> list[int]:
+        """Local ranks that run the user's steps, one per replica."""
+        return list(range(0, cls.replicas * cls.stages, cls.stages))
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "row" in metafunc.fixturenames:
+            slow = pytest.mark.conformance
+            rows = [
+                pytest.param(row, marks=() if self.is_fast(row) else slow, id=row.__name__)
+                for row in self.rows()
+            ]
+            metafunc.parametrize("row", rows)
+
+    def test_row(
+        self, row: type[Row], records: "Callable[[type[Conformance], type[Row]], list[Record]]"
+    ) -> None:
+        ranks = records(type(self), row)
+        if row.refused and self.stages > 1:
+            assert_refused(ranks, row)
+            return
+        assert_no_error(ranks)
+        assert_computed_apart(ranks, row, self.stages)
+        if self.reference is None:
+            return
+        reference = records(self.reference, row)
+        assert_no_error(reference)
+        assert_trained_the_same(ranks, reference, row, self.stages)
+        row.check(ranks, reference)
+
+
+def assert_no_error(ranks: list[Record]) -> None:
+    errors = [record["error"] for record in ranks if record["error"]]
+    assert not errors, "\n".join(dict.fromkeys(errors))
+
+
+def assert_refused(ranks: list[Record], row: type[Row]) -> None:
+    for record in ranks:
+        for word in row.refused:
+            assert word in record["error"]
+        assert not record["trained"]
+
+
+def assert_computed_apart(ranks: list[Record], row: type[Row], stages: int) -> None:
+    """Each rank is a process; those of a replica share the parameters out among them."""
+    assert len({record["pid"] for record in ranks}) == len(ranks)
+    for replica in _replicas(ranks, stages):
+        got = "gradients" if row.trains else "forwards"
+        # A driver looks at the whole network once, so its forward passes say little.
+        owners = replica if row.trains or stages == 1 else replica[1:]
+        owned = [set(record[got]) for record in owners]
+        assert all(owned) or (row.idle and any(owned)), f"a stage had no {got}: {owned}"
+        assert sum(map(len, owned)) == len(set().union(*owned)), f"two stages had {got} of one"
+
+
+def assert_trained_the_same(
+    ranks: list[Record], reference: list[Record], row: type[Row], stages: int
+) -> None:
+    for replica, expected in zip(_replicas(ranks, stages), reference, strict=True):
+        assert set().union(*(record["gradients"] for record in replica)) == set(
+            expected["gradients"]
+        )
+        found = {"seen": replica[0]["seen"]}
+        _assert_same(found, {"seen": expected["seen"]}, row)
+        for record in replica:  # weights, buffers, metrics and results are on every rank
+            names = ("result", "metrics")
+            _assert_same({n: record[n] for n in names}, {n: expected[n] for n in names}, row)
+            # running statistics are those of replica 0
+            _assert_same(record["weights"], reference[0]["weights"], row)
+
+
+def _assert_same(found: Any, expected: Any, row: type[Row]) -> None:
+    different = list(differences(found, expected, row.tolerance))
+    assert not different, "\n".join(different[:10])
+
+
+def _replicas(ranks: list[Record], stages: int) -> Iterator[list[Record]]:
+    for first in range(0, len(ranks), stages):
+        yield ranks[first : first + stages]
