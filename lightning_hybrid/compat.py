@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+# switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
+# writers of subclasses ("Extending PyTorch") under this name
+from torch._C import DisableTorchFunctionSubclass as as_they_are
+
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so; and
 # how to leave them for a moment, to run the one sub-module that cannot run on them
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -17,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 __all__ = [
     "BatchNorm",
     "FakeTensorMode",
+    "as_they_are",
     "backward_reaches",
     "graph_is_kept",
     "hooks_silenced",

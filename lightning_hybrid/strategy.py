@@ -536,17 +536,15 @@ class HybridGabraStrategy(DDPStrategy):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self._driver is None or not self.is_global_zero:
             return {}
-        return self._driver.optimizer_state(optimizer)
+        return optimizer.state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict=strict)
-        if self._driver is not None:
-            self._driver.scatter_weights()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._driver is not None:
-            self._driver.ship_optimizers()
+        if self._driver is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        with self._driver.remote.suspended():
+            super().load_model_state_dict(checkpoint, strict=strict)
+        self._driver.scatter_weights()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without groups and links: a Trainer can be pickled after a run, and spawned with."""

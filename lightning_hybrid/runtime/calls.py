@@ -60,6 +60,8 @@ class CallKey:
         grad: whether the call is differentiable.
         training: the training flag of every module of the network, in its order of modules.
         trainable: ``requires_grad`` of every parameter of the network, in its order.
+        settings: the plain attributes of the network's modules (a dropout's ``p``, a batch norm's
+            ``momentum``), which users change in the middle of a run; see `StagedNetwork.settings`.
         precision: what surrounds the call.
     """
 
@@ -68,6 +70,7 @@ class CallKey:
     grad: bool
     training: tuple[bool, ...]
     trainable: tuple[bool, ...]
+    settings: tuple[object, ...]
     precision: Precision
 
     @property

@@ -35,7 +35,7 @@ class Op(IntEnum):
     BUFFERS = 12
     """Give every copy of the stage the buffers of replica 0."""
     GIVE_WEIGHTS = 13
-    """Answer with the weights of the stages, as tensors."""
+    """Answer with weights and buffers, as tensors: those named, or all of the stages."""
     TAKE_WEIGHTS = 14
     """Weights follow, of the stages or of the whole module."""
     GIVE_OPTIMIZER = 15
@@ -44,6 +44,16 @@ class Op(IntEnum):
     """The run is over: :class:`Results` follow. Answered."""
     ABORT = 17
     """The driver has failed: the text of its error follows."""
+    NAME_GRADIENTS = 18
+    """Answered with the names of the parameters that have a gradient."""
+    GIVE_GRADIENTS = 19
+    """Answer with the gradients of the parameters named, as tensors."""
+    TAKE_GRADIENTS = 20
+    """[add] Gradients follow, to be set or added."""
+    CLEAR_GRADIENTS = 21
+    """Set the gradients of the parameters named to ``None``."""
+    TAKE_GROUPS = 22
+    """[optimizer] Its parameter groups follow."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Cut:
         fingerprint: of the driver's graph; another one here means another network.
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
+        settings: plain attributes of the network's modules; see :class:`CallKey`.
     """
 
     network: int
@@ -69,3 +80,4 @@ class Cut:
     fingerprint: str
     schedule: str
     seed: int
+    settings: tuple[object, ...]

@@ -197,7 +197,7 @@ class Networks:
     ) -> Any:
         """A later call: through the pipeline, after a look whether its graph is known."""
         if network.variant_for(arguments, keywords) is None:
-            with unwatched(network.module), _as_if_alone():
+            with unwatched(network.module), self._driver.remote.suspended(), _as_if_alone():
                 graph = trace(network.module, arguments, keywords, device=self._driver.device)
                 partitions = network_partitions(graph)
                 boundaries = [find_boundary(partitions, first) for first in plan.cuts]

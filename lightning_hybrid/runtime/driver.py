@@ -7,14 +7,14 @@ the stages.
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.compat import backward_reaches, graph_is_kept
+from lightning_hybrid.compat import as_they_are, backward_reaches, graph_is_kept
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.network import NetworkGraph, Stage
 from lightning_hybrid.runtime.calls import (
@@ -33,10 +33,10 @@ from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import (
     Hyperparameters,
     OptimizerLink,
-    full_state_dict,
     ship,
 )
 from lightning_hybrid.runtime.random import draw_number
+from lightning_hybrid.runtime.remote import Kind, RemoteTensors
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
@@ -46,6 +46,18 @@ from lightning_hybrid.runtime.staged import (
 )
 from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.transport import TensorSpec
+
+_OUTDATES: dict[Op, tuple[Kind, ...]] = {
+    Op.FORWARD: (Kind.BUFFER,),
+    Op.BACKWARD: (Kind.GRADIENT,),
+    Op.REDUCE: (Kind.GRADIENT,),
+    Op.ZERO_GRAD: (Kind.GRADIENT,),
+    Op.STEP: (Kind.PARAMETER,),
+    Op.SCALE_GRADIENTS: (Kind.GRADIENT,),
+    Op.CLIP_VALUES: (Kind.GRADIENT,),
+    Op.BUFFERS: (Kind.BUFFER,),
+}
+"""What a command changes on the workers."""
 
 
 class Driver:
@@ -70,6 +82,8 @@ class Driver:
         self.synchronize = True  # off while gradients accumulate
         self._batch = self._calls_in_step = self._evaluations = 0
         self._stale: set[int] = set()  # networks whose gradients are not averaged yet
+        self._owner: dict[str, tuple[int, int]] = {}  # of remote tensors: network, worker
+        self.remote = RemoteTensors(self)
 
     # ------------------------------------------------------------------ the network
 
@@ -110,6 +124,7 @@ class Driver:
         for worker, owned in zip(self._workers, remote):
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
             self._links.control.send_tensors(worker, {n: tensors[n] for n in owned})
+            self._owner |= dict.fromkeys(owned, (number, worker))
         last = stages[-1]
         last.move(self.device)
         copies = Copies(last.parameters(), last.buffers(), self._mesh.copies, self._trace)
@@ -129,6 +144,7 @@ class Driver:
         self._rest.close()
         self._rest = self._copies_of_the_rest()
         self.ship_optimizers(fresh=number == 0)
+        self.remote.add(self.module, (name for owned in remote for name in owned))
         return driven
 
     def add_variant(
@@ -141,9 +157,10 @@ class Driver:
     ) -> None:
         """Give every rank of the replica its stage of another graph of the same network."""
         check_ownership(network.name, network.stages, stages)
-        self._order_cut(network.number, network.name, graph, boundaries, schedule)
+        settings = network.settings()
+        self._order_cut(network.number, network.name, graph, boundaries, schedule, settings)
         network.engine.stages.append(stages[-1])
-        network.graphs.append(graph)
+        network.add_graph(graph)
 
     def _order_cut(
         self,
@@ -152,6 +169,7 @@ class Driver:
         graph: NetworkGraph,
         boundaries: Sequence[int],
         schedule: str,
+        settings: tuple[object, ...] = (),
     ) -> None:
         order = Cut(
             number,
@@ -162,6 +180,7 @@ class Driver:
             graph.fingerprint,
             schedule,
             self._seed,
+            settings,
         )
         self._ask(Op.CUT, payload=order)
 
@@ -178,6 +197,9 @@ class Driver:
     def tell(self, operation: Op, *arguments: int, payload: Any = None) -> None:
         """Send a command to every worker, without waiting."""
         if self._links is not None:
+            if operation is not Op.ABORT:
+                self.remote.flush()
+            self.remote.outdate(*_OUTDATES.get(operation, ()))
             for worker in self._workers:
                 self._links.control.tell(worker, operation, *arguments, payload=payload)
 
@@ -207,6 +229,7 @@ class Driver:
             batch: how many training batches the run has seen before.
         """
         self._batch, self._calls_in_step = batch, 0
+        self.remote.begin_step()
 
     def draw_number(self, grad: bool) -> int:
         """The number of the next call, for its random numbers."""
@@ -222,11 +245,12 @@ class Driver:
     def overlaps(self) -> bool:
         """Whether the backward of the one call in this step may average gradients as it goes.
 
-        With several calls the last of their backwards is not known in advance; then the
-        gradients are averaged when `loss.backward()` is over. Counting calls, and not open ones,
-        gives all replicas the same answer.
+        With several calls the last of their backwards is not known in advance, and what a penalty
+        on remote parameters adds comes later; then the gradients are averaged when
+        `loss.backward()` is over. Counting calls, and not open ones, gives all replicas the same
+        answer.
         """
-        return self.synchronize and self._calls_in_step == 1
+        return self.synchronize and self._calls_in_step == 1 and not self.remote.in_graph
 
     def note_gradients(self, network: int, *, averaged: bool) -> None:
         """A backward has added to the gradients of a network."""
@@ -240,6 +264,7 @@ class Driver:
 
     def after_backward(self) -> None:
         """Average over the replicas what the backward passes have not averaged on their way."""
+        self.remote.flush()
         if not self.synchronize:
             return
         for network in sorted(self._stale):
@@ -272,6 +297,9 @@ class Driver:
                 lambda set_to_none, index=index: self._tell_optimizer(  # type: ignore[misc]
                     Op.ZERO_GRAD, index, int(set_to_none)
                 ),
+                self.remote.flush,
+                lambda index=index: self._remote_state(index),  # type: ignore[misc]
+                self.ship_optimizers,
             )
             for index, optimizer in enumerate(optimizers)
         ]
@@ -295,10 +323,17 @@ class Driver:
                 for name in owned & parameters.keys():
                     optimizer.state.pop(parameters[name], None)
 
-    def _tell_optimizer(self, operation: Op, *arguments: int, payload: Any = None) -> None:
+    def _tell_optimizer(self, operation: Op, index: int, *more: int, payload: Any = None) -> None:
         """Before the first network is cut, workers have neither optimizers nor gradients."""
         if self._networks:
-            self.tell(operation, *arguments, payload=payload)
+            self._send_new_groups(index)
+            self.tell(operation, index, *more, payload=payload)
+
+    def _send_new_groups(self, index: int) -> None:
+        """Groups mostly change with a step; `add_param_group` may come in between."""
+        groups = self._optimizers[index].new_groups()
+        if groups is not None:
+            self.tell(Op.TAKE_GROUPS, index, payload=groups)
 
     def _stepped(self, index: int, changed: list[Hyperparameters] | None) -> None:
         self._tell_optimizer(Op.STEP, index, payload=changed)
@@ -306,28 +341,33 @@ class Driver:
     def clip_norm(self, optimizer: Optimizer, max_norm: float, order: float = 2.0) -> None:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``."""
         index = self._index(optimizer)
-        norms = gradient_norms(optimizer, self._names, order)
+        self.remote.flush()
+        with as_they_are():
+            norms = gradient_norms(optimizer, self._names, order)
         if self._networks:
+            self._send_new_groups(index)
             for answer in self._ask(Op.GRADIENT_NORM, index, payload=order):
                 norms |= answer
         factor = clip_factor(norms, self._names.values(), max_norm, order)
         self._tell_optimizer(Op.SCALE_GRADIENTS, index, payload=factor)
-        for gradient in gradients_of(optimizer):
-            gradient.mul_(factor)
+        with as_they_are():
+            for gradient in gradients_of(optimizer):
+                gradient.mul_(factor)
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
         """Clamp the gradients of all stages to [-bound, bound]."""
         self._tell_optimizer(Op.CLIP_VALUES, self._index(optimizer), payload=bound)
-        for gradient in gradients_of(optimizer):
-            gradient.clamp_(-bound, bound)
+        with as_they_are():
+            for gradient in gradients_of(optimizer):
+                gradient.clamp_(-bound, bound)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer as one device would have it, tensors of workers on the CPU."""
+    def _remote_state(self, index: int) -> dict[str, dict[str, Any]]:
+        """The state of an optimizer by parameter name on the workers, tensors on the CPU."""
         remote: dict[str, dict[str, Any]] = {}
         if self._networks:
-            for answer in self._ask(Op.GIVE_OPTIMIZER, self._index(optimizer)):
+            for answer in self._ask(Op.GIVE_OPTIMIZER, index):
                 remote |= answer
-        return full_state_dict(optimizer, self._names, remote)
+        return remote
 
     def _index(self, optimizer: Optimizer) -> int:
         return [link.optimizer for link in self._optimizers].index(optimizer)
@@ -338,9 +378,11 @@ class Driver:
         """Bring the weights of the workers' stages into the module."""
         if not self._networks or self._links is None:
             return
+        self.remote.adopt_replaced()
         self._ask(Op.GIVE_WEIGHTS)
         for worker in self._workers:
             write_tensors(self.module, self._links.control.receive_tensors(worker))
+        self.remote.adopt_fetched()
 
     def scatter_weights(self) -> None:
         """Give the workers the weights of their stages as they stand in the module."""
@@ -349,7 +391,49 @@ class Driver:
             assert self._links is not None
             owned = [name for network in self._networks for name in network.remote[worker - 1]]
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
-            self._links.control.send_tensors(worker, {name: tensors[name] for name in owned})
+            with as_they_are():
+                self._links.control.send_tensors(worker, {name: tensors[name] for name in owned})
+        self.remote.adopt_fetched()
+
+    # ------------------------------------------------------------------ what windows ask for
+
+    def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
+        """Remote tensors as they are now."""
+        assert self._links is not None
+        operation = Op.GIVE_GRADIENTS if kind is Kind.GRADIENT else Op.GIVE_WEIGHTS
+        values: dict[str, Tensor] = {}
+        requests = self._by_worker(names)
+        self._ask(operation, payload=requests)
+        for worker in requests:
+            values |= self._links.control.receive_tensors(worker)
+        return values
+
+    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
+        """Set remote tensors, or add to them."""
+        assert self._links is not None
+        operation = Op.TAKE_GRADIENTS if kind is Kind.GRADIENT else Op.TAKE_WEIGHTS
+        for worker, names in self._by_worker(values).items():
+            self._links.control.tell(worker, operation, int(add))
+            self._links.control.send_tensors(worker, {name: values[name] for name in names})
+        if add:
+            for name in values:
+                self.note_gradients(self._owner[name][0], averaged=False)
+
+    def clear_gradients(self, names: list[str]) -> None:
+        """Of remote parameters."""
+        assert self._links is not None
+        for worker, mine in self._by_worker(names).items():
+            self._links.control.tell(worker, Op.CLEAR_GRADIENTS, payload=mine)
+
+    def gradient_names(self) -> set[str]:
+        """Of remote parameters that have a gradient."""
+        return {name for names in self._ask(Op.NAME_GRADIENTS) for name in names}
+
+    def _by_worker(self, names: Iterable[str]) -> dict[int, list[str]]:
+        sorted_names: dict[int, list[str]] = {}
+        for name in names:
+            sorted_names.setdefault(self._owner[name][1], []).append(name)
+        return sorted_names
 
     # ------------------------------------------------------------------ the end
 
@@ -375,6 +459,7 @@ class Driver:
     def close(self) -> None:
         """Leave the optimizers and the parameters as they were."""
         self._trace.write()
+        self.remote.close()
         for link in self._optimizers:
             link.close()
         self._rest.close()
@@ -408,7 +493,10 @@ class DrivenNetwork(StagedNetwork):
         remote: Sequence[tuple[str, ...]],
     ) -> None:
         super().__init__(number, name, module, engine)
-        self.driver, self.graphs, self.remote = driver, [graph], tuple(remote)
+        self.driver, self.remote = driver, tuple(remote)
+        self.graphs: list[NetworkGraph] = []
+        self._followed: list[tuple[list[int], list[object]]] = []
+        self.add_graph(graph)
         self.stages: tuple[Stage, ...] = ()
         self._microbatches = microbatches
         self._numbers: dict[CallKey, int] = {}
@@ -420,6 +508,22 @@ class DrivenNetwork(StagedNetwork):
         # and a view, which keeps nothing and so survives any number of backward passes.
         leaf = torch.zeros((), requires_grad=True)
         self._anchor = leaf.view_as(leaf)
+
+    def add_graph(self, graph: NetworkGraph) -> None:
+        """Another way to call the network.
+
+        The settings of modules whose code was followed stand in the graph as constants.
+        """
+        settings = self.settings()
+        called = [f"{layer.module}." for layer in graph.layers if layer.is_module]
+        names = {id(vars(module)): f"{name}." for name, module in self.module.named_modules()}
+        followed = [
+            index
+            for index, (attributes, _) in enumerate(self._settings)
+            if not names[id(attributes)].startswith(tuple(called))
+        ]
+        self.graphs.append(graph)
+        self._followed.append((followed, [settings[index] for index in followed]))
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers that the network's stages own, here and on workers."""
@@ -443,9 +547,12 @@ class DrivenNetwork(StagedNetwork):
 
     def variant_for(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int | None:
         """The number of the graph that is right for a call; ``None``: there is none yet."""
+        now = self.settings()
         for number, graph in enumerate(self.graphs):
+            followed, values = self._followed[number]
             in_mode = graph.training is None or graph.training == self.module.training
-            if in_mode and graph.accepts(arguments, keywords):
+            same = [now[index] for index in followed] == values
+            if in_mode and same and graph.accepts(arguments, keywords):
                 return number
         return None
 
@@ -453,7 +560,8 @@ class DrivenNetwork(StagedNetwork):
         return any(leaf.requires_grad for leaf in leaves) or self._trained()
 
     def _trained(self) -> bool:
-        return any(parameter.requires_grad for parameter in self._parameters)
+        with as_they_are():
+            return any(parameter.requires_grad for parameter in self._parameters)
 
     def _anchor_if_trained(self) -> Tensor | None:
         return self._anchor if self._trained() else None
@@ -464,6 +572,7 @@ class DrivenNetwork(StagedNetwork):
         """Run the pipeline forward. Returns the call and, per micro-batch, the outputs."""
         while self._dropped:
             self._free(self._dropped.popleft())
+        self.driver.remote.adopt_replaced()
         slices = self.graphs[variant].split(leaves, self._microbatches)
         key = self._key(variant, slices, grad)
         index = self._numbers.get(key)
@@ -537,7 +646,7 @@ class DrivenNetwork(StagedNetwork):
             for leaves in slices
         )
         precision = Precision.current(self.engine.device)
-        return CallKey(variant, specs, grad, training, trainable, precision)
+        return CallKey(variant, specs, grad, training, trainable, self.settings(), precision)
 
 
 class _NetworkCall(torch.autograd.Function):

@@ -12,12 +12,15 @@ that very step): a pre-hook would fire before the closure has run the backward.
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_hybrid.compat import as_they_are
 
 Hyperparameters = dict[str, Any]
 
@@ -92,6 +95,9 @@ class OptimizerLink:
         on_step: called after each step, with what has changed in the groups since the last one
             (nothing, mostly: then ``None``).
         on_zero: called with each ``zero_grad``, with ``set_to_none``.
+        on_closed: called when the closure of a step is over.
+        remote_state: gives the state that the workers have, by parameter name.
+        on_load: called when the optimizer has loaded a state.
     """
 
     def __init__(
@@ -100,26 +106,82 @@ class OptimizerLink:
         names: Mapping[int, str],
         on_step: Callable[[list[Hyperparameters] | None], None],
         on_zero: Callable[[bool], None],
+        on_closed: Callable[[], None],
+        remote_state: Callable[[], Mapping[str, dict[str, Any]]],
+        on_load: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self._names, self._on_step, self._on_zero = names, on_step, on_zero
+        self._on_closed, self._remote_state, self._on_load = on_closed, remote_state, on_load
         self._sent = self._groups()
-        self._hook = optimizer.register_step_post_hook(self._stepped)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._stepping),
+            optimizer.register_step_post_hook(self._stepped),
+            optimizer.register_state_dict_post_hook(self._complete),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._on_load()),
+        ]
+        self._windows_shut = ExitStack()
         self._zero_grad = optimizer.zero_grad
         # on the instance, since Lightning's wrapper and its loops call it from there
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients here and on the workers."""
-        self._zero_grad(set_to_none)
+        with as_they_are():
+            self._zero_grad(set_to_none)
         self._on_zero(set_to_none)
 
     def close(self) -> None:
         """Leave the optimizer as it was."""
-        self._hook.remove()
+        self._windows_shut.close()
+        for hook in self._hooks:
+            hook.remove()
         self.optimizer.__dict__.pop("zero_grad", None)
 
+    def new_groups(self) -> list[Hyperparameters] | None:
+        """The groups, if groups or their parameters were added since they were last sent."""
+        now = [len(group["params"]) for group in self.optimizer.param_groups]
+        if now == [len(group["params"]) for group in self._sent]:
+            return None
+        self._sent = self._groups()
+        return self._sent
+
+    def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
+        """The step itself sees what this rank owns; the closure in it is the user's code."""
+        *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
+        closure = keywords.get("closure", closure)
+        self._windows_shut.close()  # an earlier step may have failed half-way
+        self._on_closed()
+        self._windows_shut.enter_context(as_they_are())
+        if closure is None:
+            return None
+
+        def open_closure() -> Any:
+            self._windows_shut.close()
+            try:
+                return closure()
+            finally:
+                self._on_closed()
+                self._windows_shut.enter_context(as_they_are())
+
+        if "closure" in keywords:
+            return arguments, {**keywords, "closure": open_closure}
+        return (*before, open_closure), keywords
+
+    def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The ``state_dict`` of one device: this rank's state and that of the workers together."""
+        remote = self._remote_state()
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, everyone):
+            name = self._names.get(id(parameter), "")
+            if name in remote:
+                state_dict["state"][number] = remote[name]
+        state_dict["state"] = dict(sorted(state_dict["state"].items()))
+        return state_dict
+
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        self._windows_shut.close()
         groups = self._groups()
         changed = None if _equal(groups, self._sent) else groups
         self._sent = groups
@@ -165,27 +227,6 @@ def state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[s
         for parameter, state in optimizer.state.items()
         if state
     }
-
-
-def full_state_dict(
-    optimizer: Optimizer, names: Mapping[int, str], remote: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """The ``state_dict`` of one device: this rank's state and that of the others together.
-
-    Args:
-        optimizer: the driver's, whose groups number the parameters.
-        names: names of the module's parameters by identity.
-        remote: state by parameter name, of those that other ranks own.
-    """
-    result = optimizer.state_dict()
-    numbers = [number for group in result["param_groups"] for number in group["params"]]
-    everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, everyone):
-        name = names.get(id(parameter), "")
-        if name in remote:
-            result["state"][number] = remote[name]
-    result["state"] = dict(sorted(result["state"].items()))
-    return result
 
 
 def _equal(left: Sequence[Hyperparameters], right: Sequence[Hyperparameters]) -> bool:

@@ -5,10 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.compat import as_they_are
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.calls import Call, CallKey, Traffic
 from lightning_hybrid.runtime.engine import Engine
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class StagedNetwork:
@@ -28,6 +31,13 @@ class StagedNetwork:
         self._traffic: list[Traffic] = []
         self._modules = list(module.modules())
         self._parameters = list(module.parameters())
+        self._settings = [
+            (vars(part), name)
+            for part in self._modules
+            for name, value in vars(part).items()
+            if name != "training" and isinstance(value, _PLAIN)
+        ]
+        self._last_settings = self.settings()
 
     def add_key(self, key: CallKey) -> int:
         """Give a new key its number."""
@@ -47,10 +57,16 @@ class StagedNetwork:
 
     def modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Training flag of every module, ``requires_grad`` of every parameter."""
-        return (
-            tuple([module.training for module in self._modules]),
-            tuple([parameter.requires_grad for parameter in self._parameters]),
-        )
+        with as_they_are():
+            return (
+                tuple([module.training for module in self._modules]),
+                tuple([parameter.requires_grad for parameter in self._parameters]),
+            )
+
+    def settings(self) -> tuple[object, ...]:
+        """The plain attributes of every module (numbers, strings, ``None``), as they are now."""
+        values = [attributes.get(name) for attributes, name in self._settings]
+        return tuple([value if isinstance(value, _PLAIN) else None for value in values])
 
     def set_modes(self, key: CallKey) -> None:
         """On a worker: the flags that the driver's network has."""
@@ -58,6 +74,20 @@ class StagedNetwork:
             module.training = training
         for parameter, trainable in zip(self._parameters, key.trainable):
             parameter.requires_grad_(trainable)
+        self.set_settings(key.settings)
+
+    def set_settings(self, settings: tuple[object, ...]) -> None:
+        """On a worker: what has changed on the driver.
+
+        Only that: what a module counts by itself while it runs is right on the rank that runs it.
+        """
+        if settings == self._last_settings:
+            return
+        rows = zip(self._settings, settings, self._last_settings, strict=True)
+        for (attributes, name), value, before in rows:
+            if value != before:
+                attributes[name] = value
+        self._last_settings = settings
 
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
@@ -75,7 +105,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def write_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Copy ``values`` into the parameters and buffers of these names."""
     tensors = tensors_of(module)
-    with torch.no_grad():
+    with torch.no_grad(), as_they_are():
         for name, value in values.items():
             tensors[name].copy_(value)
 

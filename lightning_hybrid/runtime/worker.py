@@ -26,7 +26,15 @@ from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.transport import ConnectionLost
 
 DRIVER = 0
-_ANSWERED = {Op.CUT, Op.GRADIENT_NORM, Op.GIVE_WEIGHTS, Op.GIVE_OPTIMIZER, Op.END}
+_ANSWERED = {
+    Op.CUT,
+    Op.GRADIENT_NORM,
+    Op.GIVE_WEIGHTS,
+    Op.GIVE_OPTIMIZER,
+    Op.NAME_GRADIENTS,
+    Op.GIVE_GRADIENTS,
+    Op.END,
+}
 
 
 class Worker:
@@ -83,8 +91,8 @@ class Worker:
                 self._failure = self._failure or f"{self._mesh.place} failed:\n{text}"
             if operation in _ANSWERED:
                 self._links.control.tell(DRIVER, 0, payload=(self._failure, answer))
-            if operation is Op.GIVE_WEIGHTS and self._failure is None:
-                self._send_weights()
+            if operation in (Op.GIVE_WEIGHTS, Op.GIVE_GRADIENTS) and self._failure is None:
+                self._send_asked(operation, payload)
             if operation is Op.END and self._failure is None:
                 self._links.control.flush()
                 return payload
@@ -93,6 +101,8 @@ class Worker:
 
     def _cut(self, order: Cut, *_: int) -> None:
         network = self._module.get_submodule(order.name)
+        if order.network < len(self._networks):
+            self._networks[order.network].set_settings(order.settings)
         with order.precision.applied():
             graph = trace(network, *order.arguments, device=self._device)
         if graph.fingerprint != order.fingerprint:
@@ -183,15 +193,48 @@ class Worker:
         for gradient in gradients_of(self._optimizers[index]):
             gradient.clamp_(-bound, bound)
 
+    def _take_groups(self, groups: list[Hyperparameters], index: int, *_: int) -> None:
+        take_groups(self._optimizers[index], groups, self._parameters)
+
+    # -- gradients, as the driver's windows show and change them
+
+    def _name_gradients(self, *_: Any) -> list[str]:
+        owned = [name for network in self._networks for name in network.owned()]
+        return [n for n in owned if n in self._parameters and self._parameters[n].grad is not None]
+
+    def _give_gradients(self, *_: Any) -> None:
+        """Answered with word that all is well; the tensors follow."""
+
+    def _take_gradients(self, _: None, add: int, *__: int) -> None:
+        for name, value in self._links.control.receive_tensors(DRIVER).items():
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = value.to(parameter.device)
+            elif add:
+                parameter.grad.add_(value.to(parameter.device))
+            else:
+                parameter.grad.copy_(value)
+
+    def _clear_gradients(self, names: list[str], *_: int) -> None:
+        for name in names:
+            self._parameters[name].grad = None
+
     # -- weights
 
     def _give_weights(self, *_: Any) -> None:
         """Answered with word that all is well; the tensors follow."""
 
-    def _send_weights(self) -> None:
-        tensors = tensors_of(self._module)
-        owned = [name for network in self._networks for name in network.owned()]
-        self._links.control.send_tensors(DRIVER, {name: tensors[name] for name in owned})
+    def _send_asked(self, operation: Op, requests: dict[int, list[str]] | None) -> None:
+        """Tensors of the names asked for, which may all be other workers'; by default all."""
+        named: dict[str, Any] = tensors_of(self._module)
+        if operation is Op.GIVE_GRADIENTS:
+            named = {name: parameter.grad for name, parameter in self._parameters.items()}
+        if requests is None:
+            asked = [name for network in self._networks for name in network.owned()]
+        else:
+            asked = requests.get(self._mesh.place.position, [])
+        if asked or requests is None:
+            self._links.control.send_tensors(DRIVER, {name: named[name] for name in asked})
 
     def _take_weights(self, *_: Any) -> None:
         write_tensors(self._module, self._links.control.receive_tensors(DRIVER))
