@@ -1,0 +1,297 @@
+"""Weights, gradients and settings that users read and change by hand while a run lasts."""
+
+import copy
+import io
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import Callback
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
+from torch import Tensor, nn
+
+EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
+
+
+class _Manual(Row):
+    """Manual optimisation; `update` is what follows the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(*batch)
+        self.seen.append(loss.item())
+        self.manual_backward(loss)
+        self.update(self.optimizers())
+
+    def update(self, optimizer: Any) -> None:
+        raise NotImplementedError
+
+
+class ClearsGradientsOfTheModule(_Manual):
+    shapes = fast = EVERY
+
+    def update(self, optimizer: Any) -> None:
+        optimizer.step()
+        self.zero_grad()
+
+
+class SetsGradientsToNone(_Manual):
+    def update(self, optimizer: Any) -> None:
+        self.net.first.bias.grad = None  # not trained
+        optimizer.step()
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+class ClearsGradientsInPlace(_Manual):
+    def update(self, optimizer: Any) -> None:
+        optimizer.step()
+        for parameter in self.parameters():
+            parameter.grad.zero_()
+
+
+class ClipsByHand(_Manual):
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+
+    def update(self, optimizer: Any) -> None:
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        self.seen.append(norm.item())
+        nn.utils.clip_grad_value_(self.net.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class ScalesGradients(_Manual):
+    def update(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad * 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class LooksAtGradients(Row):
+    """Logs the norm of every gradient, before and after the step."""
+
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+    options: ClassVar = {"gradient_clip_val": 0.1}
+
+    def on_after_backward(self) -> None:
+        self.note("backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("before")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note("end")
+
+    def note(self, when: str) -> None:
+        norms = [p.grad.norm().item() for p in self.parameters() if p.grad is not None]
+        self.seen.append((when, norms))
+
+
+class PenalisesWeights(Row):
+    """An L2 penalty by hand, on every parameter."""
+
+    shapes = fast = EVERY
+    trains = False  # gradients of the penalty arise on the driver, before they go to their owner
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return super().loss(x, y) + 0.01 * penalty
+
+
+class PenalisesWeightsWhileAccumulating(PenalisesWeights):
+    shapes = (ONE_OF_TWO, TWO_OF_TWO)
+    fast = ()
+    options: ClassVar = {"accumulate_grad_batches": 2}
+
+
+class PenalisesOneLayer(Row):
+    """And looks at the gradient that network and penalty have together."""
+
+    trains = False
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + 0.1 * self.net.first.weight.abs().sum()
+
+    def on_after_backward(self) -> None:
+        self.seen.append(self.net.first.weight.grad.flatten().tolist())
+
+
+class BoundsWeights(Row):
+    """Weight clamping, as in a Wasserstein GAN."""
+
+    shapes = fast = EVERY
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
+
+
+class ChangesData(Row):
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.net.first.weight.data[0] *= 0.5
+        self.net.second.weight.data = self.net.second.weight.data.neg()
+
+
+class ReadsWeights(Row):
+    """The weights as they are in every step; a state dict, a copy, a file."""
+
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append([p.sum().item() for p in self.parameters()])
+        self.seen.append(sum(t.sum() for t in self.net.state_dict().values()).item())
+        copied = copy.deepcopy(self.net)
+        self.seen.append(copied.first.weight.norm().item())
+        file = io.BytesIO()
+        torch.save(self.state_dict(), file)
+        file.seek(0)
+        self.seen.append(torch.load(file)["net.first.bias"].tolist())
+
+
+class GoesBackToBestWeights(Row):
+    """Keeps a copy of the weights, and loads it in the middle of the run."""
+
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+
+    def on_train_batch_end(self, output: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            self.kept = {name: t.clone() for name, t in self.net.state_dict().items()}
+        if self.trainer.global_step == 4:
+            self.net.load_state_dict(self.kept)
+
+
+class _Average(Callback):
+    """An exponential average by hand; the validation uses it."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.average = [p.detach().clone() for p in module.parameters()]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for mean, parameter in zip(self.average, module.parameters()):
+            mean.lerp_(parameter.detach(), 0.25)
+
+    def swap(self, module: Any) -> None:
+        for mean, parameter in zip(self.average, module.parameters()):
+            kept = parameter.data.clone()
+            parameter.data.copy_(mean)
+            mean.copy_(kept)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.swap(module)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.swap(module)
+
+
+class AveragesByHand(Row):
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+
+    def trainer_options(self, folder: Any) -> dict[str, Any]:
+        return {
+            "callbacks": [_Average()],
+            "num_sanity_val_steps": 0,
+            "val_check_interval": 2,
+            "check_val_every_n_epoch": None,
+        }
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.loss(*batch).item())
+
+
+class LooksAtOptimizerState(Row):
+    """And changes it: the optimizer's own state dict, saved and loaded in the middle."""
+
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer = self.optimizers().optimizer
+        state = optimizer.state_dict()
+        self.seen.append([s["momentum_buffer"].sum().item() for s in state["state"].values()])
+        if self.trainer.global_step == 3:
+            for part in state["state"].values():
+                part["momentum_buffer"] = torch.zeros_like(part["momentum_buffer"])
+            optimizer.load_state_dict(state)
+
+
+class AddsGroups(Row):
+    """Unfreezes the first layer late, as a group of its own, in the middle of an epoch."""
+
+    shapes = fast = EVERY
+    options: ClassVar = {"gradient_clip_val": 0.1}
+    idle = True
+
+    def configure_optimizers(self) -> Any:
+        rest = [*self.net.second.parameters(), *self.net.third.parameters()]
+        return torch.optim.SGD(rest, lr=0.1, momentum=0.9)
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 2:
+            group = {"params": list(self.net.first.parameters()), "lr": 0.02}
+            self.optimizers().optimizer.add_param_group(group)
+
+
+class ChangesSettings(Row):
+    """A slope and a switch of layers, and a number that the network's own code uses."""
+
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.activation = nn.LeakyReLU(0.1)
+            self.scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.activation(self.first(x)) * self.scale
+            return self.third(torch.tanh(self.second(x)) + x)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        step = self.trainer.global_step
+        self.net.activation.negative_slope = 0.1 * (step + 1)
+        self.net.scale = 1.0 if step < 3 else 0.5
+
+
+class ResetsStatistics(Row):
+    """Replaces the buffers and the momentum of a batch normalisation in the middle of a run."""
+
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+    per_microbatch = True
+
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        norm = self.net.first[1]
+        if self.trainer.global_step == 2:
+            norm.running_mean = torch.zeros_like(norm.running_mean)
+            norm.running_var = torch.ones_like(norm.running_var)
+            norm.num_batches_tracked *= 0
+            norm.momentum = None
+        if self.trainer.world_size == 1:  # with more, each has its own
+            self.seen.append(norm.running_mean.tolist())
+
+
+class StartsAgain(Row):
+    """Gives a layer new random weights in the middle of the run."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.trainer.global_step == 3:
+            torch.manual_seed(11)  # the state before is not the same in every strategy
+            nn.init.normal_(self.net.first.weight, std=0.3)
+            self.net.second.reset_parameters()
