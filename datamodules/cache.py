@@ -4,14 +4,19 @@
 # (half of MONAI carries no annotations)
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import mmap
 import os
+import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import monai
+import numpy as np
 import torch
 from monai.data.dataset import PersistentDataset
 from monai.data.utils import pickle_hashing
@@ -21,7 +26,9 @@ from torch import Tensor
 
 from .errors import ScanReadError
 from .records import ScanRecord
+from .seeding import Draws
 
+_LEFT_S = 3600.0  # nobody takes so long to write one scan
 _VERSION = 1  # raise it when a transform of ours changes what it computes
 
 
@@ -42,14 +49,19 @@ class ScanDataset(PersistentDataset):
     """Scans of the given records, prepared by transforms whose fixed part is cached.
 
     The cache is keyed by the content of the file, the fixed transforms with their settings and the
-    version of MONAI; it holds image and affine only, never a label. A damaged cache file is made
-    again; one that cannot be written costs speed, not the run.
+    version of MONAI; it holds image and affine only, never a label. Its files are complete or not
+    there, whoever else writes to the same folder; they are mapped into memory, so that all
+    processes share what the system keeps of them. A damaged one is made again; one that cannot be
+    written costs speed, not the run.
 
     Args:
         records: what to load; labels and identities are taken from here at every access.
         fixed: deterministic transforms, from ``{"image": path}`` to image and affine.
         random: transforms drawn anew at every access.
         cache_dir: where prepared scans are kept; None switches the cache off.
+        memory_shape: keep prepared scans, images of this shape (1, D, H, W), in memory too, once
+            for all loader processes that are forked.
+        draws: decides the random numbers of ``random``; None leaves them to MONAI's generators.
     """
 
     def __init__(
@@ -58,6 +70,9 @@ class ScanDataset(PersistentDataset):
         fixed: Sequence[Transform],
         random: Sequence[Transform] = (),
         cache_dir: Path | None = None,
+        *,
+        memory_shape: tuple[int, ...] | None = None,
+        draws: Draws | None = None,
     ) -> None:
         super().__init__(
             data=list(records),
@@ -66,10 +81,22 @@ class ScanDataset(PersistentDataset):
             hash_func=_content_hash,
             hash_transform=pickle_hashing,
         )
+        self._memory = _Memory(len(records), memory_shape) if memory_shape else None
+        self._varies = bool(random)
+        self._remove_leftovers()
+        self.draws = draws
 
     def _transform(self, index: int) -> Item:
         record: ScanRecord = self.data[index]
-        prepared = self._post_transform(self._cachecheck(record))
+        kept = self._memory.get(index) if self._memory else None
+        prepared = kept or self._cachecheck(record)
+        if self._memory and not kept:
+            self._memory.put(index, prepared)
+        if self.draws is not None:
+            self.draws.seed(self.transform, record.image_id)
+        if self._varies:  # a transform may work in place, and the memory is everybody's
+            prepared = {"image": prepared["image"].clone(), "affine": prepared["affine"]}
+        prepared = self._post_transform(prepared)
         return Item(
             image=prepared["image"],
             label=torch.tensor(record.label, dtype=torch.int64),
@@ -84,7 +111,7 @@ class ScanDataset(PersistentDataset):
             return self._prepare(record)
         path = self.cache_dir / self.cache_name(record)
         try:
-            cached: dict[str, Tensor] = torch.load(path, weights_only=True)
+            cached: dict[str, Tensor] = torch.load(path, weights_only=True, mmap=True)
             return {"image": cached["image"], "affine": cached["affine"]}
         except FileNotFoundError:
             pass
@@ -93,6 +120,22 @@ class ScanDataset(PersistentDataset):
         prepared = self._prepare(record)
         _save(path, prepared)
         return prepared
+
+    def _remove_leftovers(self) -> None:
+        """What processes that were killed had begun to write."""
+        for part in self.cache_dir.glob(".*.part") if self.cache_dir is not None else ():
+            with contextlib.suppress(OSError):  # another process removes it
+                if time.time() - part.stat().st_mtime > _LEFT_S:
+                    part.unlink()
+
+    def kept(self) -> Kept:
+        """How many of the scans are in the cache now, and the bytes they take."""
+        sizes = []
+        if self.cache_dir is not None:
+            names = {self.cache_name(record) for record in self.data}
+            with os.scandir(self.cache_dir) as entries:
+                sizes = [entry.stat().st_size for entry in entries if entry.name in names]
+        return Kept(len(sizes), len(self.data), sum(sizes), self.cache_dir)
 
     def cache_name(self, record: ScanRecord) -> str:
         """Name of the cache file: content, transforms and versions."""
@@ -114,6 +157,60 @@ class ScanDataset(PersistentDataset):
             ) from error
         # the rest of the dictionary is not needed, and views of larger arrays would be stored whole
         return {key: prepared[key].contiguous().clone() for key in ("image", "affine")}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a cache holds of a data set."""
+
+    scans: int
+    of: int
+    bytes: int
+    folder: Path | None
+
+    def __str__(self) -> str:
+        if self.folder is None:
+            return "prepared scans are not kept on disk"
+        share = f"{self.scans} of {self.of} scans ({self.scans / max(self.of, 1):.0%})"
+        return f"prepared and kept: {share}, {self.bytes / 1e9:.2f} GB in {self.folder}"
+
+
+class _Memory:
+    """Prepared scans in memory that forked processes share; what a spawned one keeps is its own.
+
+    Who fills a place that another process is filling writes the same numbers; a place is valid
+    once its flag is set, after the numbers.
+
+    Args:
+        places: number of scans.
+        shape: of an image.
+    """
+
+    def __init__(self, places: int, shape: tuple[int, ...]) -> None:
+        self._places, self._shape = places, shape
+        self._flags = _shared((places,), np.uint8)
+        self._images = _shared((places, *shape), np.float32)
+        self._affines = _shared((places, 4, 4), np.float32)
+
+    def get(self, index: int) -> dict[str, Tensor] | None:
+        if not self._flags[index]:
+            return None
+        image, affine = self._images[index], self._affines[index]
+        return {"image": torch.from_numpy(image), "affine": torch.from_numpy(affine)}
+
+    def put(self, index: int, prepared: dict[str, Tensor]) -> None:
+        self._images[index] = prepared["image"].numpy()
+        self._affines[index] = prepared["affine"].numpy()
+        self._flags[index] = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Memory, (self._places, self._shape)
+
+
+def _shared(shape: tuple[int, ...], kind: Any) -> np.ndarray[Any, Any]:
+    """Zeros in memory that processes forked later share; taken when written to."""
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), kind, int(np.prod(shape))).reshape(shape)
 
 
 def _content_hash(record: ScanRecord) -> bytes:

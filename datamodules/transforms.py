@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from monai.transforms.croppad.dictionary import ResizeWithPadOrCropd
-from monai.transforms.intensity.dictionary import RandGaussianNoised, RandScaleIntensityd
+from monai.transforms.intensity.dictionary import (
+    RandAdjustContrastd,
+    RandBiasFieldd,
+    RandGaussianNoised,
+    RandScaleIntensityd,
+)
 from monai.transforms.io.dictionary import LoadImaged
 from monai.transforms.spatial.dictionary import Orientationd, RandAffined, RandFlipd, Spacingd
 from monai.transforms.transform import MapTransform, Transform
@@ -75,7 +80,10 @@ def fixed_transforms(spatial_shape: tuple[int, int, int], spacing_mm: float) -> 
 
 
 def random_transforms(flip: bool) -> list[Transform]:
-    """Augmentation of a plain tensor (1, D, H, W): pose, gain, noise and, if asked, the side."""
+    """Augmentation of a plain tensor (1, D, H, W).
+
+    Pose, uneven gain (bias field), contrast, gain, noise and, if asked, the side.
+    """
     keys = ["image"]
     steps: list[Transform] = [
         RandAffined(
@@ -87,6 +95,8 @@ def random_transforms(flip: bool) -> list[Transform]:
             mode="bilinear",
             padding_mode="zeros",
         ),
+        RandBiasFieldd(keys, prob=0.3, degree=2, coeff_range=(0.0, 0.1)),
+        RandAdjustContrastd(keys, prob=0.3, gamma=(0.85, 1.2)),
         RandScaleIntensityd(keys, factors=0.1, prob=0.5),
         RandGaussianNoised(keys, prob=0.3, std=0.03),
     ]

@@ -11,11 +11,9 @@ import nibabel as nib
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from torch.utils.data import DataLoader
 
 from datamodules import ADNIDataModule, cache
 from datamodules.errors import DataError, FolderError, ProblemsError, ScanReadError, SplitError
-from datamodules.seeding import mixed_seed, seed_transforms, seed_worker
 from datamodules.splits import SPLITS
 from datamodules.synth import CohortSpec, generate
 from datamodules.transforms import fixed_transforms
@@ -220,30 +218,6 @@ def test_checkpoint_of_another_split_is_refused(module, tiny_cohort, tmp_path):
     module.load_state_dict(state)
     with pytest.raises(SplitError, match="OTHER_SPLIT"):
         prepared(tiny_cohort, tmp_path / "cache", seed=7).load_state_dict(state)
-
-
-def epoch(module: ADNIDataModule, seed: int, rank: int = 0, workers: int = 0) -> torch.Tensor:
-    """All images of an epoch in the order of the data set, as a given rank would draw them."""
-    torch.manual_seed(seed)
-    data = module.dataset("train", augment=True)
-    seed_transforms(data, torch.initial_seed(), rank)
-    loader = DataLoader(
-        data, batch_size=2, num_workers=workers, worker_init_fn=lambda w: seed_worker(w, rank)
-    )
-    return torch.cat([batch["image"] for batch in loader])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_augmentation_follows_the_seed_and_differs_between_ranks(module, workers):
-    first = epoch(module, seed=1, workers=workers)
-    assert torch.equal(first, epoch(module, seed=1, workers=workers))
-    assert not torch.equal(first, epoch(module, seed=2, workers=workers))
-    assert not torch.equal(first, epoch(module, seed=1, rank=1, workers=workers))
-
-
-def test_seeds_do_not_repeat_over_ranks_and_workers():
-    seeds = {mixed_seed(3, rank, worker) for rank in range(8) for worker in range(8)}
-    assert len(seeds) == 64
 
 
 def test_unreadable_scan_is_named_by_a_loader_process(download, tmp_path):
