@@ -70,7 +70,8 @@ def test_augmentation_is_the_same_whatever_the_number_of_processes(tiny_cohort, 
         for name in names:
             assert torch.equal(runs[0][epoch][name], runs[1][epoch][name])
             assert torch.equal(runs[0][epoch][name], runs[2][epoch][name])
-    assert not any(torch.equal(runs[0][0][name], runs[0][1][name]) for name in names)
+    # each step is drawn with a probability: now and then none is, in both epochs
+    assert sum(torch.equal(runs[0][0][name], runs[0][1][name]) for name in names) < len(names) / 4
 
 
 def test_no_two_scans_and_no_two_epochs_draw_the_same_numbers(tiny_cohort, tmp_path):
