@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,18 +16,22 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from .cache import Item, ScanDataset
+from .checks import Leniency
 from .errors import DataError, ProblemsError, SplitError
 from .labels import TASKS, TaskName
 from .progress import progress_bar
+from .progression import LabelRule
 from .records import ScanRecord, fingerprint, read_manifest, write_manifest
+from .report import write_demographics, write_shareable
 from .seeding import Draws, EpochLoader
+from .sources import Layout
 from .splits import SPLITS, Split, SplitName, assign, check_leak, load_split, make_split, save_split
 from .survey import refuse_inside, survey, write_problems
 from .transforms import fixed_transforms, random_transforms
 
 
 class ADNIDataModule(lightning.LightningDataModule):
-    """Structural MRI of ADNI, read from a portal (IDA) download.
+    """Structural MRI of ADNI: a portal (IDA) download, a BIDS or CAPS folder, or a plain table.
 
     Each item is a dictionary of plain tensors and strings: ``image`` (1, D, H, W) float32 in RAS
     order, ``label`` int64, ``subject``, ``image_id``, ``affine`` (4, 4) float32 from voxel index to
@@ -36,14 +40,17 @@ class ADNIDataModule(lightning.LightningDataModule):
     checks that no subject is in two parts.
 
     Args:
-        root: download folder with the scans and the collection CSV. Never written to.
+        root: folder of the scans and their tables, or a table with the columns path, subject and
+            label. Never written to.
         task: ``ad_nc``: label 0 is NC, label 1 is AD. ``pmci_smci``: label 0 is stable, label 1
-            progressive MCI (within 36 months); needs ``diagnosis_csv``.
+            progressive MCI; needs diagnoses over time. ``three_way``: NC, MCI, AD.
         batch_size: scans per batch (of one replica).
         spatial_shape: voxels of an image (D, H, W), reached by cropping and padding.
         spacing_mm: voxel size.
         val_fraction: share of the subjects for validation.
         test_fraction: share of the subjects for testing; may be 0.
+        folds: cut all that are not in the test set into so many folds instead of ``val_fraction``.
+        fold: which of them validates, from 0; the others train.
         seed: decides the split, and the permutation of ``shuffle_labels``.
         num_workers: loader processes.
         augment: vary pose, gain and noise of training images.
@@ -51,15 +58,23 @@ class ADNIDataModule(lightning.LightningDataModule):
         eval_visits: validate and test on each subject's first scan, or on all.
         shuffle_labels: permute the labels over the subjects of each part. A sanity run: whatever a
             network then scores on held-out subjects is not knowledge about the disease.
+        layout: how the scans lie on disk; found out when not given.
+        horizon_months: conversion within this time makes progressive MCI.
+        tolerance_months: how early and late visits may be.
+        late_converters: leave out who converts after the horizon, or take them for stable.
+        smc: leave out people with memory complaints (SMC), or take them for controls.
         collection_csv: the collection table, when it is not the only CSV in ``root``.
-        diagnosis_csv: ADNIMERGE; diagnoses are then those at the scan, with what came of them.
-            None: the research groups of the collection table.
+        diagnosis_csv: ADNIMERGE, DXSUM, or a table or BIDS folder of Clinica; diagnoses are then
+            those at the scan, with what came of them. None: such a table directly in ``root``, or
+            else the groups that the source gives.
         split_file: read the split from here, or write it here when the file does not exist.
         cache_dir: prepared images, results of the check, manifests and splits.
         cache_images: keep prepared images on disk.
         cache_in_memory: keep them in memory too (3.6 MB a scan at the default size); worth it where
             the disk is slow, since the system keeps files in memory anyway while it has room.
         on_bad: stop when anything is wrong with the data, or go on without the bad scans.
+        nan: refuse scans with voxels that are NaN or infinite, or take 0 for those.
+        assume: refuse files without orientation, or take them for RAS.
 
     Raises:
         FolderError: no such folder, no scans, or an output inside ``root``.
@@ -79,12 +94,19 @@ class ADNIDataModule(lightning.LightningDataModule):
         spacing_mm: float = 2.0,
         val_fraction: float = 0.15,
         test_fraction: float = 0.15,
+        folds: int = 0,
+        fold: int = 0,
         seed: int = 0,
         num_workers: int = 0,
         augment: bool = True,
         flip: bool = False,
         eval_visits: Literal["baseline", "all"] = "baseline",
         shuffle_labels: bool = False,
+        layout: Literal["auto", "ida", "bids", "caps", "csv"] = "auto",
+        horizon_months: float = 36.0,
+        tolerance_months: float = 3.0,
+        late_converters: Literal["exclude", "stable"] = "exclude",
+        smc: Literal["exclude", "normal"] = "exclude",
         collection_csv: str | Path | None = None,
         diagnosis_csv: str | Path | None = None,
         split_file: str | Path | None = None,
@@ -92,6 +114,8 @@ class ADNIDataModule(lightning.LightningDataModule):
         cache_images: bool = True,
         cache_in_memory: bool = False,
         on_bad: Literal["error", "skip"] = "error",
+        nan: Literal["error", "zero"] = "error",
+        assume: Literal["", "RAS"] = "",
     ) -> None:
         super().__init__()
         if task not in TASKS:
@@ -103,12 +127,21 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.spacing_mm = spacing_mm
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
+        self.folds = folds
+        self.fold = fold
         self.seed = seed
         self.num_workers = num_workers
         self.augment = augment
         self.flip = flip
         self.eval_visits = eval_visits
         self.shuffle_labels = shuffle_labels
+        self.layout: Layout | None = None if layout == "auto" else layout
+        self.rule = LabelRule(
+            horizon_months=horizon_months,
+            tolerance_months=tolerance_months,
+            late_converters=late_converters,
+            smc=smc,
+        )
         self.collection_csv = Path(collection_csv) if collection_csv else None
         self.diagnosis_csv = Path(diagnosis_csv) if diagnosis_csv else None
         self.split_file = Path(split_file) if split_file else None
@@ -116,6 +149,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.cache_images = cache_images
         self.cache_in_memory = cache_in_memory
         self.on_bad = on_bad
+        self.leniency = Leniency(nan=nan, assume=assume)
         self.split: Split | None = None
         self.records: list[ScanRecord] = []
         self._told = False
@@ -144,6 +178,9 @@ class ADNIDataModule(lightning.LightningDataModule):
             for part in (
                 self.root.resolve(),
                 self.task.name,
+                self.layout,
+                self.rule,
+                self.leniency,
                 self.collection_csv,
                 self.diagnosis_csv,
             )
@@ -158,6 +195,9 @@ class ADNIDataModule(lightning.LightningDataModule):
                 self.root,
                 self.task,
                 self.state_dir / "checks.json",
+                layout=self.layout,
+                rule=self.rule,
+                leniency=self.leniency,
                 collection_csv=self.collection_csv,
                 diagnosis_csv=self.diagnosis_csv,
                 progress=advance,
@@ -167,12 +207,16 @@ class ADNIDataModule(lightning.LightningDataModule):
         if found.problems and self.on_bad == "error":
             raise ProblemsError(found.problems, str(self.root), str(report))
         write_manifest(self.state_dir / "manifest.tsv", found.records)
-        path = self._split_path(found.records)
+        path = self._split_path()
         if not path.exists():
             fractions = (self.val_fraction, self.test_fraction)
-            save_split(path, make_split(found.records, *fractions, self.seed))
+            made = make_split(found.records, *fractions, self.seed, folds=self.folds)
+            save_split(path, replace(made, task=self.task.name, rule=asdict(self.rule)))
         if not self._told:
             self.setup()
+            write_demographics(self.state_dir / "demographics.tsv", self.records)
+            shared = self.state_dir / "shareable.json"
+            write_shareable(shared, self.records, self.task.name, asdict(self.rule))
             listed = f"\nlisted in {report}" if found.problems or found.warnings else ""
             rank_zero_info(f"{found.summary()}{listed}\n{self.describe()}")
             self._told = True
@@ -185,18 +229,35 @@ class ADNIDataModule(lightning.LightningDataModule):
                 "NOT_PREPARED", "no manifest yet", str(manifest), "call prepare_data() first"
             )
         records = read_manifest(manifest)
-        path = self._split_path(records)
-        self.split = load_split(path)
+        path = self._split_path()
+        self.split = self._fitting(load_split(path), path)
         records = assign(records, self.split, str(path))
         check_leak(records)
         self.records = _permuted(records, self.seed) if self.shuffle_labels else records
         self._check_classes()
 
-    def _split_path(self, records: Sequence[ScanRecord]) -> Path:
+    def _fitting(self, split: Split, path: Path) -> Split:
+        """The split of today's fold, if it was made for today's labels."""
+        mine = {"task": self.task.name, **asdict(self.rule)}
+        its = {"task": split.task, **split.rule}
+        differ = [f"{k} {its[k]!r} there, {mine[k]!r} here" for k in its if its[k] != mine.get(k)]
+        if differ and split.task:
+            raise SplitError(
+                "OTHER_RULE",
+                f"the split was made for other labels: {'; '.join(differ)}",
+                str(path),
+                "use the same options, or a new --data.split_file",
+            )
+        try:
+            return split.of_fold(self.fold) if split.folds or self.fold else split
+        except SplitError as error:
+            raise SplitError(error.code, error.found, str(path), error.action) from None
+
+    def _split_path(self) -> Path:
+        """The file does not depend on who is in the data: one more subject must not reshuffle."""
         if self.split_file is not None:
             return self.split_file
-        subjects = sorted({record.subject for record in records if record.used})
-        key = f"{subjects}|{self.val_fraction}|{self.test_fraction}|{self.seed}"
+        key = f"{self.val_fraction}|{self.test_fraction}|{self.folds}|{self.seed}"
         return self.state_dir / f"split-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
     def _check_classes(self) -> None:
@@ -216,7 +277,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         if part == "train" or self.eval_visits == "all":
             return chosen
         first: dict[str, ScanRecord] = {}
-        for record in sorted(chosen, key=lambda r: (r.acq_date, r.image_id)):
+        for record in sorted(chosen, key=lambda r: r.order):
             first.setdefault(record.subject, record)
         return [record for record in chosen if first[record.subject] is record]
 
@@ -297,7 +358,7 @@ class ADNIDataModule(lightning.LightningDataModule):
             raise SplitError(
                 "OTHER_SPLIT",
                 "the checkpoint was trained on another split of the subjects",
-                str(self._split_path(self.records)),
+                str(self._split_path()),
                 "give the split of that run with --data.split_file, or start anew",
             )
 

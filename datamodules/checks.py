@@ -15,37 +15,39 @@ import json
 import math
 import os
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import nibabel as nib
 import numpy as np
 
 from .atomic import write_atomically
+from .content import same_pictures, sample_voxels
 from .errors import Problem
 from .records import ScanRecord
 
-_VERSION = 2  # raise it when a check changes
+_VERSION = 3  # raise it when a check changes
 _LARGEST_BYTES = 4 << 30  # of one volume, by its header
 _GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
 class FileReport:
-    """What is known of one file. ``code`` is empty for a good one; a ``warning`` does no harm."""
+    """What is known of one file. ``code`` is empty for a good one; ``warnings`` do no harm."""
 
     code: str = ""
     detail: str = ""
     action: str = ""
-    warning: str = ""
+    warnings: Mapping[str, str] = field(default_factory=dict)
     sha256: str = ""
     shape: str = ""
     zooms: str = ""
     axcodes: str = ""
+    sample: str = ""
 
 
 class _Bad(Exception):
@@ -57,7 +59,20 @@ class _Bad(Exception):
 _AGAIN = "download the file again"
 
 
-def check_file(path: Path) -> FileReport:
+@dataclass(frozen=True)
+class Leniency:
+    """What is repaired on loading instead of refused; counted as warnings."""
+
+    nan: Literal["error", "zero"] = "error"
+    """``zero``: voxels that are NaN or infinite become 0."""
+    assume: Literal["", "RAS"] = ""
+    """``RAS``: a file without orientation lies in that order."""
+
+
+STRICT = Leniency()
+
+
+def check_file(path: Path, leniency: Leniency = STRICT) -> FileReport:
     """Read one file to its end and say what is wrong with it, or describe it."""
     try:
         data = path.read_bytes()
@@ -67,11 +82,16 @@ def check_file(path: Path) -> FileReport:
         return FileReport("UNREADABLE", f"{error.strerror}", "check rights and disk")
     try:
         image = _parse(path, data)
-        report = _check_geometry(image)
-        _check_values(image)
+        report, affine = _check_geometry(image, leniency)
+        values, warnings = _check_values(image, leniency)
     except _Bad as bad:
         return bad.report
-    return replace(report, sha256=hashlib.sha256(data).hexdigest())
+    return replace(
+        report,
+        warnings={**report.warnings, **warnings},
+        sha256=hashlib.sha256(data).hexdigest(),
+        sample=sample_voxels(values, affine),
+    )
 
 
 def _parse(path: Path, data: bytes) -> Any:
@@ -137,27 +157,47 @@ def _volume_end(header: Any) -> int:
     return int(header.get_data_offset()) + math.prod(shape) * int(header.get_data_dtype().itemsize)
 
 
-def _check_geometry(image: Any) -> FileReport:
+def _check_geometry(image: Any, leniency: Leniency) -> tuple[FileReport, Any]:
+    """What the header says, and the affine."""
     header, shape = image.header, image.shape
+    warnings = {}
     while len(shape) > 3 and shape[-1] == 1:  # a series of one volume is a volume
         shape = shape[:-1]
+        warnings["ONE_VOLUME"] = f"a series of one volume: shape {image.shape}"
     if len(shape) != 3 or min(shape) < 2:
         raise _Bad("NOT_3D", f"shape {image.shape}", "give one 3-D volume per file")
     if image.get_data_dtype().kind not in "iuf":
         raise _Bad("BAD_DTYPE", f"voxels of type {image.get_data_dtype()}", "convert to numbers")
     if int(header["sform_code"]) == 0 and int(header["qform_code"]) == 0:
-        raise _Bad("NO_ORIENTATION", "sform and qform codes are 0", "convert again from DICOM")
-    affine = image.affine
+        if not leniency.assume:
+            detail = "sform and qform codes are 0: nobody knows where left is"
+            action = "convert again from DICOM, or say that it is RAS: --data.assume / --assume RAS"
+            raise _Bad("NO_ORIENTATION", detail, action)
+        warnings["NO_ORIENTATION"] = "taken for RAS: sform and qform codes are 0"
+    affine = affine_of(image)
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-6:
         raise _Bad("SINGULAR_AFFINE", f"affine {affine[:3].tolist()}", "convert again from DICOM")
     _check_forms(header)
     sizes = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
-    return FileReport(
-        warning=_odd_measures(sizes, sizes * shape),
+    odd = _odd_measures(sizes, sizes * shape)
+    report = FileReport(
+        warnings=warnings | ({"GEOMETRY": odd} if odd else {}),
         shape=" ".join(str(n) for n in shape),
         zooms=" ".join(f"{size:.4g}" for size in sizes),
         axcodes="".join(nib.aff2axcodes(affine)),
     )
+    return report, affine
+
+
+def affine_of(image: Any) -> Any:
+    """The affine (4, 4); without one RAS around the middle, where nibabel says LAS."""
+    header = image.header
+    if int(header["sform_code"]) or int(header["qform_code"]):
+        return image.affine
+    sizes = np.asarray(header.get_zooms()[:3], float)
+    affine = np.diag([*sizes, 1.0])
+    affine[:3, 3] = -sizes * (np.asarray(image.shape[:3]) - 1) / 2
+    return affine
 
 
 def _odd_measures(sizes: Any, extent: Any) -> str:
@@ -186,25 +226,35 @@ def _check_forms(header: Any) -> None:
         raise _Bad("FORM_CONFLICT", detail, "find out which is right, and write it to both")
 
 
-def _check_values(image: Any) -> None:
+def _check_values(image: Any, leniency: Leniency) -> tuple[Any, dict[str, str]]:
+    """The voxels (X, Y, Z), and warnings about them."""
+    warnings = {}
     values = np.asarray(image.dataobj)
+    while values.ndim > 3:
+        values = values[..., 0]
     if values.dtype.kind == "f":
         finite = np.isfinite(values)
         if not finite.all():
             first = tuple(int(i) for i in np.argwhere(~finite)[0])
             detail = f"{int((~finite).sum())} voxels are NaN or infinite, the first at {first}"
-            raise _Bad("NON_FINITE", detail, "repair or exclude the scan")
+            if leniency.nan == "error":
+                action = "repair or exclude the scan, or take 0 for them: --data.nan / --nan zero"
+                raise _Bad("NON_FINITE", detail, action)
+            warnings["NON_FINITE"] = f"taken for 0: {detail}"
+            values = np.where(finite, values, 0)
     low, high = values.min(), values.max()
     if low == high:
         raise _Bad("CONSTANT", f"every voxel is {low}", _AGAIN)
     if bool(((values == low) | (values == high)).all()):
         raise _Bad("BINARY_LOOKS_LIKE_MASK", f"only {low} and {high}", "exclude the mask")
+    return values, warnings
 
 
 def check_records(
     records: Sequence[ScanRecord],
     store: Path,
     *,
+    leniency: Leniency = STRICT,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[ScanRecord], list[Problem], list[Problem]]:
@@ -215,52 +265,61 @@ def check_records(
     Args:
         records: all records; those excluded or bad already are passed through unread.
         store: JSON file, outside the data, that keeps the results.
+        leniency: what is repaired instead of refused.
         workers: threads; None means one per core, eight at most.
         progress: called with (files done, all files).
 
     Returns:
         The records with content hash, shape and problem filled in; the problems; the warnings.
     """
-    known = _load(store)
+    version = f"{_VERSION} {leniency}"
+    known = _load(store, version)
     paths = [record.path for record in records if record.used]
     keys = {path: _key(path) for path in paths}
     todo = [path for path in paths if keys[path] not in known]
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-        for count, report in enumerate(pool.map(lambda path: check_file(Path(path)), todo), 1):
+    pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1))
+    try:
+        for count, report in enumerate(pool.map(partial(_check, leniency), todo), 1):
             known[keys[todo[count - 1]]] = report
-            if count % 100 == 0:  # a stopped check goes on from here
-                _save(store, known)
+            if count % 100 == 0:  # a killed check goes on from here
+                _save(store, known, version)
             if progress:
                 progress(count, len(todo))
-    if todo:
-        _save(store, known)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if todo:  # also when it is stopped by Ctrl-C
+            _save(store, known, version)
     return _apply(records, {path: known[key] for path, key in keys.items()})
+
+
+def _check(leniency: Leniency, path: str) -> FileReport:
+    return check_file(Path(path), leniency)
 
 
 def _apply(
     records: Sequence[ScanRecord], reports: dict[str, FileReport]
 ) -> tuple[list[ScanRecord], list[Problem], list[Problem]]:
-    owners: dict[str, list[str]] = defaultdict(list)
-    for record in records:
-        if record.path in reports and reports[record.path].sha256:
-            owners[reports[record.path].sha256].append(record.image_id)
+    sound = {path: report for path, report in reports.items() if not report.code}
+    names = {record.path: record.image_id for record in records}
+    copies = same_pictures({path: report.sample for path, report in sound.items()})
     checked: list[ScanRecord] = []
     problems: list[Problem] = []
     warnings: list[Problem] = []
     for record in records:
         report = reports.get(record.path)
         if report is not None:
-            twins = [i for i in owners[report.sha256] if i != record.image_id]
+            twins = [names[path] for path in copies.get(record.path, [])]
             if twins:
                 report = replace(
                     report,
                     code="DUPLICATE_CONTENT",
-                    detail=f"the same content as {', '.join(twins)}",
+                    detail=f"the same picture as {', '.join(twins)}",
                     action="keep the right one",
                 )
             record = replace(
                 record,
                 sha256=report.sha256,
+                content=min([*twins, record.image_id]) if twins else "",
                 shape=report.shape,
                 zooms=report.zooms,
                 axcodes=report.axcodes,
@@ -269,8 +328,8 @@ def _apply(
             who = (record.path, record.subject, record.image_id)
             if report.code:
                 problems.append(Problem(report.code, report.detail, report.action, *who))
-            if report.warning:
-                warnings.append(Problem("GEOMETRY", report.warning, "used as it is", *who))
+            for code, detail in report.warnings.items():
+                warnings.append(Problem(code, detail, "used as it is", *who))
         checked.append(record)
     return checked, problems, warnings
 
@@ -284,16 +343,16 @@ def _key(path: str) -> str:
     return f"{path}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}"
 
 
-def _load(store: Path) -> dict[str, FileReport]:
+def _load(store: Path, version: str) -> dict[str, FileReport]:
     try:
         content = json.loads(store.read_text())
-        if content["version"] != _VERSION:
+        if content["version"] != version:
             return {}
         return {key: FileReport(**report) for key, report in content["files"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return {}  # missing or damaged: the files are read again
 
 
-def _save(store: Path, reports: dict[str, FileReport]) -> None:
+def _save(store: Path, reports: dict[str, FileReport], version: str) -> None:
     files = {key: asdict(report) for key, report in reports.items() if not key.endswith("|gone")}
-    write_atomically(store, json.dumps({"version": _VERSION, "files": files}).encode())
+    write_atomically(store, json.dumps({"version": version, "files": files}).encode())

@@ -13,14 +13,20 @@ from argparse import (
     RawDescriptionHelpFormatter,
 )
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
+from .checks import Leniency
 from .errors import DataError, FolderError, listing
 from .labels import TASKS
 from .progress import progress_bar
+from .progression import LabelRule
 from .records import read_manifest, write_manifest
-from .splits import SPLITS, make_split, save_split
+from .report import demographics, write_demographics, write_shareable
+from .screen import show, show_groups
+from .sources import LAYOUTS
+from .splits import SPLITS, extend_split, load_split, make_split, save_split
 from .survey import Survey, refuse_inside, survey, write_problems
 from .synth.levels import GROUPS, Diagnosis, Difficulty
 
@@ -71,15 +77,68 @@ def _parser() -> ArgumentParser:
     _add_out(split, "split.json")
     split.add_argument("--val", type=float, default=0.15, help="share for validation")
     split.add_argument("--test", type=float, default=0.15, help="share for testing")
+    split.add_argument(
+        "--folds", type=int, default=0, help="make so many folds instead of --val (default: none)"
+    )
     split.add_argument("--seed", type=int, default=0)
+    split.add_argument(
+        "--extend",
+        type=Path,
+        metavar="OLD",
+        help="keep this split and add new subjects to its training part or its folds",
+    )
     for reader in (check, manifest, split):
-        reader.add_argument("root", type=Path, help="folder of the download; never written to")
+        reader.add_argument(
+            "root", type=Path, help="folder of the data, or a table of scans; never written to"
+        )
         reader.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
+        reader.add_argument(
+            "--layout", choices=("auto", *LAYOUTS), default="auto", help="default: found out"
+        )
         reader.add_argument(
             "--collection-csv", type=Path, help="default: the only CSV directly in ROOT"
         )
-        reader.add_argument("--diagnosis-csv", type=Path, help="ADNIMERGE: diagnoses over time")
+        reader.add_argument(
+            "--diagnosis-csv",
+            type=Path,
+            help="diagnoses over time: ADNIMERGE, DXSUM, a table of `clinica iotools merge-tsv` or "
+            "a BIDS folder (default: the one directly in ROOT)",
+        )
+        reader.add_argument(
+            "--nan", choices=("error", "zero"), default="error", help="NaN voxels (default: error)"
+        )
+        reader.add_argument(
+            "--assume", choices=("", "RAS"), default="", help="order of files without orientation"
+        )
+        _add_rule(reader)
     return parser
+
+
+def _add_rule(parser: ArgumentParser) -> None:
+    rule = LabelRule()
+    parser.add_argument(
+        "--horizon",
+        type=float,
+        default=rule.horizon_months,
+        metavar="MONTHS",
+        help="time in which progressive MCI converts (default: 36)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=rule.tolerance_months,
+        metavar="MONTHS",
+        help="how early and late visits may be (default: 3)",
+    )
+    parser.add_argument(
+        "--late-converters",
+        choices=("exclude", "stable"),
+        default=rule.late_converters,
+        help="MCI that converts after the horizon (default: exclude)",
+    )
+    parser.add_argument(
+        "--smc", choices=("exclude", "normal"), default=rule.smc, help="SMC (default: exclude)"
+    )
 
 
 def _add_out(parser: ArgumentParser, name: str) -> None:
@@ -106,6 +165,14 @@ def _add_synth(parser: ArgumentParser) -> None:
         "L2: atrophy with all the variety of raw scans",
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="ida", help="how the files lie (default: ida)"
+    )
+    parser.add_argument(
+        "--courses",
+        action="store_true",
+        help="add one subject with MCI for each course over time that the label rule knows",
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument(
         "--visits",
@@ -148,12 +215,14 @@ def _synth(options: Namespace) -> int:
         seed=options.seed,
         visits=options.visits,
         site_bias=options.site_bias,
+        layout=options.layout,
+        courses=options.courses,
     )
     with progress_bar("scans") as advance:
         summary = generate(options.out, spec, workers=options.workers, progress=advance)
     state = "already complete" if summary.already_complete else "written"
     size = summary.total_bytes / 1e6
-    print(f"{summary.folder}: {state}, {summary.files} files, {size:.1f} MB; truth in truth/")
+    show(f"{summary.folder}: {state}, {summary.files} files, {size:.1f} MB; truth in truth/")
     return 0
 
 
@@ -164,41 +233,58 @@ def _check(options: Namespace) -> int:
     for path in (manifest, problems):
         _refuse_overwriting(path, store.exists() or options.force)
     with progress_bar("files") as advance:
-        found = survey(
-            options.root,
-            TASKS[options.task],
-            store,
-            collection_csv=options.collection_csv,
-            diagnosis_csv=options.diagnosis_csv,
-            progress=advance,
-        )
+        found = _survey(options, store, advance)
     write_manifest(manifest, found.records)
     write_problems(problems, found)
-    print(found.summary())
+    people, shared = options.out / "demographics.tsv", options.out / "shareable.json"
+    write_demographics(people, found.records)
+    write_shareable(shared, found.records, options.task, asdict(_rule(options)))
+    show(found.summary())
     if found.problems:
-        print(listing(found.problems))
-    print(f"report: {manifest}, {problems}")
+        show(listing(found.problems))
+    show_groups(demographics(found.records))
+    show(f"report: {manifest}, {problems}, {people}, {shared}")
     return 1 if found.problems else 0
 
 
 def _read_unchecked(options: Namespace) -> Survey:
     refuse_inside(options.root, options.out, "--out")
-    found = survey(
+    found = _survey(options, None)
+    show(found.summary())
+    return found
+
+
+def _survey(
+    options: Namespace, store: Path | None, progress: Callable[[int, int], None] | None = None
+) -> Survey:
+    return survey(
         options.root,
         TASKS[options.task],
-        None,
+        store,
+        layout=None if options.layout == "auto" else options.layout,
+        rule=_rule(options),
+        leniency=Leniency(nan=options.nan, assume=options.assume),
         collection_csv=options.collection_csv,
         diagnosis_csv=options.diagnosis_csv,
+        progress=progress,
     )
-    print(found.summary())
-    return found
+
+
+def _rule(options: Namespace) -> LabelRule:
+    return LabelRule(
+        horizon_months=options.horizon,
+        tolerance_months=options.tolerance,
+        late_converters=options.late_converters,
+        smc=options.smc,
+    )
 
 
 def _manifest(options: Namespace) -> int:
     _refuse_overwriting(options.out, options.force or _is_unchecked(options.out))
     found = _read_unchecked(options)
     write_manifest(options.out, found.records)
-    print(f"manifest: {options.out}")
+    show_groups(demographics(found.records))
+    show(f"manifest: {options.out}")
     return 1 if found.problems else 0
 
 
@@ -222,8 +308,15 @@ def _is_unchecked(path: Path) -> bool:
 
 def _split(options: Namespace) -> int:
     found = _read_unchecked(options)
-    split = make_split(found.records, options.val, options.test, options.seed)
+    if options.extend:
+        split = extend_split(load_split(options.extend), found.records)
+    else:
+        made = make_split(
+            found.records, options.val, options.test, options.seed, folds=options.folds
+        )
+        split = replace(made, task=options.task, rule=asdict(_rule(options)))
     save_split(options.out, split)
-    sizes = ", ".join(f"{name} {len(getattr(split, name))}" for name in SPLITS)
-    print(f"split: {options.out}: {sizes} subjects, stratified on {split.stratified_on}")
+    sizes = [f"{name} {len(getattr(split, name))}" for name in SPLITS if getattr(split, name)]
+    sizes += [f"fold {n} {len(fold)}" for n, fold in enumerate(split.folds)]
+    show(f"split: {options.out}: {', '.join(sizes)} subjects, stratified on {split.stratified_on}")
     return 1 if found.problems else 0

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TaskName = Literal["ad_nc", "pmci_smci"]
+TaskName = Literal["ad_nc", "pmci_smci", "three_way"]
 
 _WORDS = {
     "NC": ("cn", "nc", "nl", "normal", "control"),
     "SMC": ("smc",),
     "MCI": ("mci", "emci", "lmci"),
     "AD": ("ad", "dementia"),
+    "sMCI": ("smci",),
+    "pMCI": ("pmci",),
 }
 _ALIASES = {word: name for name, words in _WORDS.items() for word in words}
 
@@ -27,12 +29,15 @@ class Task:
 
     def label(self, dx: str) -> int | None:
         """Label of a diagnosis, or None when it has no part in the task."""
+        if dx in ("sMCI", "pMCI") and dx not in self.class_names:
+            dx = "MCI"
         return self.class_names.index(dx) if dx in self.class_names else None
 
 
 TASKS: dict[str, Task] = {
     "ad_nc": Task("ad_nc", ("NC", "AD")),
     "pmci_smci": Task("pmci_smci", ("sMCI", "pMCI"), needs_history=True),
+    "three_way": Task("three_way", ("NC", "MCI", "AD")),
 }
 
 

@@ -13,34 +13,92 @@ reason why there is none:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
+from typing import Literal
 
-_HORIZON_MONTHS = 36.0  # conversion within this time makes progressive MCI
-_TOLERANCE_MONTHS = 3.0  # visits happen early and late
-_MAX_DAYS_APART = 60  # a scan without a diagnosis this near has none
-_DAYS_PER_MONTH = 30.4375
+from .errors import DataError
+
+DAYS_PER_MONTH = 30.4375
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """What is left to choose in the rule; it is written into the split file."""
+
+    horizon_months: float = 36.0
+    """Conversion within this time makes progressive MCI."""
+    tolerance_months: float = 3.0
+    """Visits happen early and late."""
+    max_days_apart: int = 60
+    """A scan without a diagnosis this near has none."""
+    late_converters: Literal["exclude", "stable"] = "exclude"
+    """What those are who convert after the horizon and were still MCI there."""
+    smc: Literal["exclude", "normal"] = "exclude"
+    """Whether people with memory complaints and normal tests (SMC) are controls."""
+
+    def __post_init__(self) -> None:
+        if not (self.horizon_months > self.tolerance_months >= 0 and self.max_days_apart >= 0):
+            raise DataError(
+                "BAD_RULE",
+                f"horizon {self.horizon_months}, tolerance {self.tolerance_months} months, "
+                f"{self.max_days_apart} days apart",
+                action="the horizon must be longer than the tolerance, none may be negative",
+            )
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A diagnosis (NC, SMC, MCI or AD) on a day."""
+    """One visit in the clinic.
+
+    Attributes:
+        day: the date; when not ``dated``, only distances between days mean something.
+        dx: NC, SMC, MCI or AD; empty when not known.
+        session: M and the month (``M012``), or empty.
+        age: years.
+        mmse: mini-mental state, 0 to 30.
+        phase: ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the table writes it.
+        field_strength: tesla.
+        dated: whether ``day`` is a date of the calendar.
+    """
 
     day: date
     dx: str
+    session: str = ""
+    age: float | None = None
+    mmse: float | None = None
+    phase: str = ""
+    field_strength: float | None = None
+    dated: bool = True
 
 
-def label_scan(history: Sequence[Visit], scan: date) -> tuple[str, str]:
-    """(class, reason): one of them is empty.
+def visit_of_scan(
+    visits: Sequence[Visit], day: date | None, session: str, max_days_apart: int
+) -> Visit | None:
+    """The visit with a diagnosis that a scan belongs to.
 
-    Reasons: ``no_dx_near_scan``, ``smc``, ``reverted``, ``unstable``, ``short_follow_up``,
-    ``interval_censored`` (converted between two visits around the horizon),
-    ``converts_after_horizon``.
+    By date when both have one, since no image is keyed by a visit code; else by the session.
     """
-    visits = sorted(history, key=lambda visit: visit.day)
-    near = min(visits, key=lambda visit: abs((visit.day - scan).days), default=None)
-    if near is None or abs((near.day - scan).days) > _MAX_DAYS_APART:
-        return "", "no_dx_near_scan"
+    known = [visit for visit in visits if visit.dx]
+    if day is not None and any(visit.dated for visit in known):
+        near = min(known, key=lambda visit: abs((visit.day - day).days))
+        return near if abs((near.day - day).days) <= max_days_apart else None
+    return next((visit for visit in known if session and visit.session == session), None)
+
+
+def label_visit(
+    history: Sequence[Visit], near: Visit, rule: LabelRule | None = None
+) -> tuple[str, str]:
+    """(class, reason) of a scan taken at the visit ``near`` of ``history``: one of them is empty.
+
+    Reasons: ``smc``, ``reverted``, ``unstable``, ``short_follow_up``, ``interval_censored``
+    (converted between two visits around the horizon), ``converts_after_horizon``.
+    """
+    rule = rule or LabelRule()
+    if rule.smc == "normal":
+        history = [replace(visit, dx="NC") if visit.dx == "SMC" else visit for visit in history]
+        near = replace(near, dx="NC") if near.dx == "SMC" else near
+    visits = sorted((visit for visit in history if visit.dx), key=lambda visit: visit.day)
     later = [visit for visit in visits if visit.day > near.day]
     if near.dx == "AD":
         return ("AD", "") if all(visit.dx == "AD" for visit in later) else ("", "reverted")
@@ -50,12 +108,12 @@ def label_scan(history: Sequence[Visit], scan: date) -> tuple[str, str]:
         return "", "smc"
     if any(visit.dx == "AD" for visit in visits if visit.day < near.day):
         return "", "unstable"
-    return _label_mci(near, later)
+    return _label_mci(near, later, rule)
 
 
-def _label_mci(scan: Visit, later: Sequence[Visit]) -> tuple[str, str]:
+def _label_mci(scan: Visit, later: Sequence[Visit], rule: LabelRule) -> tuple[str, str]:
     def months(visit: Visit) -> float:
-        return (visit.day - scan.day).days / _DAYS_PER_MONTH
+        return (visit.day - scan.day).days / DAYS_PER_MONTH
 
     still = [visit for visit in later if visit.dx != "AD"]
     converted = bool(later) and later[-1].dx == "AD"
@@ -63,12 +121,17 @@ def _label_mci(scan: Visit, later: Sequence[Visit]) -> tuple[str, str]:
         ever_ad = any(visit.dx == "AD" for visit in later)
         return "", "unstable" if ever_ad else "reverted"
     last_mci = max((months(visit) for visit in still), default=0.0)
-    long_enough = last_mci >= _HORIZON_MONTHS - _TOLERANCE_MONTHS
+    long_enough = last_mci >= rule.horizon_months - rule.tolerance_months
     if not converted:
         if len(still) < len(later):  # demented once, and not any more
             return "", "unstable"
         return ("sMCI", "") if long_enough else ("", "short_follow_up")
     conversion = min(months(v) for v in later if v.dx == "AD" and months(v) > last_mci)
-    if conversion <= _HORIZON_MONTHS + _TOLERANCE_MONTHS:
+    # who was still seen with MCI at the horizon did not convert before it, whatever the tolerance
+    late = conversion > rule.horizon_months + rule.tolerance_months
+    if not late and last_mci < rule.horizon_months:
         return "pMCI", ""
-    return "", "converts_after_horizon" if long_enough else "interval_censored"
+    if not long_enough:
+        return "", "interval_censored"
+    stable = rule.late_converters == "stable"
+    return ("sMCI", "") if stable else ("", "converts_after_horizon")

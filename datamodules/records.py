@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from .atomic import write_atomically
 from .errors import TableError
@@ -24,17 +25,23 @@ class ScanRecord:
     subject: str
     """Canonical PTID, e.g. ``999_S_0001``."""
     image_id: str
-    """With its letter, e.g. ``I9000001``."""
+    """With its letter, e.g. ``I9000001``; a name made of subject and session without one."""
     path: str
+    layout: str = ""
+    """ida, bids, caps or csv."""
+    registered: str = ""
+    """``yes`` or ``no``: whether the scan was brought to a common space; empty: not known."""
+    row: str = ""
+    """Table and line that describe the scan."""
     session: str = ""
-    """Visit as the source writes it."""
+    """Visit: M and the month (``M012``) where that is known, else as the source writes it."""
     description: str = ""
     dx: str = ""
     """NC, MCI, AD, sMCI, pMCI or SMC."""
     dx_source: str = ""
     """Table, column and value that ``dx`` comes from."""
     dx_bl: str = ""
-    """Research group in the collection table."""
+    """Research group, or the group at screening: not the diagnosis at the scan."""
     label: int | None = None
     """Index into the task's class names."""
     reason: str = ""
@@ -43,18 +50,37 @@ class ScanRecord:
     sex: str = ""
     """F or M."""
     site: str = ""
+    field_strength: float | None = None
+    """Tesla."""
+    phase: str = ""
+    """ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the source writes it."""
+    mmse: float | None = None
+    """Mini-mental state at the visit."""
     acq_date: str = ""
-    """YYYY-MM-DD."""
+    """Day of the scan, YYYY-MM-DD."""
+    exam_date: str = ""
+    """Day of the visit that the diagnosis is from."""
+    days_apart: int | None = None
+    """Between the two."""
     bytes: int = 0
     mtime_ns: int = 0
     sha256: str = ""
     """Of the file as it lies on disk."""
+    content: str = ""
+    """Image ID of the first scan with the same picture; empty when no other has it."""
     shape: str = ""
     zooms: str = ""
     axcodes: str = ""
     problem: str = ""
     split: str = ""
     """train, val or test."""
+    fold: int | None = None
+    """Fold of a subject that is not in the test set, 0 to k - 1."""
+
+    @property
+    def order(self) -> tuple[str, str, str]:
+        """Sorts the scans of one subject by time."""
+        return self.acq_date or self.exam_date, self.session, self.image_id
 
     @property
     def used(self) -> bool:
@@ -89,7 +115,8 @@ def manifest_text(records: Iterable[ScanRecord]) -> str:
 
 def fingerprint(records: Iterable[ScanRecord]) -> str:
     """A hash of what decides a run: scans, contents and labels, but no path and no time."""
-    neutral = [replace(record, path="", mtime_ns=0, split="") for record in records]
+    nowhere = {"path": "", "row": "", "mtime_ns": 0, "split": "", "fold": None}
+    neutral = [replace(record, **nowhere) for record in records]  # type: ignore[arg-type]
     return hashlib.sha256(manifest_text(neutral).encode()).hexdigest()
 
 
@@ -113,11 +140,10 @@ def read_manifest(path: Path) -> list[ScanRecord]:
 
 
 def _parse(row: dict[str, str]) -> ScanRecord:
-    texts = {field.name: row[field.name] for field in fields(ScanRecord) if field.type == "str"}
-    return ScanRecord(
-        **texts,
-        label=int(row["label"]) if row["label"] else None,
-        age=float(row["age"]) if row["age"] else None,
-        bytes=int(row["bytes"]),
-        mtime_ns=int(row["mtime_ns"]),
-    )
+    readers = {"str": str, "int": int, "int | None": int, "float | None": float}
+    values: dict[str, Any] = {}
+    for field in fields(ScanRecord):
+        text = row[field.name]
+        optional = str(field.type).endswith("None")
+        values[field.name] = None if optional and not text else readers[str(field.type)](text)
+    return ScanRecord(**values)

@@ -1,7 +1,7 @@
 """Splits by subject, kept in a file.
 
 A split is made once and then read: adding one subject would reshuffle everything. It is stratified
-on label, and on sex and age tercile where the cohort is large enough for it.
+on label, and on sex, age tercile and field strength where the cohort is large enough for it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,8 @@ import numpy as np
 from .atomic import write_atomically
 from .errors import SplitError
 from .records import ScanRecord
+from .report import first_scans
+from .sources.ids import canonical_subject
 
 SplitName = Literal["train", "val", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
@@ -27,7 +29,11 @@ _FRACTIONS = "--data.val_fraction and --data.test_fraction / --val and --test"
 
 @dataclass(frozen=True)
 class Split:
-    """Which subject is in which part, and how that was decided."""
+    """Which subject is in which part, and how that was decided.
+
+    With ``folds`` the subjects that are not in the test set stand there, and ``of_fold`` tells who
+    of them trains and who validates.
+    """
 
     train: tuple[str, ...]
     val: tuple[str, ...]
@@ -36,11 +42,17 @@ class Split:
     val_fraction: float
     test_fraction: float
     stratified_on: str
+    folds: tuple[tuple[str, ...], ...] = ()
+    task: str = ""
+    rule: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        parts: dict[str, tuple[str, ...]] = {name: getattr(self, name) for name in SPLITS}
+        if self.folds:
+            parts = {"test": self.test} | {f"fold {n}": fold for n, fold in enumerate(self.folds)}
         seen: dict[str, str] = {}
-        for name in SPLITS:
-            for subject in getattr(self, name):
+        for name, members in parts.items():
+            for subject in map(canonical_subject, members):
                 if subject in seen:
                     raise SplitError(
                         "LEAK",
@@ -55,15 +67,47 @@ class Split:
         members = json.dumps([sorted(getattr(self, name)) for name in SPLITS])
         return hashlib.sha256(members.encode()).hexdigest()
 
+    def of_fold(self, fold: int) -> Split:
+        """The split that validates on one fold and trains on the others.
+
+        Raises:
+            SplitError: no such fold.
+        """
+        if not 0 <= fold < len(self.folds):
+            raise SplitError(
+                "NO_FOLD",
+                f"fold {fold} of a split with {len(self.folds)} folds",
+                action="count folds from 0, or make a split with more (--data.folds / --folds)",
+            )
+        others = (fold_ for n, fold_ in enumerate(self.folds) if n != fold)
+        train = tuple(sorted(subject for other in others for subject in other))
+        return replace(self, train=train, val=self.folds[fold])
+
     def part_of(self) -> dict[str, SplitName]:
         """Subject to part."""
-        return {subject: name for name in SPLITS for subject in getattr(self, name)}
+        return {canonical_subject(s): name for name in SPLITS for s in getattr(self, name)}
+
+    def fold_of(self) -> dict[str, int]:
+        """Subject to fold, for those that are in one."""
+        return {canonical_subject(s): n for n, fold in enumerate(self.folds) for s in fold}
 
 
 def make_split(
-    records: Iterable[ScanRecord], val_fraction: float, test_fraction: float, seed: int
+    records: Iterable[ScanRecord],
+    val_fraction: float,
+    test_fraction: float,
+    seed: int,
+    *,
+    folds: int = 0,
 ) -> Split:
     """Split the subjects of the used records.
+
+    Args:
+        records: the manifest.
+        val_fraction: share of the subjects for validation; not used with ``folds``.
+        test_fraction: share of the subjects for testing; may be 0.
+        seed: another one gives another split.
+        folds: 0, or how many folds to make of all that are not in the test set.
 
     Raises:
         SplitError: fractions that leave nothing to train on, or a class too small to be in every
@@ -75,12 +119,16 @@ def make_split(
             f"{val_fraction} of the subjects for validation, {test_fraction} for testing",
             action=f"use fractions above 0 with a sum below 1, test may be 0 ({_FRACTIONS})",
         )
-    first = _first_scans(records)
+    first = {record.subject: record for record in first_scans(list(records))}
     subjects = sorted(first)
     test: list[str] = []
     how = ""
     if test_fraction:
         subjects, test, how = _cut(subjects, test_fraction, first, seed)
+    if folds:
+        parts, how_folds = _fold(subjects, folds, first, seed + 1)
+        split = Split((), (), tuple(sorted(test)), seed, 0.0, test_fraction, how or how_folds)
+        return replace(split, folds=parts)
     train, val, how_val = _cut(subjects, val_fraction / (1 - test_fraction), first, seed + 1)
     return Split(
         train=tuple(sorted(train)),
@@ -93,11 +141,23 @@ def make_split(
     )
 
 
-def _first_scans(records: Iterable[ScanRecord]) -> dict[str, ScanRecord]:
-    first: dict[str, ScanRecord] = {}
-    for record in sorted((r for r in records if r.used), key=lambda r: (r.acq_date, r.image_id)):
-        first.setdefault(record.subject, record)
-    return first
+def extend_split(split: Split, records: Iterable[ScanRecord]) -> Split:
+    """Add the subjects that are new, to training or to the smallest fold; nobody else moves.
+
+    The held-out subjects stay who they were, so that results stay comparable.
+    """
+    known = {canonical_subject(s) for part in (*split.folds, *_parts(split)) for s in part}
+    new = sorted({record.subject for record in records if record.used} - known)
+    if not split.folds:
+        return replace(split, train=tuple(sorted([*split.train, *new])))
+    folds = [list(fold) for fold in split.folds]
+    for subject in new:
+        min(folds, key=len).append(subject)
+    return replace(split, folds=tuple(tuple(sorted(fold)) for fold in folds))
+
+
+def _parts(split: Split) -> tuple[tuple[str, ...], ...]:
+    return split.train, split.val, split.test
 
 
 def _cut(
@@ -107,28 +167,57 @@ def _cut(
     from sklearn.model_selection import train_test_split  # a second that only splitting needs
 
     size = round(fraction * len(subjects))
-    labels = [str(first[subject].label) for subject in subjects]
-    sexes = [first[subject].sex for subject in subjects]
-    ages = np.array([first[subject].age or 0.0 for subject in subjects])  # unknown: one stratum
-    known = ages[ages > 0]
-    terciles = np.digitize(ages, np.quantile(known, [1 / 3, 2 / 3]) if known.size else []).tolist()
-    candidates: dict[str, list[str]] = {
-        "label, sex, age": [f"{a}|{b}|{c}" for a, b, c in zip(labels, sexes, terciles)],
-        "label, sex": [f"{a}|{b}" for a, b in zip(labels, sexes)],
-        "label": labels,
-    }
-    for name, strata in candidates.items():
+    for name, strata in _strata(subjects, first).items():
         smallest, kinds = min(Counter(strata).values(), default=0), len(set(strata))
         if smallest >= 2 and kinds <= size <= len(subjects) - kinds:
             rest, part = train_test_split(
                 subjects, test_size=size, stratify=strata, random_state=seed
             )
             return list(rest), list(part), name
-    counts = ", ".join(f"{n} of label {label}" for label, n in sorted(Counter(labels).items()))
-    raise SplitError(
+    raise _too_few(f"put {size} of {len(subjects)} subjects aside", "part", subjects, first)
+
+
+def _fold(
+    subjects: list[str], count: int, first: dict[str, ScanRecord], seed: int
+) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """(folds, what they were stratified on)."""
+    from sklearn.model_selection import StratifiedKFold  # a second that only splitting needs
+
+    if count < 2:
+        raise SplitError("BAD_FRACTION", f"{count} folds", action="use 2 or more")
+    for name, strata in _strata(subjects, first).items():
+        if min(Counter(strata).values(), default=0) >= count:
+            cutter = StratifiedKFold(count, shuffle=True, random_state=seed)
+            members = [held for _, held in cutter.split(subjects, strata)]
+            return tuple(tuple(sorted(subjects[i] for i in held)) for held in members), name
+    raise _too_few(f"make {count} folds of {len(subjects)} subjects", "fold", subjects, first)
+
+
+def _strata(subjects: list[str], first: dict[str, ScanRecord]) -> dict[str, list[str]]:
+    """The group of each subject, the finest grouping first."""
+    labels = [str(first[subject].label) for subject in subjects]
+    sexes = [first[subject].sex for subject in subjects]
+    fields = [str(first[subject].field_strength or "") for subject in subjects]
+    ages = np.array([first[subject].age or 0.0 for subject in subjects])  # unknown: one stratum
+    known = ages[ages > 0]
+    terciles = np.digitize(ages, np.quantile(known, [1 / 3, 2 / 3]) if known.size else []).tolist()
+    columns = [labels, sexes, terciles, fields]
+    names = ["label", "sex", "age", "field strength"]
+    strata = {}
+    for used in (4, 3, 2, 1):
+        if used == 4 and len(set(fields)) < 2:
+            continue  # known for nobody, or the same for all
+        groups = ["|".join(map(str, values)) for values in zip(*columns[:used])]
+        strata[", ".join(names[:used])] = groups
+    return strata
+
+
+def _too_few(what: str, part: str, subjects: list[str], first: dict[str, ScanRecord]) -> SplitError:
+    labels = Counter(str(first[subject].label) for subject in subjects)
+    counts = ", ".join(f"{n} of label {label}" for label, n in sorted(labels.items()))
+    return SplitError(
         "TOO_FEW_SUBJECTS",
-        f"cannot put {size} of {len(subjects)} subjects aside with every class in both parts "
-        f"({counts or 'no subjects at all'})",
+        f"cannot {what} with every class in every {part} ({counts or 'no subjects at all'})",
         action=f"use more subjects, or other fractions ({_FRACTIONS})",
     )
 
@@ -139,7 +228,7 @@ def assign(records: Sequence[ScanRecord], split: Split, where: str = "") -> list
     Raises:
         SplitError: a subject is missing from the split, or two spellings of one are in two parts.
     """
-    parts = split.part_of()
+    parts, folds = split.part_of(), split.fold_of()
     missing = sorted({r.subject for r in records if r.used and r.subject not in parts})
     if missing:
         raise SplitError(
@@ -147,9 +236,14 @@ def assign(records: Sequence[ScanRecord], split: Split, where: str = "") -> list
             f"{len(missing)} subject(s) are in the data and not in the split: "
             f"{', '.join(missing[:5])}",
             where,
-            "give another --data.split_file (a new one is made when it does not exist)",
+            "add them to the training part with `python -m datamodules split ROOT --extend OLD "
+            "--out NEW` and give NEW with --data.split_file, or give a file that does not exist: "
+            "a new split is made then",
         )
-    return [replace(r, split=parts[r.subject]) if r.used else r for r in records]
+    return [
+        replace(r, split=parts[r.subject], fold=folds.get(r.subject)) if r.used else r
+        for r in records
+    ]
 
 
 def check_leak(records: Sequence[ScanRecord]) -> None:
@@ -160,6 +254,7 @@ def check_leak(records: Sequence[ScanRecord]) -> None:
     """
     _check_leak(records, "subject", "subject", "subject")
     _check_leak(records, "sha256", "image_id", "file content of image")
+    _check_leak(records, "content", "image_id", "picture of image")
 
 
 def _check_leak(records: Sequence[ScanRecord], key: str, name: str, what: str) -> None:
@@ -203,7 +298,9 @@ def load_split(path: Path) -> Split:
     """
     try:
         content = json.loads(path.read_text())
-        return Split(**(content | {name: tuple(content[name]) for name in SPLITS}))
+        parts = {name: tuple(content[name]) for name in SPLITS}
+        folds = tuple(tuple(fold) for fold in content.get("folds", ()))
+        return Split(**(content | parts | {"folds": folds}))
     except SplitError as error:
         raise SplitError(error.code, error.found, str(path), error.action) from None
     except (OSError, ValueError, KeyError, TypeError) as error:

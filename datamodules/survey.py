@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from .adnimerge import read_histories
 from .atomic import write_atomically
-from .checks import check_records
-from .collection import find_collection
+from .checks import STRICT, Leniency, check_records
 from .errors import DataError, FolderError, Problem, tally
-from .ida import discover, read_ida
+from .labelling import label_records
 from .labels import Task
+from .progression import LabelRule
 from .records import ScanRecord, count_line
+from .sources import Layout, data_folders, read_source
 
 _EXAMPLES = 2  # of one kind of warning
 
@@ -26,20 +26,24 @@ class Survey:
     """Records, problems (each makes a scan bad or names a missing one) and harmless warnings."""
 
     root: Path
-    table: Path
+    layout: Layout
+    tables: tuple[Path, ...]
     records: list[ScanRecord]
     problems: list[Problem]
     warnings: list[Problem]
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Counts that add up, and what lies behind them."""
         reasons = Counter(r.reason.partition(":")[0] for r in self.records if r.reason)
-        lines = [f"{self.root} with {self.table.name}", count_line(self.records)]
+        names = " and ".join(path.name for path in self.tables)
+        lines = [f"{self.root} ({self.layout}) with {names}", count_line(self.records)]
         if reasons:
             lines.append("excluded: " + ", ".join(f"{n} x {r}" for r, n in reasons.most_common()))
         if self.problems:
             lines.append(tally(self.problems))
-        return "\n".join([*lines, *_by_kind(self.warnings)])
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, *_by_kind(self.warnings), *notes])
 
 
 def _by_kind(warnings: Sequence[Problem]) -> list[str]:
@@ -61,51 +65,62 @@ def survey(
     task: Task,
     store: Path | None,
     *,
+    layout: Layout | None = None,
+    rule: LabelRule | None = None,
+    leniency: Leniency = STRICT,
     collection_csv: Path | None = None,
     diagnosis_csv: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Survey:
-    """Find the scans, join them with their table, label them and read every used file to its end.
+    """Find the scans, join them with their tables, label them and read every used file to its end.
 
     Args:
-        root: the download folder; nothing is written into it.
+        root: the data folder, or a table of scans; nothing is written there.
         task: which diagnoses become which label.
         store: file for the results of the reading, outside ``root``; None: files are not read.
-        collection_csv: the collection table; None: the only one directly in ``root``.
-        diagnosis_csv: ADNIMERGE, for diagnoses at each visit; None: the collection's groups.
+        layout: how the scans lie on disk; None: found out.
+        rule: horizon and the like of the labels.
+        leniency: what is repaired on loading instead of refused.
+        collection_csv: the portal's collection table; None: the only one directly in ``root``.
+        diagnosis_csv: diagnoses at each visit; None: those in ``root``, or else the groups that
+            the source gives.
         progress: called with (files read, files to read).
 
     Raises:
         DataError: the task needs diagnoses over time and there are none.
-        FolderError: no such folder, or no scans in it.
-        TableError: the collection table is missing, ambiguous or not understood.
+        FolderError: no such folder, no scans in it, or no layout that fits.
+        TableError: a table is missing, ambiguous or not understood.
     """
     root = root.absolute()  # paths in manifests must not depend on where a run was started
-    if task.needs_history and diagnosis_csv is None:
+    reading = read_source(root, layout, collection_csv=collection_csv, diagnosis_csv=diagnosis_csv)
+    if task.needs_history and reading.clinical is None and reading.layout != "csv":
         raise DataError(
             "NEEDS_HISTORY",
             f"task {task.name}: stable and progressive MCI differ in later visits only",
-            action="name the ADNIMERGE table with --data.diagnosis_csv / --diagnosis-csv",
+            str(root),
+            "put ADNIMERGE or DXSUM there, or name it with --data.diagnosis_csv / --diagnosis-csv",
         )
-    found = discover(root)  # first: a missing folder says more than a missing table
-    collection = find_collection(root, collection_csv)
-    histories = read_histories(diagnosis_csv) if diagnosis_csv else None
-    reading = read_ida(found, collection, task, histories)
-    if store is None:
-        return Survey(root, collection.path, reading.records, reading.problems, [])
-    records, problems, warnings = check_records(reading.records, store, progress=progress)
-    return Survey(root, collection.path, records, reading.problems + problems, warnings)
+    records, problems = label_records(reading.records, task, rule or LabelRule(), reading.clinical)
+    warnings: list[Problem] = []
+    problems = [*reading.problems, *problems]
+    if store is not None:
+        records, bad, warnings = check_records(records, store, leniency=leniency, progress=progress)
+        problems += bad
+    diagnoses = (reading.clinical.path,) if reading.clinical else ()
+    tables = tuple(dict.fromkeys((*reading.tables, *diagnoses)))
+    return Survey(root, reading.layout, tables, records, problems, warnings, reading.notes)
 
 
 def refuse_inside(root: Path, path: Path, what: str) -> None:
-    """Raise unless ``path`` lies outside the data folder ``root``."""
-    if path.resolve().is_relative_to(root.resolve()):
-        raise FolderError(
-            "INSIDE_DATA",
-            f"{what} {path} lies inside the data folder, where nothing is ever written",
-            str(root),
-            f"give another {what}",
-        )
+    """Raise unless ``path`` lies outside the data folder ``root``, or the folders of a table."""
+    for folder in data_folders(root):
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise FolderError(
+                "INSIDE_DATA",
+                f"{what} {path} lies inside the data folder, where nothing is ever written",
+                str(folder),
+                f"give another {what}",
+            )
 
 
 def write_problems(path: Path, found: Survey) -> None:

@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
@@ -29,6 +29,8 @@ class Table:
     path: Path
     rows: tuple[dict[str, str], ...]
     lines: tuple[int, ...]
+    note: str = ""
+    """How the file was read, when it is not comma-separated UTF-8."""
 
 
 def normalise(column: str) -> str:
@@ -36,15 +38,33 @@ def normalise(column: str) -> str:
     return re.sub(r"[\s_.]+", "", column).lower()
 
 
-def read_table(path: Path, required: Collection[str]) -> Table:
+def header_of(path: Path) -> set[str]:
+    """The normalised column names of a table; nothing for a file that is none."""
+    try:
+        text, _ = _decode(path)
+    except TableError:
+        return set()
+    first = next(line for line in text.splitlines() if line.strip())
+    headers = [next(csv.reader([first], delimiter=mark)) for mark in _DELIMITERS]
+    return {normalise(name) for name in max(headers, key=len)}
+
+
+def read_table(
+    path: Path, required: Collection[str], aliases: Mapping[str, Sequence[str]] | None = None
+) -> Table:
     """Read a table that has at least the ``required`` (normalised) columns, and one row.
+
+    Args:
+        path: the file.
+        required: columns without which it is another table.
+        aliases: other names of a column, in the order of preference.
 
     Raises:
         TableError: missing, empty or undecodable file, wrong or doubled columns, a row with more
             values than the header, or a header alone.
     """
-    text = _decode(path)
-    delimiter = _delimiter(path, text, required)
+    text, encoding = _decode(path)
+    delimiter = _delimiter(path, text, required, aliases or {})
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     names: list[str] | None = None
     rows, lines = [], []
@@ -52,7 +72,7 @@ def read_table(path: Path, required: Collection[str]) -> Table:
         if not any(value.strip() for value in values):
             continue
         if names is None:
-            names = [normalise(value) for value in values]
+            names = _renamed([normalise(value) for value in values], aliases or {})
             continue
         if len(values) > len(names) and any(values[len(names) :]):
             raise _bad(
@@ -64,14 +84,27 @@ def read_table(path: Path, required: Collection[str]) -> Table:
         lines.append(reader.line_num)
     if not rows:
         raise _bad(path, "a header and no rows", "export the table again from the portal")
-    return Table(path, tuple(rows), tuple(lines))
+    how = [encoding, "semicolons" if delimiter == ";" else ""]
+    note = " and ".join(part for part in how if part)
+    return Table(path, tuple(rows), tuple(lines), f"{path.name}: read with {note}" if note else "")
+
+
+def _renamed(names: list[str], aliases: Mapping[str, Sequence[str]]) -> list[str]:
+    """Columns under the name that the reader uses."""
+    for wanted, others in aliases.items():
+        found = next((name for name in others if name in names), None)
+        if wanted not in names and found is not None:
+            names = [wanted if name == found else name for name in names]
+    return names
 
 
 def _bad(path: Path, found: str, action: str) -> TableError:
     return TableError("BAD_TABLE", found, str(path), action)
 
 
-def _decode(path: Path) -> str:
+def _decode(path: Path) -> tuple[str, str]:
+    """The text, and the encoding when it is an unusual one."""
+    encoding = ""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -79,30 +112,28 @@ def _decode(path: Path) -> str:
     if not data.strip():
         raise _bad(path, "an empty file", "export the table again from the portal")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        text = data.decode("utf-16", errors="replace")
+        text, encoding = data.decode("utf-16", errors="replace"), "UTF-16"
     else:
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
-            text = data.decode("cp1252", errors="replace")
+            text, encoding = data.decode("cp1252", errors="replace"), "Windows-1252"
     if "\0" in text:
         raise _bad(path, "NUL bytes: not a text file", "save it as CSV in UTF-8")
     if text.lstrip()[:15].lower().startswith(("<!doctype", "<html")):
         raise _bad(path, "a web page", "log in to the portal and export the table again")
-    return text
+    return text, encoding
 
 
-def _delimiter(path: Path, text: str, required: Collection[str]) -> str:
+def _delimiter(
+    path: Path, text: str, required: Collection[str], aliases: Mapping[str, Sequence[str]]
+) -> str:
     """The one delimiter under which all required columns appear."""
     first = next(line for line in text.splitlines() if line.strip())
     headers = {mark: next(csv.reader([first], delimiter=mark)) for mark in _DELIMITERS}
     best = max(headers, key=lambda mark: len(headers[mark]))
-    for mark, header in headers.items():
-        if set(required) <= {normalise(name) for name in header}:
-            best = mark
-            break
     header = [name.strip() for name in headers[best]]
-    names = Counter(normalise(name) for name in header if name)
+    names = Counter(_renamed([normalise(name) for name in header if name], aliases))
     missing = [name for name in required if name not in names]
     if missing:
         raise _bad(
@@ -116,13 +147,16 @@ def _delimiter(path: Path, text: str, required: Collection[str]) -> str:
     return best
 
 
-def date_format(table: Table, column: str) -> str:
+def date_format(table: Table, column: str, missing: Collection[str] = ("",)) -> str:
     """The format of all dates in a column: 4/5/2006 beside 2006-04-05 would be guesswork.
+
+    ``missing``: lower-case words that stand for no date.
 
     Raises:
         TableError: no single format reads them all.
     """
     days = [row.get(column, "") for row in table.rows]
+    days = ["" if day.lower() in missing else day for day in days]
     for candidate in _DATE_FORMATS:
         if all(_reads(day, candidate) for day in days if day):
             return candidate

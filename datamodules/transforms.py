@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import torch
+from monai.data.meta_tensor import MetaTensor
 from monai.transforms.croppad.dictionary import ResizeWithPadOrCropd
 from monai.transforms.intensity.dictionary import (
     RandAdjustContrastd,
@@ -19,12 +21,32 @@ from monai.transforms.intensity.dictionary import (
     RandGaussianNoised,
     RandScaleIntensityd,
 )
-from monai.transforms.io.dictionary import LoadImaged
 from monai.transforms.spatial.dictionary import Orientationd, RandAffined, RandFlipd, Spacingd
 from monai.transforms.transform import MapTransform, Transform
-from monai.transforms.utility.dictionary import EnsureChannelFirstd, EnsureTyped
+from monai.transforms.utility.dictionary import EnsureTyped
+
+from .checks import affine_of
 
 _LIMIT = 3.0  # standard deviations: beyond it lie vessels and artefacts
+
+
+class LoadScand(Transform):
+    """Read the file named by ``image`` as a MONAI image (1, X, Y, Z) float32 with its affine.
+
+    A series of one volume is a volume. NaN and infinity become 0 and a file without orientation
+    is taken for RAS: the check has refused both, unless it was told not to.
+    """
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return ``data`` with the image instead of its path."""
+        image: Any = nib.load(data["image"])
+        values = np.asarray(image.dataobj, dtype=np.float32)
+        while values.ndim > 3 and values.shape[-1] == 1:
+            values = values[..., 0]
+        values = np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        voxels = torch.from_numpy(np.ascontiguousarray(values))[None]
+        affine = torch.as_tensor(affine_of(image), dtype=torch.float64)
+        return {**data, "image": MetaTensor(voxels, affine=affine)}
 
 
 class KeepAffined(Transform):
@@ -67,9 +89,7 @@ def fixed_transforms(spatial_shape: tuple[int, int, int], spacing_mm: float) -> 
     """File to plain float32 tensor (1, D, H, W), RAS, at the given size and voxel size."""
     keys = ["image"]
     return [
-        LoadImaged(keys, reader="NibabelReader", image_only=True),
-        SqueezeSingleVolumed(keys),
-        EnsureChannelFirstd(keys, channel_dim="no_channel"),
+        LoadScand(),
         Orientationd(keys, axcodes="RAS", labels=None),
         Spacingd(keys, pixdim=(spacing_mm,) * 3, mode="bilinear"),
         ResizeWithPadOrCropd(keys, spatial_size=spatial_shape),
@@ -103,15 +123,3 @@ def random_transforms(flip: bool) -> list[Transform]:
     if flip:  # erases the difference between left and right, which is part of the disease
         steps.append(RandFlipd(keys, prob=0.5, spatial_axis=0))
     return [*steps, EnsureTyped(keys, dtype=torch.float32, track_meta=False)]
-
-
-class SqueezeSingleVolumed(MapTransform):
-    """Drop trailing axes of length 1: a series of one volume is a volume."""
-
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-        """Return ``data`` with 3-D images."""
-        out = dict(data)
-        for key in self.key_iterator(out):
-            while out[key].ndim > 3 and out[key].shape[-1] == 1:
-                out[key] = out[key][..., 0]
-        return out

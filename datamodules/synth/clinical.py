@@ -18,12 +18,12 @@ ADNIMERGE_COLUMNS = (
     "AGE",
     "PTGENDER",
     "MMSE",
+    "FLDSTRENG",
     "DX",
     "Month",
 )
-_MONTHS = (0, 6, 12, 24, 36, 48)  # people are seen more often than they are scanned
 _GROUPS = {"NC": "CN", "sMCI": "EMCI", "pMCI": "LMCI", "AD": "AD"}
-_WORDS = {"NC": "CN", "sMCI": "MCI", "pMCI": "MCI", "AD": "Dementia"}
+_WORDS = {"NC": "CN", "MCI": "MCI", "AD": "Dementia"}
 
 
 def mmse(subject: Subject, months: int) -> float:
@@ -34,25 +34,37 @@ def mmse(subject: Subject, months: int) -> float:
 
 
 def clinical_rows(plans: Iterable[ScanPlan]) -> Iterator[tuple[str, ...]]:
-    """One row per subject and visit; progressive MCI turns into dementia after 1 to 3 years."""
-    for subject in dict.fromkeys(plan.subject for plan in plans):
-        conversion = (12, 24, 36)[subject.number % 3]
-        for months in _MONTHS:
-            word = _WORDS[subject.diagnosis]
-            if subject.diagnosis == "pMCI" and months >= conversion:
-                word = "Dementia"
+    """One row per subject and visit."""
+    for subject in people(plans):
+        for months, dx in subject.course.visits:
             yield (
-                str(int(subject.ptid.rpartition("_")[2])),
+                registry_number(subject),
                 subject.ptid,
                 f"m{months:02d}" if months else "bl",
                 str(SITE),
                 subject.phase,
                 subject.phase,
                 f"{subject.day(months):%Y-%m-%d}",
-                _GROUPS[subject.diagnosis],
+                group(subject),
                 f"{subject.age:.1f}",
                 "Female" if subject.sex == "F" else "Male",
                 f"{mmse(subject, months):.0f}",
-                word,
+                f"{subject.field_strength:g} Tesla MRI",
+                _WORDS[dx],
                 str(months),
             )
+
+
+def people(plans: Iterable[ScanPlan]) -> list[Subject]:
+    """The subjects of the plans, each once."""
+    return list(dict.fromkeys(plan.subject for plan in plans))
+
+
+def registry_number(subject: Subject) -> str:
+    """RID."""
+    return str(int(subject.ptid.rpartition("_")[2]))
+
+
+def group(subject: Subject) -> str:
+    """The group at screening."""
+    return _GROUPS[subject.diagnosis]

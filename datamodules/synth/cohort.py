@@ -13,9 +13,11 @@ from typing import Literal
 import numpy as np
 
 from ..errors import DataError
+from .courses import COURSES, Course, usual_course
 from .levels import GROUPS, Diagnosis, Difficulty
 
 Kind = Literal["t1", "repeat", "mask"]
+Layout = Literal["ida", "bids", "caps", "csv"]
 
 SITE = 999  # no such site in ADNI
 FIRST_IMAGE_ID = 9_000_000
@@ -48,6 +50,9 @@ class CohortSpec:
         seed: cohort seed.
         visits: which of bl, m06, m12, m24, m36; follow-ups are missing now and then.
         site_bias: 0 to 1, how strongly the scanner gives the diagnosis away (confounding).
+        layout: how the files lie and which tables are beside them; the scans are the same, except
+            that ``caps`` has registered ones at every level.
+        courses: add one subject with MCI for each course over time in ``courses.COURSES``.
     """
 
     subjects: tuple[tuple[Diagnosis, int], ...]
@@ -56,6 +61,8 @@ class CohortSpec:
     seed: int = 0
     visits: tuple[str, ...] = ("bl",)
     site_bias: float = 0.0
+    layout: Layout = "ida"
+    courses: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name, _ in self.subjects if name not in GROUPS]
@@ -92,11 +99,18 @@ class Subject:
     severity: float
     yearly: float
     first_scan: datetime
+    course: Course
+    field_strength: float
 
     def day(self, months: int) -> datetime:
         """When this person comes for a visit, a few days off the month."""
         days = months * 30.44 + (self.number * 7 + months * 5) % 19
         return self.first_scan + timedelta(days=round(days))
+
+    def age_at(self, months: int) -> float:
+        """Age in years at a visit, with one decimal."""
+        days = (self.day(months).date() - self.day(0).date()).days
+        return round(round(self.age, 1) + days / 365.25, 1)
 
 
 @dataclass(frozen=True)
@@ -123,8 +137,8 @@ class ScanPlan:
 
     @property
     def age(self) -> float:
-        """Age in years at this visit."""
-        return self.subject.age + self.months / 12.0
+        """Age in years at this visit, as the tables compute it."""
+        return self.subject.age_at(self.months)
 
 
 def plan_cohort(spec: CohortSpec) -> list[ScanPlan]:
@@ -132,9 +146,12 @@ def plan_cohort(spec: CohortSpec) -> list[ScanPlan]:
     diagnoses = [name for name, count in spec.subjects for _ in range(count)]
     # subject numbers must not give the diagnosis away
     shuffled = np.random.default_rng([spec.seed, 0, 9]).permutation(len(diagnoses))
+    people: list[tuple[Diagnosis, Course | None]] = [(diagnoses[i], None) for i in shuffled]
+    if spec.courses:
+        people += [("pMCI" if c.expected == "pMCI" else "sMCI", c) for c in COURSES]
     plans: list[ScanPlan] = []
-    for number, index in enumerate(shuffled, start=1):
-        subject = _draw_subject(spec, number, diagnoses[index])
+    for number, (diagnosis, course) in enumerate(people, start=1):
+        subject = _draw_subject(spec, number, diagnosis, course)
         for visit in sorted(spec.visits, key=_VISIT_MONTHS.__getitem__):
             months = _VISIT_MONTHS[visit]
             chance = np.random.default_rng([spec.seed, number, 2, months]).random()
@@ -156,7 +173,9 @@ def _kinds(spec: CohortSpec, number: int, months: int) -> list[Kind]:
     return kinds
 
 
-def _draw_subject(spec: CohortSpec, number: int, diagnosis: Diagnosis) -> Subject:
+def _draw_subject(
+    spec: CohortSpec, number: int, diagnosis: Diagnosis, course: Course | None
+) -> Subject:
     rng = np.random.default_rng([spec.seed, number, 1])
     group = GROUPS[diagnosis]
     boxes = spec.difficulty == "L0"
@@ -180,6 +199,8 @@ def _draw_subject(spec: CohortSpec, number: int, diagnosis: Diagnosis) -> Subjec
         severity=float(severity),
         yearly=0.0 if boxes else group.yearly,
         first_scan=start,
+        course=course or usual_course(diagnosis, number),
+        field_strength=1.5 if phase == "ADNI1" and number % 4 else 3.0,
     )
 
 

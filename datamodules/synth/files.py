@@ -1,4 +1,4 @@
-"""NIfTI files and portal names, written so that a killed run leaves nothing half done."""
+"""NIfTI files and tables, written so that a killed run leaves nothing half done."""
 
 # mypy: allow-untyped-calls
 # (most of nibabel carries no annotations)
@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,24 +16,10 @@ import numpy as np
 
 from ..atomic import write_atomically
 from .anatomy import template_box_mm
-from .cohort import CohortSpec, ScanPlan, description, visit_name
+from .cohort import CohortSpec
 from .grids import Array, Grid, centred_grid
 from .subject import rotation
 
-COLLECTION_COLUMNS = (
-    "Image Data ID",
-    "Subject",
-    "Group",
-    "Sex",
-    "Age",
-    "Visit",
-    "Modality",
-    "Description",
-    "Type",
-    "Acq Date",
-    "Format",
-    "Downloaded",
-)
 _SPACINGS = ((1.0, 1.0, 1.0), (0.94, 0.94, 1.2), (1.25, 1.25, 1.2), (1.05, 1.05, 1.2))
 _ORIENTATIONS = ("RAS", "LAS", "LPI", "PIR", "ASL", "LPS")
 _MARGIN_MM = 18.0  # room for the head shell
@@ -54,8 +39,10 @@ class FileForm:
 def draw_form(rng: np.random.Generator, spec: CohortSpec) -> FileForm:
     """Registered files all lie on one grid; raw ones vary as scanners and converters do."""
     box = template_box_mm()
-    if spec.difficulty != "L2":
-        return FileForm(centred_grid(box, np.full(3, spec.resolution_mm)))
+    if spec.difficulty != "L2" or spec.layout == "caps":
+        room = _MARGIN_MM if spec.difficulty == "L2" else 0.0
+        shell = tuple((low - room, high + room) for low, high in box)
+        return FileForm(centred_grid(shell, np.full(3, spec.resolution_mm)))
     spacing = np.array(_SPACINGS[rng.integers(len(_SPACINGS))]) * spec.resolution_mm
     jitter = rng.normal(0, 3.0, 3)
     wide = tuple((a - _MARGIN_MM + j, b + _MARGIN_MM + j) for (a, b), j in zip(box, jitter))
@@ -106,42 +93,6 @@ def write_volume(path: Path, volume: Array, form: FileForm, storage: str) -> int
         data = buffer.getvalue()
     write_atomically(path, data)
     return len(data)
-
-
-def download_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
-    """Where the portal's archive would put this scan, relative to the download folder."""
-    name = re.sub(r"[^0-9A-Za-z-]", "_", description(plan, spec.difficulty))
-    stamp = f"{plan.acquired:%Y%m%d%H%M%S}{plan.image_id % 1000:03d}"
-    file = (
-        f"ADNI_{plan.subject.ptid}_MR_{name}_Br_{stamp}_S{plan.series_id}_I{plan.image_id}{suffix}"
-    )
-    day = f"{plan.acquired:%Y-%m-%d_%H_%M_%S}.0"
-    return Path("ADNI", plan.subject.ptid, name, day, f"I{plan.image_id}", file)
-
-
-def collection_row(plan: ScanPlan, spec: CohortSpec) -> tuple[str, ...]:
-    """The row of the collection table, with the portal's own habits."""
-    late = plan.subject.phase == "ADNI2"
-    mci = {"sMCI": "EMCI" if late else "MCI", "pMCI": "LMCI" if late else "MCI"}
-    group = {"NC": "CN", "AD": "AD", **mci}[plan.subject.diagnosis]
-    day = plan.acquired
-    text = description(plan, spec.difficulty)
-    original = plan.kind != "mask" and "N3" not in text
-    return (
-        # newer collections leave the letter out
-        str(plan.image_id) if spec.difficulty == "L2" else f"I{plan.image_id}",
-        plan.subject.ptid,
-        group,
-        plan.subject.sex,
-        str(int(plan.age)),
-        visit_name(plan),
-        "MRI",
-        text,
-        "Original" if original else "Processed",
-        f"{day.month}/{day.day}/{day.year}",
-        "NiFTI",
-        "" if plan.subject.number % 7 == 0 else "1/31/2026",
-    )
 
 
 def table_bytes(header: Sequence[str], rows: Iterable[Sequence[object]], tab: bool) -> bytes:

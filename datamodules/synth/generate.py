@@ -1,11 +1,11 @@
-"""Write a synthetic cohort: the download tree, the collection table and, beside them, the truth."""
+"""Write a synthetic cohort: the scans, their tables and, beside them, the truth."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,24 +15,17 @@ import numpy as np
 
 from ..atomic import write_atomically
 from ..errors import FolderError
-from ..ida import TRUTH_MARKER
+from ..sources.tree import TRUTH_MARKER
 from .anatomy import Anatomy, build_anatomy
-from .clinical import ADNIMERGE_COLUMNS, clinical_rows, mmse
+from .clinical import mmse
 from .cohort import CohortSpec, ScanPlan, plan_cohort
-from .files import (
-    COLLECTION_COLUMNS,
-    FileForm,
-    collection_row,
-    download_path,
-    draw_form,
-    table_bytes,
-    write_volume,
-)
-from .levels import LEVELS
+from .files import FileForm, draw_form, table_bytes, write_volume
+from .layouts import LAYOUTS, scan_name
+from .levels import LEVELS, Level
 from .render import Rendered, render
 from .subject import draw_head, draw_scanner
 
-FORMAT_VERSION = 1  # raise it whenever the same spec gives other bytes than before
+FORMAT_VERSION = 2  # raise it whenever the same spec gives other bytes than before
 TRUTH_FOLDER = "truth"
 
 
@@ -55,8 +48,9 @@ def generate(
 ) -> CohortSummary:
     """Write the cohort to ``out``; return at once when the same one is already there.
 
-    The data lie in ``out/ADNI`` and ``out/*.csv`` (the collection table and ADNIMERGE); the truth
-    (``truth.tsv``, planted masks and effect maps on each scan's own grid) lies in ``out/truth``.
+    The data lie as the cohort's layout says, for a download in ``out/ADNI`` and ``out/*.csv`` (the
+    collection table and ADNIMERGE); the truth (``truth.tsv``, planted masks and effect maps on each
+    scan's own grid) lies in ``out/truth``.
 
     Args:
         out: a folder that is missing, empty, or holds the same cohort, complete or not.
@@ -71,38 +65,28 @@ def generate(
     done = _existing(folder, spec)
     if done is not None:
         return CohortSummary(folder, len(done), sum(done.values()), already_complete=True)
-    plans = plan_cohort(spec)
+    plans = [plan for plan in plan_cohort(spec) if LAYOUTS[spec.layout].holds(plan)]
     marker = folder / TRUTH_FOLDER / TRUTH_MARKER
     write_atomically(marker, _marker_bytes(spec, None))
     for part in folder.rglob(".*.part"):  # of a run that was killed
         part.unlink()
     files: dict[str, int] = {}
     truth: list[dict[str, object]] = []
+    paths: dict[int, str] = {}
     for count, written in enumerate(_render_all(folder, spec, plans, workers), start=1):
         files.update(written.files)
+        paths[plans[count - 1].image_id] = written.scan
         truth += [written.truth] if written.truth else []
         if progress:
             progress(count, len(plans))
-    for name, content in _tables(spec, plans, truth).items():
+    tables = LAYOUTS[spec.layout].tables(spec, plans, paths)
+    truth_rows = [list(row.values()) for row in truth]
+    tables[f"{TRUTH_FOLDER}/truth.tsv"] = table_bytes(list(truth[0]), truth_rows, tab=True)
+    for name, content in tables.items():
         write_atomically(folder / name, content)
         files[name] = len(content)
     write_atomically(marker, _marker_bytes(spec, files))
     return CohortSummary(folder, len(files), sum(files.values()), already_complete=False)
-
-
-def _tables(
-    spec: CohortSpec, plans: list[ScanPlan], truth: list[dict[str, object]]
-) -> dict[str, bytes]:
-    """Contents of the three tables by their path in the cohort's folder."""
-    collection = [collection_row(plan, spec) for plan in plans]
-    truth_rows = [list(row.values()) for row in truth]
-    return {
-        f"SYNTHETIC_{spec.difficulty}_1_31_2026.csv": table_bytes(
-            COLLECTION_COLUMNS, collection, tab=False
-        ),
-        "ADNIMERGE_31Jan2026.csv": table_bytes(ADNIMERGE_COLUMNS, clinical_rows(plans), tab=False),
-        f"{TRUTH_FOLDER}/truth.tsv": table_bytes(list(truth[0]), truth_rows, tab=True),
-    }
 
 
 def _marker_bytes(spec: CohortSpec, files: dict[str, int] | None) -> bytes:
@@ -144,6 +128,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 @dataclass(frozen=True)
 class _Written:
+    scan: str  # path of the scan, relative to the cohort's folder
     files: dict[str, int]  # path relative to the cohort's folder: bytes
     truth: dict[str, object] | None  # the row of truth.tsv; None for what is no T1 scan
 
@@ -165,11 +150,17 @@ def _anatomy(resolution_mm: float) -> Anatomy:
     return build_anatomy(resolution_mm)
 
 
+def _level(spec: CohortSpec) -> Level:
+    """What ``t1-linear`` leaves of the variety of raw scans: no pose, the skull still on."""
+    level = LEVELS[spec.difficulty]
+    return replace(level, pose=0.0) if spec.layout == "caps" and level.raw else level
+
+
 def render_plan(
     spec: CohortSpec, plan: ScanPlan, *, severity: float | None = None
 ) -> tuple[Rendered, FileForm]:
     """Render one planned scan, with another severity if one is given (0: its healthy twin)."""
-    level = LEVELS[spec.difficulty]
+    level = _level(spec)
     number = plan.subject.number
     head_rng = np.random.default_rng([spec.seed, number, 0])
     repeat = 1 if plan.kind == "repeat" else 0
@@ -189,11 +180,11 @@ def render_plan(
 
 def _write_scan(folder: Path, spec: CohortSpec, plan: ScanPlan) -> _Written:
     rendered, form = render_plan(spec, plan)
-    scan = download_path(plan, spec, form.suffix)
+    scan = LAYOUTS[spec.layout].path(plan, spec, form.suffix)
     if plan.kind == "mask":
         size = write_volume(folder / scan, rendered.brain, form, "uint8")
-        return _Written({scan.as_posix(): size}, None)
-    name = f"I{plan.image_id}"
+        return _Written(scan.as_posix(), {scan.as_posix(): size}, None)
+    name = scan_name(plan, spec.layout)
     planted = Path(TRUTH_FOLDER, "planted", f"{name}.nii.gz")
     effect = Path(TRUTH_FOLDER, "effect", f"{name}.nii.gz")
     files = {
@@ -202,16 +193,17 @@ def _write_scan(folder: Path, spec: CohortSpec, plan: ScanPlan) -> _Written:
         effect.as_posix(): write_volume(folder / effect, rendered.effect, form, "float32"),
     }
     paths = {"path": scan, "planted": planted, "effect": effect}
-    truth = _truth_row(plan, rendered, form)
-    return _Written(files, truth | {key: path.as_posix() for key, path in paths.items()})
+    truth = {"subject": plan.subject.ptid, "image_id": name, **_truth_row(plan, rendered, form)}
+    return _Written(
+        scan.as_posix(), files, truth | {key: path.as_posix() for key, path in paths.items()}
+    )
 
 
 def _truth_row(plan: ScanPlan, rendered: Rendered, form: FileForm) -> dict[str, Any]:
     left, right = rendered.hippocampus_ml
     return {
-        "subject": plan.subject.ptid,
-        "image_id": f"I{plan.image_id}",
         "diagnosis": plan.subject.diagnosis,
+        "expected": "" if plan.months else plan.subject.course.expected,
         "visit": plan.visit,
         "repeat": int(plan.kind == "repeat"),
         "severity": f"{plan.severity:.4f}",

@@ -14,7 +14,10 @@ from jsonargparse import ArgumentParser
 
 from datamodules import ADNIDataModule, cache
 from datamodules.errors import DataError, FolderError, ProblemsError, ScanReadError, SplitError
-from datamodules.splits import SPLITS
+from datamodules.labels import TASKS
+from datamodules.records import ScanRecord
+from datamodules.splits import SPLITS, extend_split, load_split, save_split
+from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
 from datamodules.transforms import fixed_transforms
 
@@ -184,7 +187,7 @@ def test_all_problems_are_reported_at_once_or_skipped(download, tmp_path):
 def test_training_uses_all_visits_and_evaluation_the_first(module, tiny_cohort, tmp_path):
     assert len(module.scans("train")) > len({r.subject for r in module.scans("train")})
     for part in ("val", "test"):
-        assert {r.session for r in module.scans(part)} <= {"sc", "v03", "4_init"}
+        assert {r.session for r in module.scans(part)} == {"M000"}
     everything = prepared(tiny_cohort, tmp_path / "cache", eval_visits="all")
     assert len(everything.scans("test")) > len(module.scans("test"))
 
@@ -211,6 +214,41 @@ def test_split_file_is_made_once_and_then_obeyed(tiny_cohort, tmp_path):
     second = prepared(tiny_cohort, tmp_path / "cache", split_file=path, seed=7)
     assert first.split == second.split
     assert prepared(tiny_cohort, tmp_path / "cache", seed=7).split != first.split
+
+
+def test_one_more_subject_does_not_change_the_split_silently(download, tmp_path):
+    subject = sorted((download / "ADNI").iterdir())[0]
+    shutil.move(subject, tmp_path / subject.name)
+    table = next(download.glob("SYNTHETIC*"))
+    text = table.read_text()
+    rows = [row for row in text.splitlines() if subject.name not in row]
+    table.write_text("\n".join(rows) + "\n")
+    first = prepared(download, tmp_path / "cache")
+    shutil.move(tmp_path / subject.name, subject)
+    table.write_text(text)
+    with pytest.raises(SplitError, match=rf"(?s)NOT_IN_SPLIT.*{subject.name}.*--extend"):
+        prepared(download, tmp_path / "cache")
+    path = first._split_path()
+    longer = extend_split(load_split(path), make_records(download))
+    save_split(tmp_path / "longer.json", longer)
+    again = prepared(download, tmp_path / "cache", split_file=tmp_path / "longer.json")
+    assert (again.split.val, again.split.test) == (first.split.val, first.split.test)
+
+
+def make_records(root: Path) -> list[ScanRecord]:
+    return survey(root, TASKS["ad_nc"], None).records
+
+
+def test_folds_and_rule_stand_in_the_split_file(tiny_cohort, tmp_path):
+    options = {"folds": 3, "split_file": tmp_path / "folds.json"}
+    parts = [
+        prepared(tiny_cohort, tmp_path / "cache", fold=n, **options).split.val for n in range(3)
+    ]
+    assert len({subject for part in parts for subject in part}) == sum(map(len, parts)) > 0
+    with pytest.raises(SplitError, match=r"(?s)NO_FOLD: fold 3 .*folds\.json"):
+        prepared(tiny_cohort, tmp_path / "cache", fold=3, **options)
+    with pytest.raises(SplitError, match=r"OTHER_RULE: .*horizon_months 36\.0 there, 24\.0 here"):
+        prepared(tiny_cohort, tmp_path / "cache", horizon_months=24.0, **options)
 
 
 def test_checkpoint_of_another_split_is_refused(module, tiny_cohort, tmp_path):

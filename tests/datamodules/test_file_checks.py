@@ -13,10 +13,10 @@ import pytest
 from datamodules import checks
 from datamodules.checks import check_file, check_records
 from datamodules.cli import main
-from datamodules.collection import find_collection
 from datamodules.errors import Problem, listing
-from datamodules.ida import discover, read_ida
 from datamodules.labels import TASKS
+from datamodules.survey import survey
+from datamodules.synth import CohortSpec, generate
 
 VOLUME = np.random.default_rng(0).integers(0, 900, (20, 22, 24)).astype(np.int16)
 AFFINE = np.diag([8.0, 8.0, 8.0, 1.0])
@@ -134,7 +134,7 @@ def test_unusual_but_good_files_pass(tmp_path, content):
 
 
 def records_of(root: Path):
-    return read_ida(discover(root), find_collection(root), TASKS["ad_nc"]).records
+    return survey(root, TASKS["ad_nc"], None).records
 
 
 def used_path(root: Path) -> Path:
@@ -157,7 +157,7 @@ def test_second_check_reads_no_file_and_a_replaced_one_is_read(download, tmp_pat
     first = check_records(records_of(download), store)
     read: list[Path] = []
     real = checks.check_file
-    monkeypatch.setattr(checks, "check_file", lambda path: read.append(path) or real(path))
+    monkeypatch.setattr(checks, "check_file", lambda p, how: read.append(p) or real(p, how))
     assert check_records(records_of(download), store) == first
     assert not read
     path = used_path(download)
@@ -253,3 +253,55 @@ def test_nothing_is_written_into_the_data_folder(download, capsys):
     assert main(["check", str(download), "--out", str(download / "report")]) == 1
     assert "INSIDE_DATA" in capsys.readouterr().err
     assert not (download / "report").exists()
+
+
+def saved_again(how: str, path: Path, to: Path) -> None:
+    """The same picture in another file."""
+    old = nib.load(path)
+    values = np.asarray(old.dataobj)
+    made = {
+        "float32": lambda: nib.Nifti1Image(values.astype(np.float32), old.affine),
+        "scaled": lambda: nib.Nifti1Image(values.astype(np.float64) * 0.37 + 2, old.affine),
+        "uint8": lambda: nib.Nifti1Image(
+            (values * (255 / values.max())).astype(np.uint8), old.affine
+        ),
+        "turned": lambda: old.as_reoriented(np.array([[1, -1], [0, 1], [2, -1]])),
+        "compressed": lambda: old,
+    }[how]()
+    made.set_data_dtype(np.int16 if how == "scaled" else made.get_data_dtype())
+    data = made.to_bytes()
+    to.write_bytes(gzip.compress(data, compresslevel=1))
+
+
+@pytest.mark.parametrize("how", ["float32", "scaled", "uint8", "turned", "compressed"])
+def test_same_picture_saved_again_under_another_id_is_found(download, tmp_path, how):
+    first, second = [Path(r.path) for r in records_of(download) if r.used][::9][:2]
+    saved_again(how, first, second)
+    assert first.read_bytes() != second.read_bytes()
+    problems = check_records(records_of(download), tmp_path / "checks.json")[1]
+    assert [problem.code for problem in problems] == ["DUPLICATE_CONTENT"] * 2
+    assert {problem.path for problem in problems} == {str(first), str(second)}
+
+
+def test_visits_and_people_are_no_copies_of_each_other(tmp_path):
+    for level in ("L0", "L2"):
+        spec = CohortSpec((("AD", 2), ("NC", 2)), 8.0, level, visits=("bl", "m12"))
+        generate(tmp_path / level, spec)
+        records = survey(tmp_path / level, TASKS["ad_nc"], tmp_path / f"{level}.json")
+        assert not records.problems
+
+
+def test_stopped_check_goes_on_where_it_was(download, tmp_path, monkeypatch):
+    store, read = tmp_path / "checks.json", []
+    real = checks.check_file
+
+    def stop(done: int, total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_records(records_of(download), store, workers=1, progress=stop)
+    monkeypatch.setattr(checks, "check_file", lambda p, how: read.append(p) or real(p, how))
+    everything = check_records(records_of(download), store, workers=1)
+    assert len(read) == sum(r.used for r in records_of(download)) - 3
+    assert everything == check_records(records_of(download), tmp_path / "fresh.json")

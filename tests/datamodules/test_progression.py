@@ -6,9 +6,8 @@ from datetime import date, timedelta
 import pytest
 
 from datamodules import ADNIDataModule
-from datamodules.adnimerge import read_histories
-from datamodules.errors import DataError, TableError
-from datamodules.progression import Visit, label_scan
+from datamodules.errors import DataError
+from datamodules.progression import LabelRule, Visit, label_visit, visit_of_scan
 from datamodules.synth import CohortSpec, generate
 
 START = date(2010, 3, 1)
@@ -21,6 +20,11 @@ def history(text: str) -> list[Visit]:
         dx, *months = run.split()
         visits += [Visit(START + timedelta(days=round(int(m) * 30.44)), dx) for m in months]
     return visits
+
+
+def label_scan(visits: list[Visit], rule: LabelRule | None = None) -> tuple[str, str]:
+    near = visit_of_scan(visits, START, "", (rule or LabelRule()).max_days_apart)
+    return label_visit(visits, near, rule) if near else ("", "no_dx_near_scan")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,7 @@ def history(text: str) -> list[Visit]:
     ],
 )
 def test_each_course_gets_its_class_or_its_reason(text, expected):
-    label, reason = label_scan(history(text), START)
+    label, reason = label_scan(history(text))
     assert bool(label) != bool(reason)
     assert label + reason == expected
 
@@ -54,18 +58,33 @@ def test_each_course_gets_its_class_or_its_reason(text, expected):
 def test_order_of_visits_and_days_around_the_month_do_not_matter():
     visits = history("MCI 0 12, AD 36")
     late = [replace(v, day=v.day + timedelta(days=17)) for v in visits]
-    assert label_scan(late[::-1], START) == label_scan(visits, START)
+    assert label_scan(late[::-1]) == label_scan(visits)
 
 
-def test_missing_values_and_old_words_are_understood(tmp_path):
-    path = tmp_path / "ADNIMERGE.csv"
-    rows = ["2010-03-01,MCI", "2011-03-01,MCI to Dementia", "2012-03-01,", "2013-03-01,-4"]
-    path.write_text("PTID,EXAMDATE,DX\n" + "".join(f"999_S_0001,{row}\n" for row in rows))
-    visits = read_histories(path)["999_S_0001"]
-    assert [visit.dx for visit in visits] == ["MCI", "AD"]
-    path.write_text("PTID,EXAMDATE,DX\n999_S_0001,2010-03-01,perhaps\n")
-    with pytest.raises(TableError, match="UNKNOWN_LABEL: line 2: diagnosis 'perhaps'"):
-        read_histories(path)
+def test_horizon_and_late_converters_are_a_choice():
+    late = history("MCI 0 12 24 36, AD 48")
+    assert label_scan(late, rule=LabelRule(late_converters="stable")) == ("sMCI", "")
+    assert label_scan(late, rule=LabelRule(horizon_months=48)) == ("pMCI", "")
+    early = history("MCI 0 12 24")
+    assert label_scan(early, rule=LabelRule(horizon_months=24)) == ("sMCI", "")
+    assert label_scan(history("SMC 0 12"), rule=LabelRule(smc="normal")) == ("NC", "")
+
+
+def test_tolerance_moves_the_horizon_for_visits_only():
+    nearly = history("MCI 0 12 34")
+    assert label_scan(nearly) == ("sMCI", "")
+    assert label_scan(nearly, rule=LabelRule(tolerance_months=1)) == ("", "short_follow_up")
+    assert label_scan(history("MCI 0 24, AD 38")) == ("pMCI", "")
+    assert label_scan(history("MCI 0 24 37, AD 38")) == ("", "converts_after_horizon")
+
+
+def test_scan_without_a_date_belongs_to_its_session():
+    visits = [
+        replace(v, session=f"M{12 * n:03d}") for n, v in enumerate(history("MCI 0 12, AD 24"))
+    ]
+    assert visit_of_scan(visits, None, "M024", 60) == visits[2]
+    assert visit_of_scan(visits, None, "M036", 60) is None
+    assert visit_of_scan(visits, START + timedelta(days=50), "M024", 60) == visits[0]
 
 
 def test_stable_and_progressive_mci_can_be_trained_on(tmp_path):
@@ -73,12 +92,13 @@ def test_stable_and_progressive_mci_can_be_trained_on(tmp_path):
     root = tmp_path / "cohort"
     generate(root, spec)
     options = {"cache_dir": tmp_path / "cache", "val_fraction": 0.25, "test_fraction": 0.25}
+    (table,) = root.glob("ADNIMERGE*.csv")
+    moved = table.rename(tmp_path / table.name)
     with pytest.raises(
         DataError, match=r"(?s)NEEDS_HISTORY.*--data\.diagnosis_csv / --diagnosis-csv"
     ):
         ADNIDataModule(root, "pmci_smci", **options).prepare_data()
-    table = next(root.glob("ADNIMERGE*.csv"))
-    module = ADNIDataModule(root, "pmci_smci", diagnosis_csv=table, **options)
+    module = ADNIDataModule(root, "pmci_smci", diagnosis_csv=moved, **options)
     module.prepare_data()
     used = [record for record in module.records if record.used]
     truth = dict(

@@ -1,21 +1,29 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from datamodules.collection import find_collection, read_collection
 from datamodules.errors import FolderError, TableError, tally
-from datamodules.ida import discover, is_t1, read_ida
+from datamodules.labelling import label_records
 from datamodules.labels import TASKS
-from datamodules.records import count_line, fingerprint, read_manifest, write_manifest
+from datamodules.progression import LabelRule
+from datamodules.records import ScanRecord, count_line, fingerprint, read_manifest, write_manifest
+from datamodules.series import is_t1, preference
+from datamodules.sources.collection import find_collection, read_collection
+from datamodules.sources.ida import discover, read_ida
+from datamodules.sources.reading import Reading
 
 AD_NC = TASKS["ad_nc"]
 
 
-def read(root: Path):
-    return read_ida(discover(root), find_collection(root), AD_NC)
+def read(root: Path) -> Reading:
+    """With the groups of the collection table."""
+    found = read_ida(root, discover(root))
+    records, problems = label_records(found.records, AD_NC, LabelRule(), None)
+    return replace(found, records=records, problems=[*found.problems, *problems])
 
 
 def codes(root: Path) -> set[str]:
@@ -111,7 +119,7 @@ def test_table_saved_again_by_a_spreadsheet_reads_the_same(download, table, how)
         (b"<!DOCTYPE html><html>log in</html>", "a web page"),
         (b"Image Data ID,Subject\0", "NUL bytes"),
         (b"Image Data ID,Subject,Group,Description,Acq Date\n", "a header and no rows"),
-        (b"Image Data ID,Subject,Sex\nI9000001,999_S_0001,F\n", "no column group.*Subject, Sex"),
+        (b"Image Data ID,Subject,Sex\nI9000001,999_S_0001,F\n", "no column desc.*Subject, Sex"),
         (b"Image Data ID,Subject,Group,Description,Acq Date,group\n1,2,3,4,5,6\n", "appears twice"),
         (
             b"Image Data ID,Subject,Group,Description,Acq Date\nI1,999_S_0001,AD,MPR,1/2/2006,x\n",
@@ -284,3 +292,62 @@ def test_manifest_survives_writing_and_reading(tiny_cohort, tmp_path):
     records = read(tiny_cohort).records
     write_manifest(tmp_path / "manifest.tsv", records)
     assert read_manifest(tmp_path / "manifest.tsv") == records
+
+
+def series(name: str, **facts: object) -> ScanRecord:
+    return ScanRecord(subject="", path=name, description=name, **{"image_id": "I9"} | facts)
+
+
+@pytest.mark.parametrize(
+    ("best", "other"),
+    [
+        (series("MPR; GradWarp; N3; Scaled"), series("MPR; GradWarp; N3", image_id="I1")),
+        (series("MT1; GradWarp; N3m"), series("MPRAGE", image_id="I1")),
+        (series("MPRAGE"), series("MPRAGE REPEAT", image_id="I1")),
+        (series("MPR"), series("MPR-R", image_id="I1")),
+        (
+            series("Accelerated Sagittal MPRAGE", phase="ADNI3"),
+            series("Sagittal MPRAGE", phase="ADNI3", image_id="I1"),
+        ),
+        (
+            series("MPRAGE", phase="ADNI1", field_strength=1.5),
+            series("MPRAGE", phase="ADNI1", field_strength=3.0, image_id="I1"),
+        ),
+        (
+            series("MPRAGE", phase="ADNI2", field_strength=3.0),
+            series("MPRAGE", phase="ADNI2", field_strength=1.5, image_id="I1"),
+        ),
+        (series("MPRAGE", image_id="I9"), series("MPRAGE", image_id="I10")),
+    ],
+)
+def test_series_are_preferred_in_the_documented_order(best, other):
+    assert preference(best) < preference(other)
+
+
+ADVANCED = """"Subject ID","Phase","Sex","Research Group","Visit","Study Date","Age","Modality",\
+"Description","Imaging Protocol","Image ID"
+"""
+
+
+def test_advanced_search_and_new_image_tables_are_understood(tmp_path):
+    path = tmp_path / "search.csv"
+    row = '"999_S_0001","ADNI1","F","AD","m06","3/1/2010","75.3","MRI","MPR",'
+    row += '"Field Strength=1.5","42"'
+    path.write_text(ADVANCED.replace("\\\n", "") + row + "\n")
+    found = read_collection(path).rows["I42"]
+    assert (found.subject, found.group, found.age) == ("999_S_0001", "AD", 75.3)
+    assert (found.field_strength, found.phase, found.visit) == (1.5, "ADNI1", "m06")
+    path.write_text(
+        "subject_id,image_date,image_id,series_id,image_type,image_description,VISCODE2\n"
+        "999_S_0001,2010-03-01,42,7,Pre-processed,MPR; GradWarp,m06\n"
+    )
+    found = read_collection(path)
+    assert found.rows["I42"].visit == "m06"
+    assert not found.has_groups
+
+
+def test_table_without_groups_needs_diagnoses(download, table):
+    text = table.read_text().replace('"Group"', '"Something"')
+    table.write_text(text)
+    with pytest.raises(TableError, match=r"(?s)BAD_TABLE: no column group.*--diagnosis-csv"):
+        read(download)

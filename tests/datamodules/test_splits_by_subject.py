@@ -9,7 +9,15 @@ import pytest
 from datamodules.cli import main
 from datamodules.errors import DataError, Problem, ProblemsError, ScanReadError, SplitError
 from datamodules.records import ScanRecord
-from datamodules.splits import assign, check_leak, load_split, make_split, save_split
+from datamodules.splits import (
+    Split,
+    assign,
+    check_leak,
+    extend_split,
+    load_split,
+    make_split,
+    save_split,
+)
 
 
 def cohort(subjects: int = 60, visits: int = 3) -> list[ScanRecord]:
@@ -125,3 +133,79 @@ def test_errors_survive_the_way_between_processes(error):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
+
+
+def test_folds_share_nobody_and_hold_every_class():
+    split = make_split(cohort(), 0.2, 0.2, seed=0, folds=4)
+    assert [len(fold) for fold in split.folds] == [12] * 4
+    assert len({s for fold in (*split.folds, split.test) for s in fold}) == 60
+    for number in range(4):
+        today = split.of_fold(number)
+        assert today.val == split.folds[number]
+        assert len(today.train) == 36
+        assert sum(int(subject[-4:]) % 2 for subject in today.val) == 6
+        assert {r.fold for r in assign(cohort(), today) if r.split == "val"} == {number}
+        assert {r.fold for r in assign(cohort(), today) if r.split == "test"} == {None}
+        check_leak(assign(cohort(), today))
+    assert len({split.of_fold(n).fingerprint for n in range(4)}) == 4
+    with pytest.raises(SplitError, match="NO_FOLD: fold 4 of a split with 4"):
+        split.of_fold(4)
+    with pytest.raises(SplitError, match=r"(?s)TOO_FEW_SUBJECTS.*40 folds of 48.*24 of label 0"):
+        make_split(cohort(), 0.2, 0.2, seed=0, folds=40)
+
+
+def test_folds_survive_their_file(tmp_path):
+    split = make_split(cohort(), 0.2, 0.2, seed=0, folds=4)
+    save_split(tmp_path / "folds.json", split)
+    assert load_split(tmp_path / "folds.json") == split
+    content = json.loads((tmp_path / "folds.json").read_text())
+    content["folds"][1].append(content["folds"][0][0])
+    (tmp_path / "leak.json").write_text(json.dumps(content))
+    with pytest.raises(SplitError, match=r"LEAK.*in fold 0 and in fold 1"):
+        load_split(tmp_path / "leak.json")
+
+
+def test_field_strength_is_stratified_where_it_is_known():
+    fields = [
+        replace(r, field_strength=1.5 if int(r.subject[-4:]) % 8 < 4 else 3.0) for r in cohort(240)
+    ]
+    split = make_split(fields, 0.2, 0.2, seed=0)
+    assert split.stratified_on == "label, sex, age, field strength"
+    weak = {r.subject for r in fields if r.field_strength == 1.5}
+    for part in (split.train, split.val, split.test):
+        assert abs(len(weak & set(part)) / len(part) - 0.5) < 0.03
+
+
+def test_new_subjects_join_training_and_move_nobody():
+    split = make_split(cohort(), 0.2, 0.2, seed=0)
+    longer = extend_split(split, cohort(64))
+    assert (longer.val, longer.test) == (split.val, split.test)
+    assert set(longer.train) - set(split.train) == {f"999_S_{n:04d}" for n in range(60, 64)}
+    folds = make_split(cohort(), 0.2, 0.2, seed=0, folds=4)
+    longer = extend_split(folds, cohort(64))
+    assert [len(fold) for fold in longer.folds] == [13] * 4
+    assert longer.test == folds.test
+
+
+def test_two_spellings_of_one_subject_in_two_parts_are_a_leak():
+    with pytest.raises(SplitError, match="LEAK: subject 002_S_0295 is in train and in val"):
+        Split(("sub-ADNI002S0295",), ("002_S_0295",), (), 0, 0.5, 0.0, "label")
+
+
+def test_one_picture_in_two_parts_is_a_leak():
+    records = assign(cohort(), make_split(cohort(), 0.2, 0.2, seed=0))
+    other = next(i for i, r in enumerate(records) if r.split != records[0].split)
+    records[0] = replace(records[0], content="I9000000")
+    records[other] = replace(records[other], content="I9000000")
+    with pytest.raises(SplitError, match=r"LEAK: picture of image in two parts.*I9000000"):
+        check_leak(records)
+
+
+def test_split_command_makes_folds_and_extends(tiny_cohort, tmp_path, capsys):
+    old, new = str(tmp_path / "old.json"), str(tmp_path / "new.json")
+    assert main(["split", str(tiny_cohort), "--out", old, "--folds", "3", "--test", "0.3"]) == 0
+    assert "fold 2" in capsys.readouterr().out
+    assert main(["split", str(tiny_cohort), "--out", new, "--extend", old]) == 0
+    assert load_split(tmp_path / "new.json") == load_split(tmp_path / "old.json")
+    assert load_split(tmp_path / "old.json").task == "ad_nc"
+    assert load_split(tmp_path / "old.json").rule["horizon_months"] == 36

@@ -12,11 +12,12 @@ import pytest
 
 from datamodules.cli import main
 from datamodules.errors import DataError, FolderError
-from datamodules.ida import discover
+from datamodules.sources.ida import discover
 from datamodules.synth import CohortSpec, generate
 from datamodules.synth.cohort import plan_cohort
-from datamodules.synth.files import COLLECTION_COLUMNS, draw_form
+from datamodules.synth.files import draw_form
 from datamodules.synth.generate import render_plan
+from datamodules.synth.layouts import COLLECTION_COLUMNS
 
 SMALL = CohortSpec(subjects=(("AD", 1), ("NC", 1)), resolution_mm=8.0, difficulty="L2")
 REGISTERED = CohortSpec(subjects=(("AD", 2), ("NC", 2)), resolution_mm=8.0)

@@ -7,12 +7,23 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from .errors import TableError
-from .tables import date_format, parse_date, read_table
+from ..errors import TableError
+from ..tables import date_format, parse_date, read_table
+from .ids import adni_subject
 
-REQUIRED = ("imagedataid", "subject", "group", "description", "acqdate")
+REQUIRED = ("imagedataid", "subject", "description")
+# a collection's CSV, the advanced search's, and the portal's image tables since October 2024
+_ALIASES = {
+    "imagedataid": ("imageid", "imageuid", "loniimage"),
+    "subject": ("subjectid", "ptid"),
+    "group": ("researchgroup",),
+    "description": ("imagedescription", "seriesdescription"),
+    "acqdate": ("studydate", "imagedate", "acquisitiondate", "scandate"),
+    "visit": ("imagevisit", "viscode2", "viscode"),
+    "type": ("imagetype",),
+    "field": ("fieldstrength", "mfgfieldstrength", "imagingprotocol"),
+}
 _CLINICAL = ("adnimerge", "dxsum")
-PTID = re.compile(r"\d{3}_S_\d{4,5}")  # five digits since ADNI4
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,8 @@ class CollectionRow:
     description: str
     acquired: date | None
     format: str
+    field_strength: float | None
+    phase: str
     line: int
 
 
@@ -37,6 +50,8 @@ class Collection:
 
     path: Path
     rows: dict[str, CollectionRow]
+    note: str = ""
+    has_groups: bool = True
 
 
 def find_collection(root: Path, given: Path | None = None) -> Collection:
@@ -94,7 +109,7 @@ def read_collection(path: Path) -> Collection:
         TableError: see ``read_table``; also rows without a subject or image ID, one image ID in
             two rows that differ, dates that cannot be read.
     """
-    table = read_table(path, REQUIRED)
+    table = read_table(path, REQUIRED, _ALIASES)
     written = date_format(table, "acqdate")
     rows: dict[str, CollectionRow] = {}
     for values, line in zip(table.rows, table.lines):
@@ -108,16 +123,16 @@ def read_collection(path: Path) -> Collection:
                 str(path),
                 "remove the wrong row",
             )
-    return Collection(path, rows)
+    return Collection(path, rows, table.note, "group" in table.rows[0])
 
 
 def _parse(path: Path, values: dict[str, str], line: int, written: str) -> CollectionRow:
     number = values["imagedataid"].upper().lstrip("ID")
-    subject = values.get("subject", "").upper()
-    if not number.isdigit() or not PTID.fullmatch(subject):
+    subject = adni_subject(values.get("subject", ""))
+    if not number.isdigit() or not subject:
         raise TableError(
             "BAD_ROW",
-            f"line {line}: image {values['imagedataid']!r} of subject {subject!r}",
+            f"line {line}: image {number!r} of subject {values.get('subject', '')!r}",
             str(path),
             "an image ID is I and digits, a subject 3 digits, _S_ and 4 or 5 digits",
         )
@@ -132,5 +147,14 @@ def _parse(path: Path, values: dict[str, str], line: int, written: str) -> Colle
         description=values.get("description", ""),
         acquired=parse_date(values.get("acqdate", ""), written),
         format=values.get("format", ""),
+        field_strength=_tesla(values.get("field", "")),
+        phase=values.get("phase", ""),
         line=line,
     )
+
+
+def _tesla(text: str) -> float | None:
+    """Field strength: a number, or ``Field Strength=3.0`` among other settings."""
+    match = re.search(r"field strength\s*=\s*(\d+(\.\d+)?)", text, re.IGNORECASE)
+    match = match or re.match(r"(\d+(\.\d+)?)", text)
+    return float(match[1]) if match else None

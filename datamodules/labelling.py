@@ -1,0 +1,171 @@
+"""From scans and diagnoses to labels: every scan gets a label, a reason or a problem.
+
+It is done on the full history and for all scans, before any scan is dropped for another cause.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import date
+
+from .errors import Problem
+from .labels import Task, diagnosis, known_words
+from .progression import LabelRule, Visit, label_visit, visit_of_scan
+from .records import ScanRecord
+from .series import choose_series
+from .sources.clinical import Clinical, Person
+
+_MCI_REASONS = ("short_follow_up", "interval_censored", "converts_after_horizon")
+"""Reasons why it is not known what became of an MCI, which is MCI all the same."""
+
+
+def label_records(
+    records: Sequence[ScanRecord], task: Task, rule: LabelRule, clinical: Clinical | None
+) -> tuple[list[ScanRecord], list[Problem]]:
+    """Label scans, choose one series per visit and find contradictions.
+
+    Without ``clinical`` the diagnosis is the group that the source gives; with it, that of the
+    visit of the scan, seen in the light of all others.
+    """
+    labelled = []
+    for record in records:
+        if not record.problem:
+            if clinical is None:
+                record = _from_group(record, task, rule)
+            else:
+                record = _from_history(record, task, rule, clinical)
+        labelled.append(record)
+    problems = [*_unknown_labels(labelled)]
+    chosen = choose_series(labelled)
+    if clinical is not None:
+        return _one_class_each(chosen), problems
+    marked, conflicts = _label_conflicts(chosen, task)
+    return marked, [*problems, *conflicts]
+
+
+def _from_group(record: ScanRecord, task: Task, rule: LabelRule) -> ScanRecord:
+    dx = diagnosis(record.dx_bl)
+    if dx == "SMC" and rule.smc == "normal":
+        dx = "NC"
+    record = replace(record, dx=dx or "", label=task.label(dx) if dx else None)
+    if record.reason:
+        return record
+    if dx is None:
+        return replace(record, problem="UNKNOWN_LABEL")
+    return _excluded_unless_in_task(record)
+
+
+def _excluded_unless_in_task(record: ScanRecord) -> ScanRecord:
+    if record.label is None:
+        return replace(record, reason="smc" if record.dx == "SMC" else "not_in_task")
+    return record
+
+
+def _from_history(
+    record: ScanRecord, task: Task, rule: LabelRule, clinical: Clinical
+) -> ScanRecord:
+    person = clinical.person(record.subject)
+    if person is None:
+        return replace(record, dx_source=clinical.source, reason=record.reason or "missing")
+    record = replace(
+        record,
+        sex=record.sex or person.sex,
+        dx_bl=person.dx_bl or record.dx_bl,
+        dx_source=f"{clinical.source}, {sum(bool(v.dx) for v in person.visits)} visits",
+    )
+    day = date.fromisoformat(record.acq_date) if record.acq_date else None
+    visit = visit_of_scan(person.visits, day, record.session, rule.max_days_apart)
+    if visit is None:
+        return replace(record, reason=record.reason or "no_dx_near_scan")
+    record = _at_visit(record, visit, day)
+    dx, reason = _class_of(person, visit, rule)
+    if reason in _MCI_REASONS and visit.dx in task.class_names:
+        dx, reason = visit.dx, ""
+    record = replace(record, dx=dx or visit.dx, label=task.label(dx) if dx else None)
+    if record.reason or reason:
+        return replace(record, reason=record.reason or reason)
+    return _excluded_unless_in_task(record)
+
+
+def _class_of(person: Person, visit: Visit, rule: LabelRule) -> tuple[str, str]:
+    dx, reason = label_visit(person.visits, visit, rule)
+    # tables of visits call them normal: that they came with complaints stands at screening only
+    complaint = diagnosis(person.dx_bl) == "SMC" and dx == "NC"
+    return ("", "smc") if complaint and rule.smc == "exclude" else (dx, reason)
+
+
+def _at_visit(record: ScanRecord, visit: Visit, day: date | None) -> ScanRecord:
+    return replace(
+        record,
+        session=visit.session or record.session,
+        age=visit.age if visit.age is not None else record.age,
+        mmse=visit.mmse,
+        phase=visit.phase or record.phase,
+        field_strength=(
+            record.field_strength if record.field_strength is not None else visit.field_strength
+        ),
+        exam_date=visit.day.isoformat() if visit.dated else "",
+        days_apart=(visit.day - day).days if day and visit.dated else None,
+    )
+
+
+def _unknown_labels(records: Sequence[ScanRecord]) -> Iterator[Problem]:
+    """One problem for each unknown group: whole collections say ``Patient`` in every row."""
+    groups: dict[str, list[ScanRecord]] = defaultdict(list)
+    for record in records:
+        if record.problem == "UNKNOWN_LABEL":
+            groups[record.dx_bl].append(record)
+    for group, alike in groups.items():
+        first = min(alike, key=_line)
+        missing = f"group {group!r} is none of" if group else "no diagnosis at all: none of"
+        yield Problem(
+            "UNKNOWN_LABEL",
+            f"{missing} {known_words()}",
+            "give the diagnoses (ADNIMERGE, DXSUM) with --data.diagnosis_csv / --diagnosis-csv, "
+            "or correct the table",
+            first.row or first.path,
+            first.subject,
+            first.image_id,
+            len(alike),
+        )
+
+
+def _line(record: ScanRecord) -> tuple[int, str]:
+    number = record.row.rpartition(" ")[2]
+    return int(number) if number.isdigit() else 0, record.path
+
+
+def _one_class_each(records: Sequence[ScanRecord]) -> list[ScanRecord]:
+    """A subject who changes class over time is used for the class of the first scan only."""
+    first: dict[str, str] = {}
+    for record in sorted((r for r in records if r.used), key=lambda r: r.order):
+        first.setdefault(record.subject, str(record.label))
+    return [
+        replace(record, reason="class_changes")
+        if record.used and first[record.subject] != str(record.label)
+        else record
+        for record in records
+    ]
+
+
+def _label_conflicts(
+    records: Sequence[ScanRecord], task: Task
+) -> tuple[list[ScanRecord], list[Problem]]:
+    labels: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        if record.used:
+            labels[record.subject].add(record.dx)
+    torn = {subject: names for subject, names in labels.items() if len(names) > 1}
+    problems, marked = [], []
+    for record in records:
+        if record.used and record.subject in torn:
+            record = replace(record, problem="LABEL_CONFLICT")
+            names = " and ".join(sorted(torn[record.subject]))
+            detail = f"the subject is {names} in the task {task.name}; here: {record.dx_source}"
+            action = "correct the table, or leave the subject out"
+            who = (record.path, record.subject, record.image_id)
+            problems.append(Problem("LABEL_CONFLICT", detail, action, *who))
+        marked.append(record)
+    return marked, problems

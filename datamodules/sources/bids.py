@@ -1,0 +1,102 @@
+"""Scans in a BIDS folder as ``clinica convert adni-to-bids`` writes it.
+
+``sub-<id>/ses-<id>/anat/*_T1w.nii[.gz]``; beside it ``participants.tsv`` and in each session a
+``*_scans.tsv`` with ``scan_id`` (the image ID) and ``mri_field``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import FolderError, TableError
+from ..tables import read_table
+from .clinical import Clinical
+from .ids import canonical_session, canonical_subject
+from .reading import Reading
+from .tree import bare_record, is_nifti, require_folder, stem, what_is_there
+
+_SCANS = "sub-*/ses-*/anat/*_T1w.nii*", "sub-*/anat/*_T1w.nii*"
+_MISSING = ("", "n/a", "na", "nan")
+
+
+def find_bids(root: Path) -> bool:
+    """Whether T1-weighted scans lie where BIDS wants them."""
+    return any(True for _ in _scans(root))
+
+
+def _scans(root: Path) -> Iterator[Path]:
+    for pattern in _SCANS:
+        yield from (p for p in root.glob(pattern) if is_nifti(p) and not p.name.startswith("."))
+
+
+def read_bids(root: Path, clinical: Clinical | None) -> Reading:
+    """All T1-weighted scans with what the tables of the folder say about them.
+
+    Raises:
+        FolderError: no such folder, or no scans in it.
+        TableError: neither sessions nor participants have a diagnosis.
+    """
+    require_folder(root)
+    paths = sorted(_scans(root))
+    if not paths:
+        raise FolderError(
+            "NO_SCANS",
+            f"no sub-*/ses-*/anat/*_T1w.nii.gz; what is there: {what_is_there(root)}",
+            str(root),
+            "give the BIDS folder itself, the one with participants.tsv",
+        )
+    table = root / "participants.tsv"
+    people = {}
+    if table.is_file():
+        read = read_table(table, ("participantid",))
+        people = {
+            canonical_subject(row["participantid"]): (row, line)
+            for row, line in zip(read.rows, read.lines)
+        }
+    if clinical is None and not any("diagnosissc" in row for row, _ in people.values()):
+        raise TableError(
+            "NO_TABLE",
+            "no sub-*/*_sessions.tsv with diagnoses, and no diagnosis_sc in participants.tsv",
+            str(root),
+            "give ADNIMERGE or DXSUM with --data.diagnosis_csv / --diagnosis-csv",
+        )
+    records = []
+    for path in paths:
+        parts = dict(_ENTITY.findall(stem(path)))
+        subject = canonical_subject(parts.get("sub", ""))
+        session = canonical_session(parts.get("ses", "")) or parts.get("ses", "")
+        row, line = people.get(subject, ({}, 0))
+        about = _about(path)
+        image_id = about.get("scanid", "").upper().lstrip("ID")
+        name = f"I{image_id}" if image_id.isdigit() else stem(path).removesuffix("_T1w")
+        group = row.get("diagnosissc", "")
+        field = re.match(r"\d+(\.\d+)?", about.get("mrifield", ""))
+        records.append(
+            replace(
+                bare_record(path, subject, name, "bids"),
+                row=f"{table}, line {line}" if line else "",
+                session=session,
+                description=stem(path).split("_", 2)[-1] if "run-" in path.name else "T1w",
+                dx_bl="" if group.lower() in _MISSING else group,
+                dx_source=f"participants.tsv:diagnosis_sc={group}",
+                sex=row.get("sex", "")[:1].upper() if row.get("sex", "")[:1] in "FMfm" else "",
+                field_strength=float(field[0]) if field else None,
+                phase=row.get("originalstudy", ""),
+            )
+        )
+    return Reading("bids", records, [], clinical, (table,) if table.is_file() else ())
+
+
+_ENTITY = re.compile(r"(?:^|_)([a-z]+)-([0-9A-Za-z]+)")
+
+
+def _about(path: Path) -> dict[str, str]:
+    """The row of a scan in its session's table."""
+    for table in sorted(path.parent.parent.glob("*_scans.tsv")):
+        for row in read_table(table, ("filename",)).rows:
+            if row["filename"].rpartition("/")[2] == path.name:
+                return {k: "" if v.lower() in _MISSING else v for k, v in row.items()}
+    return {}

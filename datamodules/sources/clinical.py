@@ -1,0 +1,295 @@
+"""Diagnoses over time: ADNIMERGE, DXSUM, and the tables that Clinica writes.
+
+The kind of a table is told by its columns, never by its name: the portal renames its tables and
+adds dates to their names.
+
+* ADNIMERGE: ``PTID, EXAMDATE, DX``. Older releases write ``MCI to Dementia``: the state at that
+  visit is the word after "to".
+* DXSUM: ``DIAGNOSIS`` (1 normal, 2 MCI, 3 demented, or words), and in older releases ``DXCHANGE`` 1
+  to 9 (ADNIGO/2) and ``DXCURREN`` 1 to 3 (ADNI1). Those releases know the subject by RID alone.
+* Clinica: ``participant_id, session_id, diagnosis``, in one table of ``clinica iotools merge-tsv``
+  or in the ``*_sessions.tsv`` and ``participants.tsv`` of a BIDS folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import date, timedelta
+from pathlib import Path
+
+from ..errors import TableError
+from ..labels import diagnosis, known_words
+from ..progression import DAYS_PER_MONTH, Visit
+from ..tables import Table, date_format, header_of, parse_date, read_table
+from .ids import canonical_session, canonical_subject, registry_number
+
+_MISSING = ("", "na", "n/a", "nan", "none", "-1", "-4")
+_CODES = {"1": "NC", "2": "MCI", "3": "AD"}
+# the state that a change ends in: stable, conversions 4 to 6, reversions 7 to 9
+_CHANGES = dict(zip("123456789", ["NC", "MCI", "AD", "MCI", "AD", "AD", "NC", "MCI", "NC"]))
+_FORGOTTEN = date(1900, 1, 1)  # where undated visits are counted from
+
+
+@dataclass(frozen=True)
+class Person:
+    """What the tables say about one subject; ``visits`` includes those without a diagnosis."""
+
+    visits: tuple[Visit, ...]
+    sex: str = ""
+    dx_bl: str = ""
+
+
+@dataclass(frozen=True)
+class Clinical:
+    """Subjects by canonical ID, or by ``RID <number>`` in tables that know no more."""
+
+    path: Path
+    source: str
+    persons: dict[str, Person] = field(repr=False)
+
+    def person(self, subject: str) -> Person | None:
+        """The person with this canonical ID."""
+        return self.persons.get(subject) or self.persons.get(f"RID {registry_number(subject)}")
+
+
+def find_clinical(root: Path | None, given: Path | None) -> Clinical | None:
+    """Read the table that is given, or the only one directly in ``root``; None without any.
+
+    Raises:
+        TableError: several, or one that cannot be understood.
+    """
+    if given is not None:
+        return read_clinical(given)
+    if root is None:
+        return None
+    names = sorted(p for p in root.glob("*") if p.suffix.lower() in (".csv", ".tsv"))
+    tables = [path for path in names if _kind(header_of(path))]
+    if len(tables) > 1:
+        raise TableError(
+            "SEVERAL_TABLES",
+            f"{len(tables)} tables of diagnoses: {', '.join(path.name for path in tables)}",
+            str(root),
+            "name the one to use with --data.diagnosis_csv / --diagnosis-csv",
+        )
+    if tables:
+        return read_clinical(tables[0])
+    return _read_bids_tables(root) if any(root.glob("sub-*/*_sessions.tsv")) else None
+
+
+def read_clinical(path: Path) -> Clinical:
+    """Read one table of diagnoses, or the tables of a BIDS folder.
+
+    Raises:
+        TableError: see ``read_table``; also unknown diagnoses and unreadable dates.
+    """
+    if path.is_dir():
+        return _read_bids_tables(path)
+    table = read_table(path, ())
+    kind = _kind(set(table.rows[0]))
+    if kind == "adnimerge":
+        return _adnimerge(table)
+    if kind == "dxsum":
+        return _dxsum(table)
+    if kind == "sessions":
+        return _clinica(path, table.rows, [(table, row, n) for row, n in _numbered(table)])
+    raise TableError(
+        "BAD_TABLE",
+        f"no table of diagnoses; the header is: {', '.join(table.rows[0])[:300]}",
+        str(path),
+        "give ADNIMERGE (PTID, EXAMDATE, DX), DXSUM (RID or PTID, EXAMDATE, DIAGNOSIS, DXCHANGE or "
+        "DXCURREN), or a table or a BIDS folder of Clinica (participant_id, session_id, diagnosis)",
+    )
+
+
+def _kind(columns: set[str]) -> str:
+    if {"ptid", "dx", "examdate"} <= columns:
+        return "adnimerge"
+    if columns & {"diagnosis", "dxchange", "dxcurren"}:
+        if {"participantid", "sessionid"} <= columns:
+            return "sessions"
+        if columns & {"rid", "ptid"} and columns & {"viscode", "viscode2", "examdate"}:
+            return "dxsum"
+    return ""
+
+
+def _numbered(table: Table) -> Iterable[tuple[dict[str, str], int]]:
+    return zip(table.rows, table.lines)
+
+
+def _adnimerge(table: Table) -> Clinical:
+    written = date_format(table, "examdate", _MISSING)
+    persons: dict[str, Person] = {}
+    visits: dict[str, list[Visit]] = defaultdict(list)
+    start: dict[str, date] = {}
+    for row, line in _numbered(table):
+        subject = canonical_subject(row.get("ptid", ""))
+        day = parse_date(_known(row, "examdate"), written)
+        if day is None:
+            continue
+        start[subject] = min(day, start.get(subject, day))
+        dx = _word(table, line, row, "dx")
+        visits[subject].append(
+            Visit(
+                day,
+                dx,
+                session=canonical_session(row.get("viscode", "")),
+                age=_number(row, "age"),  # at baseline, until all visits are known
+                mmse=_number(row, "mmse"),
+                phase=_known(row, "colprot"),
+                field_strength=_number(row, "fldstreng"),
+            )
+        )
+        persons[subject] = Person((), _sex(row, "ptgender"), _known(row, "dxbl"))
+    for subject, person in persons.items():
+        seen = tuple(_aged(visit, start[subject]) for visit in visits[subject])
+        persons[subject] = replace(person, visits=seen)
+    return Clinical(table.path, f"{table.path.name}:DX", persons)
+
+
+def _aged(visit: Visit, start: date) -> Visit:
+    """ADNIMERGE gives the age at baseline in every row."""
+    if visit.age is None:
+        return visit
+    return replace(visit, age=round(visit.age + (visit.day - start).days / 365.25, 1))
+
+
+def _dxsum(table: Table) -> Clinical:
+    written = date_format(table, "examdate", _MISSING)
+    visits: dict[str, list[Visit]] = defaultdict(list)
+    for row, line in _numbered(table):
+        subject = canonical_subject(_known(row, "ptid")) or f"RID {row.get('rid', '').lstrip('0')}"
+        session = next(
+            (s for c in ("viscode2", "viscode") if (s := canonical_session(_known(row, c)))), ""
+        )
+        day = parse_date(_known(row, "examdate"), written)
+        if day is None and not session:
+            continue
+        visits[subject].append(
+            Visit(
+                day or _nominal(session),
+                _dxsum_state(table, line, row),
+                session=session,
+                phase=_known(row, "colprot") or _known(row, "phase"),
+                dated=day is not None,
+            )
+        )
+    persons = {subject: Person(_dated_together(seen)) for subject, seen in visits.items()}
+    return Clinical(table.path, f"{table.path.name}:DIAGNOSIS", persons)
+
+
+def _dxsum_state(table: Table, line: int, row: dict[str, str]) -> str:
+    current = _known(row, "diagnosis") or _known(row, "dxcurren")
+    change = _known(row, "dxchange")
+    if not _known(row, "diagnosis") and change:
+        return _CHANGES.get(change) or _word(table, line, row, "dxchange")
+    column = "diagnosis" if _known(row, "diagnosis") else "dxcurren"
+    return _CODES.get(current.removesuffix(".0")) or _word(table, line, row, column)
+
+
+def _read_bids_tables(root: Path) -> Clinical:
+    files = sorted(root.glob("sub-*/*_sessions.tsv"))
+    if not files:
+        raise TableError(
+            "NO_TABLE",
+            "no sub-*/*_sessions.tsv",
+            str(root),
+            "give the BIDS folder that `clinica convert adni-to-bids` wrote, or ADNIMERGE or DXSUM",
+        )
+    tables = [(path.parent.name, read_table(path, ("sessionid",))) for path in files]
+    rows = [
+        (table, {"participantid": name, **row}, line)
+        for name, table in tables
+        for row, line in _numbered(table)
+    ]
+    participants = root / "participants.tsv"
+    people = read_table(participants, ("participantid",)).rows if participants.is_file() else ()
+    return _clinica(root, people, rows)
+
+
+def _clinica(
+    path: Path,
+    people: Iterable[dict[str, str]],
+    rows: Iterable[tuple[Table, dict[str, str], int]],
+) -> Clinical:
+    visits: dict[str, list[Visit]] = defaultdict(list)
+    written = ""
+    for table, row, line in rows:
+        session = canonical_session(row["sessionid"])
+        written = written or date_format(table, "examinationdate", _MISSING)
+        day = parse_date(_known(row, "examinationdate"), written)
+        if not session and day is None:
+            continue
+        visits[canonical_subject(row["participantid"])].append(
+            Visit(
+                day or _nominal(session),
+                _word(table, line, row, "diagnosis"),
+                session=session,
+                age=_number(row, "age"),
+                mmse=_number(row, "mmse"),
+                phase=_known(row, "currentstudy"),
+                field_strength=_number(row, "mrifield"),
+                dated=day is not None,
+            )
+        )
+    described = {canonical_subject(row["participantid"]): row for row in people}
+    persons = {
+        subject: Person(
+            _dated_together(seen),
+            _sex(described.get(subject, {}), "sex"),
+            _known(described.get(subject, {}), "diagnosissc"),
+        )
+        for subject, seen in visits.items()
+    }
+    return Clinical(path, f"{path.name}:diagnosis", persons)
+
+
+def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
+    """Days of one person's visits on one scale: real ones and nominal ones do not mix.
+
+    An undated visit is placed by its month from a dated one; without any, all stay nominal.
+    """
+    if not any(visit.dated for visit in visits):
+        return tuple(visits)
+    anchor = next((visit for visit in visits if visit.dated and visit.session), None)
+    if anchor is None:
+        return tuple(visit for visit in visits if visit.dated)
+    shift = anchor.day - _nominal(anchor.session)
+    return tuple(v if v.dated else replace(v, day=v.day + shift) for v in visits)
+
+
+def _nominal(session: str) -> date:
+    return _FORGOTTEN + timedelta(days=round(int(session[1:]) * DAYS_PER_MONTH))
+
+
+def _known(row: dict[str, str], column: str) -> str:
+    value = row.get(column, "")
+    return "" if value.lower() in _MISSING else value
+
+
+def _number(row: dict[str, str], column: str) -> float | None:
+    """The first number in a cell: ``1.5 Tesla MRI`` is 1.5."""
+    match = re.match(r"[<>]?\s*(\d+(\.\d+)?)", _known(row, column))
+    return float(match[1]) if match else None
+
+
+def _sex(row: dict[str, str], column: str) -> str:
+    return {"f": "F", "female": "F", "m": "M", "male": "M"}.get(row.get(column, "").lower(), "")
+
+
+def _word(table: Table, line: int, row: dict[str, str], column: str) -> str:
+    """The diagnosis in a cell, empty for a missing one."""
+    word = _known(row, column).lower().rpartition(" to ")[2]
+    dx = diagnosis(word) if word else ""
+    if dx is None:
+        alike = sum(other.get(column, "") == row[column] for other in table.rows)
+        raise TableError(
+            "UNKNOWN_LABEL",
+            f"line {line}: {column} {row[column]!r} is none of {known_words()}; "
+            f"{alike} rows have it",
+            str(table.path),
+            "correct the table",
+        )
+    return dx

@@ -1,0 +1,180 @@
+"""Scans as the LONI portal (IDA) delivers them.
+
+The levels below a subject's folder have changed over the years, so they are not relied on: a scan
+is a NIfTI file anywhere below a folder named after a subject, and its image ID stands at the end
+of its name (or names the folder it lies in). Everything else is asked of the collection table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import NO_SCAN, FolderError, Problem, TableError
+from ..records import ScanRecord
+from ..series import is_t1
+from .clinical import Clinical
+from .collection import Collection, CollectionRow, find_collection
+from .ids import PTID, canonical_session
+from .reading import Reading
+from .tree import bare_record, is_nifti, require_folder, stem, walk, what_is_there
+
+_ID_IN_NAME = re.compile(r"_I(\d+)$")
+_ID_FOLDER = re.compile(r"I(\d+)")
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A NIfTI file below a subject's folder; ``image_id`` is empty when none can be told."""
+
+    path: Path
+    subject: str
+    image_id: str
+
+
+def find_ida(root: Path) -> bool:
+    """Whether a NIfTI file lies below a folder named after a subject."""
+    return any(is_nifti(path) and _subject_of(path, root) for path in walk(root))
+
+
+def discover(root: Path) -> list[FoundFile]:
+    """All NIfTI files below folders named after a subject, by subject and image ID.
+
+    Raises:
+        FolderError: no such folder, or nothing found in it.
+    """
+    require_folder(root)
+    found = [
+        FoundFile(path, subject, _image_id(path))
+        for path in walk(root)
+        if is_nifti(path) and (subject := _subject_of(path, root))
+    ]
+    if not found:
+        seen = what_is_there(root)
+        dicom = "convert the DICOM files first (dcm2niix, or choose NiFTI in the portal)"
+        unpack = "unpack the download there, or give the folder that holds it"
+        raise FolderError(
+            "NO_SCANS",
+            f"no .nii or .nii.gz file below a folder named like 123_S_0456; what is there: {seen}",
+            str(root),
+            dicom if ".dcm" in seen else unpack,
+        )
+    # the order must not depend on how the download was unpacked
+    return sorted(found, key=lambda file: (file.subject, file.image_id, file.path))
+
+
+def _subject_of(path: Path, root: Path) -> str:
+    parts = (root.resolve().name, *path.relative_to(root).parts[:-1])
+    names = [part.upper() for part in parts if PTID.fullmatch(part.upper())]
+    return names[-1] if names else ""
+
+
+def _image_id(path: Path) -> str:
+    in_name = _ID_IN_NAME.search(stem(path))
+    in_folder = _ID_FOLDER.fullmatch(path.parent.name)
+    match = in_name or in_folder
+    return f"I{match.group(1)}" if match else ""
+
+
+def read_ida(
+    root: Path,
+    found: Sequence[FoundFile],
+    collection_csv: Path | None = None,
+    clinical: Clinical | None = None,
+) -> Reading:
+    """Join the files that ``discover`` found with their rows in the collection table.
+
+    Raises:
+        TableError: the collection table is missing, ambiguous or not understood, or it has no
+            groups and there are no diagnoses over time either.
+    """
+    collection = find_collection(root, collection_csv)
+    if clinical is None and not collection.has_groups:
+        raise TableError(
+            "BAD_TABLE",
+            "no column group, and no diagnoses over time",
+            str(collection.path),
+            "give ADNIMERGE or DXSUM with --data.diagnosis_csv / --diagnosis-csv, or export the "
+            "table with the research group",
+        )
+    copies = Counter(file.image_id for file in found)
+    problems: list[Problem] = []
+    records = []
+    for file in found:
+        row = collection.rows.get(file.image_id)
+        problem = _identity_problem(file, row, copies, collection.path)
+        record = bare_record(file.path, file.subject, file.image_id, "ida")
+        if problem is not None:
+            records.append(replace(record, problem=problem.code))
+            problems.append(problem)
+        elif row is not None:
+            records.append(_described(record, row, collection.path))
+    problems += _rows_without_scan(collection, {file.image_id for file in found})
+    notes = (collection.note,) if collection.note else ()
+    return Reading("ida", records, problems, clinical, (collection.path,), notes)
+
+
+def _described(record: ScanRecord, row: CollectionRow, table: Path) -> ScanRecord:
+    return replace(
+        record,
+        row=f"{table}, line {row.line}",
+        session=canonical_session(row.visit) or row.visit,
+        description=row.description,
+        dx_source=f"{table.name}:Group={row.group}",
+        dx_bl=row.group,
+        age=row.age,
+        sex=row.sex,
+        field_strength=row.field_strength,
+        phase=row.phase,
+        acq_date=row.acquired.isoformat() if row.acquired else "",
+        reason="" if is_t1(row.description) else "not_t1",
+    )
+
+
+def _identity_problem(
+    file: FoundFile, row: CollectionRow | None, copies: Counter[str], table: Path
+) -> Problem | None:
+    def problem(code: str, detail: str, action: str) -> Problem:
+        return Problem(code, detail, action, str(file.path), file.subject, file.image_id)
+
+    if not file.image_id:
+        return problem(
+            "NO_IMAGE_ID",
+            "neither the file name ends in _I<number> nor is the folder named I<number>",
+            "restore the name the portal gave it",
+        )
+    if copies[file.image_id] > 1:
+        return problem(
+            "DUPLICATE_ID",
+            f"{copies[file.image_id]} files carry the image ID {file.image_id}",
+            "keep one of them",
+        )
+    if row is None:
+        return problem(
+            "NO_ROW",
+            f"no row for this image in {table.name}",
+            "export the table of the collection this scan belongs to, or remove the scan",
+        )
+    if row.subject != file.subject:
+        return problem(
+            "SUBJECT_MISMATCH",
+            f"the table says {row.subject} (line {row.line})",
+            "find out whose scan it is before using it",
+        )
+    return None
+
+
+def _rows_without_scan(collection: Collection, present: set[str]) -> Iterator[Problem]:
+    for row in collection.rows.values():
+        if row.image_id not in present and is_t1(row.description):
+            yield Problem(
+                NO_SCAN,
+                f"a row ({row.description}, {row.format or 'no format given'}) without a file",
+                "download the rest of the collection (NiFTI), or remove the row",
+                f"{collection.path}, line {row.line}",
+                row.subject,
+                row.image_id,
+            )

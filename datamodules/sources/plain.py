@@ -1,0 +1,90 @@
+"""Scans listed in a table of one's own: ``path``, ``subject``, ``label``.
+
+Paths are relative to the table. Labels are words: NC, AD, MCI, sMCI, pMCI and their usual synonyms.
+Further columns are used when they are there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``,
+``site``, ``phase``, ``field_strength``, ``acq_date``, ``registered`` (yes or no).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import NO_SCAN, FolderError, Problem
+from ..tables import date_format, parse_date, read_table
+from .clinical import Clinical
+from .ids import canonical_session, canonical_subject
+from .reading import Reading
+from .tree import bare_record, stem
+
+REQUIRED = ("path", "subject", "label")
+
+
+def plain_folders(table: Path) -> list[Path]:
+    """The folders that hold the listed scans."""
+    rows = read_table(table, REQUIRED).rows
+    return sorted({(table.parent / row["path"]).parent for row in rows})
+
+
+def read_plain(table: Path, clinical: Clinical | None) -> Reading:
+    """The listed scans; their labels, unless there are diagnoses over time.
+
+    Raises:
+        FolderError: none of the listed files exists.
+        TableError: see ``read_table``; also unreadable dates.
+    """
+    read = read_table(table, REQUIRED)
+    written = date_format(read, "acqdate")
+    copies = Counter(row["path"] for row in read.rows)
+    records, problems = [], []
+    for values, line in zip(read.rows, read.lines):
+        path = (table.parent / values["path"]).absolute()
+        subject = canonical_subject(values.get("subject", ""))
+        name = values.get("imageid") or f"{subject}_{stem(path)}"
+        where = f"{table}, line {line}"
+        if not path.is_file():
+            action = "correct the path, which is relative to the table, or remove the row"
+            problems.append(Problem(NO_SCAN, f"no file {path}", action, where, subject, name))
+            continue
+        problem = ""
+        if not subject or copies[values["path"]] > 1:
+            problem = "BAD_ROW" if not subject else "DUPLICATE_ID"
+            found = "no subject" if not subject else f"{copies[values['path']]} rows for this file"
+            problems.append(Problem(problem, found, "correct the table", where, subject, name))
+        day = parse_date(values.get("acqdate", ""), written)
+        registered = values.get("registered", "").lower()
+        records.append(
+            replace(
+                bare_record(path, subject, name, "csv"),
+                row=where,
+                session=canonical_session(values.get("session", "")) or values.get("session", ""),
+                description="T1w",
+                dx_bl=values.get("label", ""),
+                dx_source=f"{table.name}:label={values.get('label', '')}",
+                age=_number(values.get("age", "")),
+                sex={"f": "F", "female": "F", "m": "M", "male": "M"}.get(
+                    values.get("sex", "").lower(), ""
+                ),
+                site=values.get("site", "") or subject[:3] * (subject[3:6] == "_S_"),
+                mmse=_number(values.get("mmse", "")),
+                phase=values.get("phase", ""),
+                field_strength=_number(values.get("fieldstrength", "")),
+                acq_date=day.isoformat() if day else "",
+                registered=registered if registered in ("yes", "no") else "",
+                problem=problem,
+            )
+        )
+    if not records:
+        raise FolderError(
+            "NO_SCANS",
+            f"none of {len(read.rows)} listed files exists, the first is {read.rows[0]['path']}",
+            str(table),
+            "correct the paths, which are relative to the table",
+        )
+    return Reading("csv", records, problems, clinical, (table,), (read.note,) if read.note else ())
+
+
+def _number(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None

@@ -1,0 +1,264 @@
+"""Where the files of a cohort go and which tables lie beside them: the same scans, four layouts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from ..progression import Visit, label_visit
+from .clinical import ADNIMERGE_COLUMNS, clinical_rows, group, mmse, people, registry_number
+from .cohort import SITE, CohortSpec, Layout, ScanPlan, Subject, description, visit_name
+from .files import table_bytes
+
+COLLECTION_COLUMNS = (
+    "Image Data ID",
+    "Subject",
+    "Group",
+    "Sex",
+    "Age",
+    "Visit",
+    "Modality",
+    "Description",
+    "Type",
+    "Acq Date",
+    "Format",
+    "Downloaded",
+)
+
+_PARTICIPANT_COLUMNS = (
+    "participant_id",
+    "alternative_id_1",
+    "sex",
+    "age_bl",
+    "adni_rid",
+    "site",
+    "original_study",
+    "diagnosis_sc",
+    "mmse_bl",
+)
+_SESSION_COLUMNS = ("session_id", "examination_date", "age", "current_study", "diagnosis", "MMSE")
+_PLAIN_COLUMNS = (
+    "path",
+    "subject",
+    "label",
+    "image_id",
+    "session",
+    "acq_date",
+    "age",
+    "sex",
+    "mmse",
+    "phase",
+    "field_strength",
+)
+
+
+@dataclass(frozen=True)
+class LayoutWriter:
+    """What a layout does with a cohort.
+
+    Attributes:
+        path: of a scan, relative to the cohort's folder; gets the plan, the cohort and a suffix.
+        tables: contents by path; gets the cohort, all plans and the paths of the scans.
+        holds: whether a plan is written at all.
+    """
+
+    path: Callable[[ScanPlan, CohortSpec, str], Path]
+    tables: Callable[[CohortSpec, Sequence[ScanPlan], dict[int, str]], dict[str, bytes]]
+    holds: Callable[[ScanPlan], bool]
+
+
+def scan_name(plan: ScanPlan, layout: Layout) -> str:
+    """What the data module calls the scan: the image ID, where a layout has one."""
+    if layout == "caps":
+        return f"{_participant(plan.subject)}_{_session(plan.months)}"
+    return f"I{plan.image_id}"
+
+
+def download_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
+    """Where the portal's archive would put this scan, relative to the download folder."""
+    name = re.sub(r"[^0-9A-Za-z-]", "_", description(plan, spec.difficulty))
+    stamp = f"{plan.acquired:%Y%m%d%H%M%S}{plan.image_id % 1000:03d}"
+    file = (
+        f"ADNI_{plan.subject.ptid}_MR_{name}_Br_{stamp}_S{plan.series_id}_I{plan.image_id}{suffix}"
+    )
+    day = f"{plan.acquired:%Y-%m-%d_%H_%M_%S}.0"
+    return Path("ADNI", plan.subject.ptid, name, day, f"I{plan.image_id}", file)
+
+
+def collection_row(plan: ScanPlan, spec: CohortSpec) -> tuple[str, ...]:
+    """The row of the collection table, with the portal's own habits."""
+    late = plan.subject.phase == "ADNI2"
+    mci = {"sMCI": "EMCI" if late else "MCI", "pMCI": "LMCI" if late else "MCI"}
+    group = {"NC": "CN", "AD": "AD", **mci}[plan.subject.diagnosis]
+    day = plan.acquired
+    text = description(plan, spec.difficulty)
+    original = plan.kind != "mask" and "N3" not in text
+    return (
+        # newer collections leave the letter out
+        str(plan.image_id) if spec.difficulty == "L2" else f"I{plan.image_id}",
+        plan.subject.ptid,
+        group,
+        plan.subject.sex,
+        str(int(plan.age)),
+        visit_name(plan),
+        "MRI",
+        text,
+        "Original" if original else "Processed",
+        f"{day.month}/{day.day}/{day.year}",
+        "NiFTI",
+        "" if plan.subject.number % 7 == 0 else "1/31/2026",
+    )
+
+
+def _ida_tables(
+    spec: CohortSpec, plans: Sequence[ScanPlan], paths: dict[int, str]
+) -> dict[str, bytes]:
+    collection = [collection_row(plan, spec) for plan in plans]
+    return {
+        f"SYNTHETIC_{spec.difficulty}_1_31_2026.csv": table_bytes(
+            COLLECTION_COLUMNS, collection, tab=False
+        ),
+        "ADNIMERGE_31Jan2026.csv": table_bytes(ADNIMERGE_COLUMNS, clinical_rows(plans), tab=False),
+    }
+
+
+def _participant(subject: Subject) -> str:
+    return f"sub-ADNI{subject.ptid.replace('_', '')}"
+
+
+def _session(months: int) -> str:
+    return f"ses-M{months:03d}"
+
+
+def _bids_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
+    sub, ses = _participant(plan.subject), _session(plan.months)
+    run = "_run-02" if plan.kind == "repeat" else ""
+    return Path(sub, ses, "anat", f"{sub}_{ses}{run}_T1w.nii.gz")
+
+
+def _participant_row(subject: Subject) -> tuple[str, ...]:
+    return (
+        _participant(subject),
+        subject.ptid,
+        subject.sex,
+        f"{subject.age:.1f}",
+        registry_number(subject),
+        str(SITE),
+        subject.phase,
+        group(subject),
+        f"{mmse(subject, 0):.0f}",
+    )
+
+
+def _session_rows(subject: Subject) -> list[tuple[str, ...]]:
+    words = {"NC": "CN", "MCI": "MCI", "AD": "AD"}
+    return [
+        (
+            _session(months),
+            f"{subject.day(months):%Y-%m-%d}",
+            f"{subject.age_at(months):.1f}",
+            subject.phase,
+            words[dx],
+            f"{mmse(subject, months):.0f}",
+        )
+        for months, dx in subject.course.visits
+    ]
+
+
+def _bids_tables(
+    spec: CohortSpec, plans: Sequence[ScanPlan], paths: dict[int, str]
+) -> dict[str, bytes]:
+    subjects = people(plans)
+    dataset = {"Name": "Synthetic cohort", "BIDSVersion": "1.7.0", "DatasetType": "raw"}
+    tables = {
+        "dataset_description.json": (json.dumps(dataset, indent=1) + "\n").encode(),
+        "participants.tsv": table_bytes(
+            _PARTICIPANT_COLUMNS, map(_participant_row, subjects), tab=True
+        ),
+    }
+    for subject in subjects:
+        sub = _participant(subject)
+        rows = _session_rows(subject)
+        tables[f"{sub}/{sub}_sessions.tsv"] = table_bytes(_SESSION_COLUMNS, rows, tab=True)
+        for months in {plan.months for plan in plans if plan.subject == subject}:
+            own = [p for p in plans if p.subject == subject and p.months == months]
+            scans = [
+                (f"anat/{Path(paths[p.image_id]).name}", p.image_id, subject.field_strength)
+                for p in own
+                if p.image_id in paths
+            ]
+            ses = _session(months)
+            tables[f"{sub}/{ses}/{sub}_{ses}_scans.tsv"] = table_bytes(
+                ("filename", "scan_id", "mri_field"), scans, tab=True
+            )
+    return tables
+
+
+def _caps_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
+    sub, ses = _participant(plan.subject), _session(plan.months)
+    size = f"{spec.resolution_mm:g}"
+    space = f"space-MNI152NLin2009cSym_desc-Crop_res-{size}x{size}x{size}"
+    return Path("subjects", sub, ses, "t1_linear", f"{sub}_{ses}_{space}_T1w.nii.gz")
+
+
+def _caps_tables(
+    spec: CohortSpec, plans: Sequence[ScanPlan], paths: dict[int, str]
+) -> dict[str, bytes]:
+    """What ``clinica iotools merge-tsv`` makes of the BIDS folder."""
+    header = (_PARTICIPANT_COLUMNS[0], *_SESSION_COLUMNS, *_PARTICIPANT_COLUMNS[1:], "mri_field")
+    rows = [
+        (_participant(subject), *row, *_participant_row(subject)[1:], subject.field_strength)
+        for subject in people(plans)
+        for row in _session_rows(subject)
+    ]
+    return {"merged.tsv": table_bytes(header, rows, tab=True)}
+
+
+def _plain_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
+    return Path("scans", f"{plan.subject.ptid}_{plan.visit}{suffix}")
+
+
+def _plain_tables(
+    spec: CohortSpec, plans: Sequence[ScanPlan], paths: dict[int, str]
+) -> dict[str, bytes]:
+    rows = [
+        (
+            paths[plan.image_id],
+            plan.subject.ptid,
+            _label(plan),
+            f"I{plan.image_id}",
+            f"M{plan.months:03d}",
+            f"{plan.acquired:%Y-%m-%d}",
+            f"{plan.age:.1f}",
+            plan.subject.sex,
+            f"{mmse(plan.subject, plan.months):.0f}",
+            plan.subject.phase,
+            plan.subject.field_strength,
+        )
+        for plan in plans
+        if plan.image_id in paths
+    ]
+    return {"scans.csv": table_bytes(_PLAIN_COLUMNS, rows, tab=False)}
+
+
+def _label(plan: ScanPlan) -> str:
+    """The class of a scan, as somebody would write it who knows the subject's whole history."""
+    visits = [
+        Visit(plan.subject.day(months).date(), dx) for months, dx in plan.subject.course.visits
+    ]
+    near = min(visits, key=lambda visit: abs(visit.day - plan.acquired.date()))
+    if abs(near.day - plan.acquired.date()) > timedelta(days=60):
+        return "MCI"
+    return label_visit(visits, near)[0] or near.dx
+
+
+LAYOUTS: dict[Layout, LayoutWriter] = {
+    "ida": LayoutWriter(download_path, _ida_tables, lambda plan: True),
+    "bids": LayoutWriter(_bids_path, _bids_tables, lambda plan: plan.kind != "mask"),
+    "caps": LayoutWriter(_caps_path, _caps_tables, lambda plan: plan.kind == "t1"),
+    "csv": LayoutWriter(_plain_path, _plain_tables, lambda plan: plan.kind == "t1"),
+}

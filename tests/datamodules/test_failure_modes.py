@@ -1,0 +1,308 @@
+"""Whatever happens to a download: what is wrong, where, and what to do next are in the message.
+
+Each row damages a copy of a sound cohort in one way, runs the check as ``fit`` does, and looks at
+the data again afterwards: nothing is ever written there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+from test_adni_datamodule import make, prepared, state_of
+
+from datamodules.errors import DataError, ProblemsError
+from datamodules.labels import TASKS
+from datamodules.records import count_line
+from datamodules.splits import SPLITS
+from datamodules.survey import survey
+
+Damage = Callable[[Path, Path], object]  # gets the scan and the folder
+
+
+def volume(path: Path) -> nib.Nifti1Image:
+    return nib.Nifti1Image.from_bytes(gzip.decompress(path.read_bytes()))
+
+
+def store(path: Path, image: nib.Nifti1Image) -> None:
+    path.write_bytes(gzip.compress(image.to_bytes()))
+
+
+def replaced(make_values: Callable[[np.ndarray], np.ndarray]) -> Damage:
+    def damage(scan: Path, root: Path) -> None:
+        old = volume(scan)
+        made = nib.Nifti1Image(make_values(np.asarray(old.dataobj)), old.affine)
+        made.set_qform(old.affine, 1)
+        store(scan, made)
+
+    return damage
+
+
+def header(**values: object) -> Damage:
+    def damage(scan: Path, root: Path) -> None:
+        data = gzip.decompress(scan.read_bytes())
+        head = nib.Nifti1Header(data[:348], check=False)
+        for name, value in values.items():
+            head[name] = value
+        scan.write_bytes(gzip.compress(head.binaryblock + data[348:]))
+
+    return damage
+
+
+def written(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda scan, root: scan.write_bytes(change(scan.read_bytes()))
+
+
+def flipped_bit(data: bytes) -> bytes:
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 16]) + data[len(data) // 2 + 1 :]
+
+
+def with_value(value: float) -> Callable[[np.ndarray], np.ndarray]:
+    def change(values: np.ndarray) -> np.ndarray:
+        values = values.astype(np.float32)
+        values[3, 4, 5] = value
+        return values
+
+    return change
+
+
+def coloured(values: np.ndarray) -> np.ndarray:
+    return np.zeros(values.shape, [("R", "u1"), ("G", "u1"), ("B", "u1")])
+
+
+def conflict(scan: Path, root: Path) -> None:
+    image = volume(scan)
+    image.set_sform(np.diag([-1, 1, 1, 1]) @ image.affine, 1)
+    store(scan, image)
+
+
+def unpacked(scan: Path, root: Path) -> None:
+    scan.with_name(scan.name.removesuffix(".gz")).write_bytes(
+        gzip.decompress(scan.read_bytes())[:9000]
+    )
+    scan.unlink()
+
+
+def gzip_named_nii(scan: Path, root: Path) -> None:
+    scan.rename(scan.with_name(scan.name.removesuffix(".gz")))
+
+
+def other_scan(scan: Path, root: Path) -> Path:
+    names = sorted((root / "ADNI").rglob("*_Br_*.nii.gz"))
+    return next(p for p in names if p.parents[3] != scan.parents[3] and "Mask" not in p.name)
+
+
+def table_edit(change: Callable[[str, str], str]) -> Damage:
+    """The change gets the table and the image ID of the scan; no ADNIMERGE, so groups count."""
+
+    def damage(scan: Path, root: Path) -> None:
+        next(root.glob("ADNIMERGE*")).unlink()
+        table = next(root.glob("SYNTHETIC*"))
+        table.write_bytes(change(table.read_text(), scan.parent.name).encode())
+
+    return damage
+
+
+def regrouped(word: str) -> Callable[[str, str], str]:
+    def change(text: str, image: str) -> str:
+        return re.sub(rf'("{image}","[^"]+",)"[^"]*"', rf'\1"{word}"', text)
+
+    return change
+
+
+def other_class(text: str, image: str) -> str:
+    row = next(line for line in text.splitlines() if f'"{image}"' in line)
+    return text.replace(
+        row, row.replace('"AD"', '"X"').replace('"CN"', '"AD"').replace('"X"', '"CN"')
+    )
+
+
+SCANS: dict[str, tuple[str, Damage]] = {
+    "cut in half": ("CORRUPT_GZIP", written(lambda data: data[: len(data) // 2])),
+    "trailer cut": ("CORRUPT_GZIP", written(lambda data: data[:-6])),
+    "one bit flipped": ("CORRUPT_GZIP", written(flipped_bit)),
+    "unpacked and cut": ("TRUNCATED", unpacked),
+    "empty": ("EMPTY", written(lambda data: b"")),
+    "login page": ("NOT_NIFTI", written(lambda data: b"<!DOCTYPE html><html>")),
+    "plain, named gz": ("WRONG_SUFFIX", written(gzip.decompress)),
+    "gzipped, named nii": ("WRONG_SUFFIX", gzip_named_nii),
+    "dead link": ("NOT_FOUND", lambda scan, root: (scan.unlink(), scan.symlink_to("/nowhere"))),
+    "four volumes": ("NOT_3D", replaced(lambda values: np.stack([values] * 4, -1))),
+    "one slice": ("NOT_3D", replaced(lambda values: values[:, :, 0])),
+    "NaN": ("NON_FINITE", replaced(with_value(np.nan))),
+    "infinity": ("NON_FINITE", replaced(with_value(np.inf))),
+    "constant": ("CONSTANT", replaced(np.ones_like)),
+    "all zero": ("CONSTANT", replaced(np.zeros_like)),
+    "a mask": ("BINARY_LOOKS_LIKE_MASK", replaced(lambda v: (v > 300).astype(np.uint8))),
+    "RGB": ("BAD_DTYPE", replaced(coloured)),
+    "complex": ("BAD_DTYPE", replaced(lambda values: values.astype(np.complex64))),
+    "no affine": ("NO_ORIENTATION", header(sform_code=0, qform_code=0)),
+    "zero affine rows": ("SINGULAR_AFFINE", header(srow_x=[0, 0, 0, 0], qform_code=0)),
+    "no voxel size": ("BAD_PIXDIM", header(pixdim=[1, 0, 8, 8, 0, 0, 0, 0])),
+    "sform against qform": ("FORM_CONFLICT", conflict),
+    "huge claim": ("TOO_LARGE", header(dim=[3, 30000, 30000, 30000, 1, 1, 1, 1])),
+    "unknown group": ("UNKNOWN_LABEL", table_edit(regrouped("Patient"))),
+    "group is a code": ("UNKNOWN_LABEL", table_edit(regrouped("3"))),
+    "missing group": ("UNKNOWN_LABEL", table_edit(regrouped(""))),
+    "two classes": ("LABEL_CONFLICT", table_edit(other_class)),
+    "ID twice": (
+        "DUPLICATE_ID",
+        lambda scan, root: shutil.copy(scan, scan.with_name(f"again_{scan.name}")),
+    ),
+    "content twice": (
+        "DUPLICATE_CONTENT",
+        lambda scan, root: shutil.copy(scan, other_scan(scan, root)),
+    ),
+    "no row": (
+        "NO_ROW",
+        table_edit(lambda text, image: re.sub(rf'"{image}".*\n', "", text)),
+    ),
+    "no scan": ("NO_SCAN", lambda scan, root: scan.unlink()),
+    "wrong folder": (
+        "SUBJECT_MISMATCH",
+        lambda scan, root: shutil.move(scan, other_scan(scan, root).parents[3] / scan.name),
+    ),
+    "no image ID": (
+        "NO_IMAGE_ID",
+        lambda scan, root: scan.rename(scan.parents[1] / "scan.nii.gz"),
+    ),
+}
+
+
+def first_scan(root: Path) -> Path:
+    """Of a subject with two visits in a class of the task."""
+    table = next(root.glob("SYNTHETIC*")).read_text()
+    for folder in sorted((root / "ADNI").iterdir()):
+        found = sorted(path for path in folder.rglob("*.nii.gz") if "Mask" not in path.name)
+        group = re.search(rf'"{folder.name}","(\w+)"', table)
+        if len(found) == 2 and group and group[1] in ("AD", "CN"):
+            return found[0]
+    raise AssertionError("no such subject")
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_damage_is_named_with_its_place_and_the_next_step(download, tmp_path, name):
+    code, damage = SCANS[name]
+    scan = first_scan(download)
+    image, subject = scan.parent.name, scan.parents[3].name
+    damage(scan, download)
+    before = state_of(download)
+    with pytest.raises(ProblemsError) as caught:
+        make(download, tmp_path / "cache").prepare_data()
+    assert state_of(download) == before
+    problem = next(p for p in caught.value.problems if p.code == code)
+    text = str(caught.value)
+    assert f"{code} " in text
+    assert str(download) in problem.path
+    assert f"-> {problem.action}" in text
+    assert len(problem.action) > 8
+    if code not in ("NO_IMAGE_ID", "SUBJECT_MISMATCH", "DUPLICATE_CONTENT"):
+        assert problem.image_id == image
+        assert problem.subject == subject
+    assert "--data.on_bad skip" in text
+    assert code in Path(caught.value.report).read_text()
+
+
+@pytest.mark.parametrize("name", ["one bit flipped", "NaN", "no row", "content twice", "no scan"])
+def test_going_on_without_bad_scans_counts_them_all(download, tmp_path, name):
+    found = len(list((download / "ADNI").rglob("*.nii*")))
+    code, damage = SCANS[name]
+    damage(first_scan(download), download)
+    skipping = prepared(download, tmp_path / "cache", on_bad="skip")
+    gone = name == "no scan"
+    assert len(skipping.records) == found - gone
+    line = re.fullmatch(
+        r"found (\d+) = used (\d+) \+ excluded (\d+) \+ bad (\d+)", count_line(skipping.records)
+    )
+    assert line is not None
+    total, used, excluded, bad = map(int, line.groups())
+    assert total == used + excluded + bad
+    assert bad == {"content twice": 2, "no scan": 0}.get(name, 1)
+    assert code in (skipping.state_dir / "problems.tsv").read_text()
+    assert used == sum(bool(record.split) for record in skipping.records)
+
+
+TABLES: dict[str, tuple[str, Callable[[str], bytes]]] = {
+    "empty": ("BAD_TABLE", lambda text: b""),
+    "header only": ("BAD_TABLE", lambda text: text.splitlines()[0].encode()),
+    "web page": ("BAD_TABLE", lambda text: b"<html>please log in</html>"),
+    "NUL bytes": ("BAD_TABLE", lambda text: text.encode() + b"\0\0"),
+    "one value too many": ("BAD_TABLE", lambda text: (text + '"1"' + ',"x"' * 12 + "\n").encode()),
+    "column twice": ("BAD_TABLE", lambda text: text.replace('"Sex"', '"Group"', 1).encode()),
+    "no such column": ("BAD_TABLE", lambda text: text.replace('"Subject"', '"Who"', 1).encode()),
+    "two kinds of dates": (
+        "BAD_DATE",
+        lambda text: re.sub(
+            r'"(\d+)/(\d+)/(20\d\d)","NiFTI"', r'"\3-\1-\2","NiFTI"', text, count=1
+        ).encode(),
+    ),
+    "one image, two subjects": (
+        "DUPLICATE_ID",
+        lambda text: (
+            text + text.splitlines()[1].replace('"999_S_0001"', '"999_S_0099"') + "\n"
+        ).encode(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_table_that_is_not_understood_is_named_with_the_next_step(download, tmp_path, table, name):
+    code, change = TABLES[name]
+    table.write_bytes(change(table.read_text()))
+    before = state_of(download)
+    with pytest.raises(DataError) as caught:
+        make(download, tmp_path / "cache", collection_csv=table).prepare_data()
+    assert caught.value.code == code
+    assert str(table) in str(caught.value)
+    assert "next:" in str(caught.value)
+    assert state_of(download) == before
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
+def test_unusual_encoding_is_reported(download, tmp_path, table, encoding):
+    text = table.read_text().replace(
+        "GradWarp", "GradWarp\u2013" if encoding == "cp1252" else "GradWarp"
+    )
+    table.write_bytes(text.encode(encoding))
+    name = {"utf-16": "UTF-16", "cp1252": "Windows-1252"}[encoding]
+    assert (
+        f"note: {table.name}: read with {name}" in survey(download, TASKS["ad_nc"], None).summary()
+    )
+
+
+def test_series_of_one_volume_is_used_and_noted(download, tmp_path):
+    replaced(lambda values: values[..., None])(first_scan(download), download)
+    module = prepared(download, tmp_path / "cache")
+    assert "ONE_VOLUME" in (module.state_dir / "problems.tsv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "code"),
+    [("NaN", {"nan": "zero"}, "NON_FINITE"), ("no affine", {"assume": "RAS"}, "NO_ORIENTATION")],
+)
+def test_what_may_be_repaired_is_repaired_and_counted(download, tmp_path, name, option, code):
+    sound = prepared(download, tmp_path / "cache", augment=False)
+    good = {item["image_id"]: item["image"] for part in SPLITS for item in sound.dataset(part)}
+    scan = first_scan(download)
+    SCANS[name][1](scan, download)
+    module = prepared(download, tmp_path / "cache", augment=False, **option)
+    assert f"warning\t{code}\ttaken for" in (module.state_dir / "problems.tsv").read_text()
+    for item in (item for part in SPLITS for item in module.dataset(part)):
+        assert item["image"].isfinite().all()
+        # the damage is one voxel, or an orientation that was RAS all the same
+        assert (item["image"] - good[item["image_id"]]).abs().mean() < 0.01
+
+
+def test_subject_spelled_in_two_ways_is_one_subject(download, tmp_path):
+    before = prepared(download, tmp_path / "cache").records
+    table = next(download.glob("SYNTHETIC*"))
+    text = re.sub(r'"(\d{3})_S_(\d{4,5})"', r'"sub-ADNI\1S\2"', table.read_text())
+    table.write_text(text)
+    after = prepared(download, tmp_path / "cache").records
+    assert [(r.subject, r.split) for r in after] == [(r.subject, r.split) for r in before]

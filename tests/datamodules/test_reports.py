@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from test_adni_datamodule import prepared
+from test_splits_by_subject import cohort
+
+from datamodules.cli import main
+from datamodules.records import ScanRecord, read_manifest, write_manifest
+from datamodules.report import demographics, shareable
+
+
+def patients() -> list[ScanRecord]:
+    named = [
+        replace(r, dx="AD" if r.label else "NC", mmse=29.0 - 6 * r.label) for r in cohort(8, 2)
+    ]
+    return [*named, replace(named[0], subject="999_S_0099", reason="short_follow_up")]
+
+
+def test_demographic_table_counts_people_at_their_first_scan():
+    normal, ill, everybody = demographics(patients())
+    assert (normal.diagnosis, normal.subjects, normal.scans) == ("NC", 4, 8)
+    assert (ill.diagnosis, ill.males_females, ill.mmse) == ("AD", "2/2", "23.00 ± 0.00")
+    assert ill.age == "64.00 ± 2.58"  # 61, 63, 65, 67
+    assert (everybody.subjects, everybody.scans, everybody.males_females) == (8, 16, "4/4")
+
+
+def test_unknown_values_are_counted_and_not_guessed():
+    bare = [replace(record, age=None, sex="", mmse=None) for record in patients()]
+    group = demographics(bare)[0]
+    assert (group.age, group.mmse, group.males_females) == ("-", "-", "0/0 (4 unknown)")
+    half = [replace(r, mmse=28.0 if r.subject == "999_S_0000" else None) for r in patients()]
+    assert demographics(half)[0].mmse == "28.00 (3 unknown)"
+
+
+def test_table_comes_from_any_manifest(tmp_path):
+    write_manifest(tmp_path / "manifest.tsv", patients())
+    assert demographics(read_manifest(tmp_path / "manifest.tsv")) == demographics(patients())
+
+
+def test_merged_classes_have_one_name():
+    mixed = [replace(r, dx="pMCI" if r.label else "sMCI", label=1) for r in patients()]
+    assert [group.diagnosis for group in demographics(mixed)] == ["MCI"]
+
+
+def test_shareable_report_names_nobody(tiny_cohort, tmp_path):
+    module = prepared(tiny_cohort, tmp_path / "cache")
+    text = (module.state_dir / "shareable.json").read_text()
+    for record in module.records:
+        assert record.subject not in text
+        assert record.image_id not in text
+        assert record.acq_date not in text
+    assert str(tiny_cohort) not in text
+    assert not re.search(r"\d{3}_S_\d{4}|I9\d{6}|\d{4}-\d\d-\d\d", text)
+    content = json.loads(text)
+    assert content["used"] == len(content["scans"]) == sum(r.used for r in module.records)
+    assert content["found"] == content["used"] + sum(content["excluded"].values())
+    assert content["rule"]["horizon_months"] == 36
+    assert {scan["part"] for scan in content["scans"]} == {"train", "val", "test"}
+
+
+def test_report_tells_whether_the_same_scans_were_used():
+    records = patients()
+    moved = [replace(r, path=f"/elsewhere/{r.path}", mtime_ns=5) for r in records[::-1]]
+    same, other = shareable(moved, "ad_nc", {}), shareable(records[1:], "ad_nc", {})
+    assert same == shareable(records, "ad_nc", {})
+    assert same["sha256_of_all"] != other["sha256_of_all"]
+
+
+@pytest.mark.parametrize("command", ["check", "manifest"])
+def test_commands_print_full_names_and_the_table(
+    tiny_cohort, tmp_path, capsys, command, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "40")
+    out = tmp_path / ("a" * 60) / "report"
+    assert main([command, str(tiny_cohort), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert str(out) in printed
+    assert str(tiny_cohort) in printed.splitlines()[0]
+    assert re.search(r"subjects +scans +M/F +age +MMSE", printed)
+    assert re.search(r"NC +6 +\d+ +\d/\d", printed)
