@@ -19,6 +19,7 @@ from .cache import Item, ScanDataset
 from .checks import Leniency
 from .errors import DataError, ProblemsError, SplitError
 from .labels import TASKS, TaskName
+from .profiles import Profile, choose_profile
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import ScanRecord, fingerprint, read_manifest, write_manifest
@@ -27,7 +28,7 @@ from .seeding import Draws, EpochLoader
 from .sources import Layout
 from .splits import SPLITS, Split, SplitName, assign, check_leak, load_split, make_split, save_split
 from .survey import refuse_inside, survey, write_problems
-from .transforms import fixed_transforms, random_transforms
+from .transforms import SHAPE, SPACING_MM, fixed_transforms, random_transforms
 
 
 class ADNIDataModule(lightning.LightningDataModule):
@@ -53,7 +54,9 @@ class ADNIDataModule(lightning.LightningDataModule):
         fold: which of them validates, from 0; the others train.
         seed: decides the split, and the permutation of ``shuffle_labels``.
         num_workers: loader processes.
-        augment: vary pose, gain and noise of training images.
+        profile: what the scans are: ``raw`` heads, ``registered`` heads, or ``stripped`` brains;
+            found out when not given. A mixture is refused. It decides what counts as air.
+        augment: vary pose, gain, contrast and noise of training images.
         flip: also mirror training images; this erases left-right differences.
         eval_visits: validate and test on each subject's first scan, or on all.
         shuffle_labels: permute the labels over the subjects of each part. A sanity run: whatever a
@@ -90,14 +93,15 @@ class ADNIDataModule(lightning.LightningDataModule):
         task: TaskName = "ad_nc",
         batch_size: int = 6,
         *,
-        spatial_shape: tuple[int, int, int] = (91, 109, 91),
-        spacing_mm: float = 2.0,
+        spatial_shape: tuple[int, int, int] = SHAPE,
+        spacing_mm: float = SPACING_MM,
         val_fraction: float = 0.15,
         test_fraction: float = 0.15,
         folds: int = 0,
         fold: int = 0,
         seed: int = 0,
         num_workers: int = 0,
+        profile: Literal["auto", "raw", "registered", "stripped"] = "auto",
         augment: bool = True,
         flip: bool = False,
         eval_visits: Literal["baseline", "all"] = "baseline",
@@ -131,6 +135,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.fold = fold
         self.seed = seed
         self.num_workers = num_workers
+        self.profile: Profile | Literal["auto"] = profile
         self.augment = augment
         self.flip = flip
         self.eval_visits = eval_visits
@@ -233,6 +238,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.split = self._fitting(load_split(path), path)
         records = assign(records, self.split, str(path))
         check_leak(records)
+        choose_profile(self.profile, records)
         self.records = _permuted(records, self.seed) if self.shuffle_labels else records
         self._check_classes()
 
@@ -271,6 +277,13 @@ class ADNIDataModule(lightning.LightningDataModule):
                 "add scans of that class, or use another split",
             )
 
+    @property
+    def class_weights(self) -> list[float]:
+        """Weights for the loss that make every class count alike, of mean 1 over the scans."""
+        counts = Counter(record.label for record in self.scans("train"))
+        scans = sum(counts.values())
+        return [scans / (self.num_classes * counts[label]) for label in range(self.num_classes)]
+
     def scans(self, part: SplitName) -> list[ScanRecord]:
         """The records of ``train``, ``val`` or ``test`` in the order of the data set."""
         chosen = [record for record in self.records if record.split == part]
@@ -285,7 +298,9 @@ class ADNIDataModule(lightning.LightningDataModule):
         """The scans of one part as a data set of items."""
         return ScanDataset(
             self.scans(part),
-            fixed_transforms(self.spatial_shape, self.spacing_mm),
+            fixed_transforms(
+                self.spatial_shape, self.spacing_mm, choose_profile(self.profile, self.records)
+            ),
             random_transforms(self.flip) if augment else (),
             self.cache_dir / "images" if self.cache_images else None,
             memory_shape=(1, *self.spatial_shape) if self.cache_in_memory else None,

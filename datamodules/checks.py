@@ -28,9 +28,10 @@ import numpy as np
 from .atomic import write_atomically
 from .content import same_pictures, sample_voxels
 from .errors import Problem
+from .profiles import is_stripped
 from .records import ScanRecord
 
-_VERSION = 3  # raise it when a check changes
+_VERSION = 4  # raise it when a check changes
 _LARGEST_BYTES = 4 << 30  # of one volume, by its header
 _GZIP = b"\x1f\x8b"
 
@@ -48,6 +49,7 @@ class FileReport:
     zooms: str = ""
     axcodes: str = ""
     sample: str = ""
+    stripped: str = ""
 
 
 class _Bad(Exception):
@@ -91,6 +93,7 @@ def check_file(path: Path, leniency: Leniency = STRICT) -> FileReport:
         warnings={**report.warnings, **warnings},
         sha256=hashlib.sha256(data).hexdigest(),
         sample=sample_voxels(values, affine),
+        stripped=is_stripped(values, abs(float(np.linalg.det(affine[:3, :3])))),
     )
 
 
@@ -323,6 +326,7 @@ def _apply(
                 shape=report.shape,
                 zooms=report.zooms,
                 axcodes=report.axcodes,
+                stripped=report.stripped,
                 problem=report.code,
             )
             who = (record.path, record.subject, record.image_id)

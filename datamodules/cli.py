@@ -20,6 +20,7 @@ from typing import get_args
 from .checks import Leniency
 from .errors import DataError, FolderError, listing
 from .labels import TASKS
+from .profiles import find_mixture
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import read_manifest, write_manifest
@@ -243,7 +244,13 @@ def _check(options: Namespace) -> int:
     if found.problems:
         show(listing(found.problems))
     show_groups(demographics(found.records))
-    show(f"report: {manifest}, {problems}, {people}, {shared}")
+    written = [manifest, problems, people, shared]
+    if any(record.used for record in found.records) and not find_mixture(found.records):
+        from .montage import write_montage  # imports MONAI and matplotlib, which takes seconds
+
+        write_montage(options.out / "montage.png", found.records)
+        written.append(options.out / "montage.png")
+    show(f"report: {', '.join(map(str, written))}")
     return 1 if found.problems else 0
 
 

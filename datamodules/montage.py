@@ -1,5 +1,7 @@
 """A picture of a batch: each scan as it lies on disk, prepared, and varied for training."""
 
+# mypy: allow-untyped-calls
+# (most of nibabel carries no annotations)
 from __future__ import annotations
 
 import io
@@ -14,25 +16,34 @@ from torch import Tensor
 
 from .atomic import write_atomically
 from .cache import Item, ScanDataset
+from .profiles import choose_profile
+from .records import ScanRecord
+from .seeding import Draws
+from .transforms import SHAPE, SPACING_MM, fixed_transforms, random_transforms
 
 Array = np.ndarray[Any, Any]
 _PLANES = ("sagittal", "coronal", "axial")
 _INCHES = 1.5
 
 
-def write_montage(path: Path, dataset: ScanDataset, varied: ScanDataset, count: int = 6) -> None:
-    """Draw the middle slices of the first ``count`` scans, evenly spread over the data set.
+def write_montage(path: Path, records: Sequence[ScanRecord], count: int = 6) -> None:
+    """Draw the middle slices of ``count`` scans, evenly spread over the used ones.
 
-    Left of the image is left of the head, whatever the orientation of the file.
+    Left of the image is left of the head, whatever the orientation of the file. Preparation and
+    augmentation are those that `ADNIDataModule` has by default.
 
     Args:
         path: of the PNG.
-        dataset: without augmentation.
-        varied: the same scans with augmentation.
+        records: checked, all of one kind.
         count: number of scans, at least one.
     """
-    chosen = np.unique(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).round())
-    numbers = [int(number) for number in chosen]
+    used = [record for record in records if record.used]
+    chosen = np.unique(np.linspace(0, len(used) - 1, min(count, len(used))).round())
+    records = [used[int(number)] for number in chosen]
+    fixed = fixed_transforms(SHAPE, SPACING_MM, choose_profile("auto", records))
+    dataset = ScanDataset(records, fixed)
+    varied = ScanDataset(records, fixed, random_transforms(flip=False), draws=Draws(0))
+    numbers = range(len(records))
     figure = Figure(figsize=(9 * _INCHES, (len(numbers) + 0.4) * _INCHES), layout="constrained")
     axes = figure.subplots(len(numbers), 9, squeeze=False)
     for row, number in zip(axes, numbers):

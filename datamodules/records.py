@@ -31,6 +31,8 @@ class ScanRecord:
     """ida, bids, caps or csv."""
     registered: str = ""
     """``yes`` or ``no``: whether the scan was brought to a common space; empty: not known."""
+    stripped: str = ""
+    """``yes`` when nothing but the brain is left, ``no`` for a head; empty: neither clearly."""
     row: str = ""
     """Table and line that describe the scan."""
     session: str = ""

@@ -7,7 +7,7 @@ so nothing of the training set leaks into the held-out ones.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import nibabel as nib
@@ -24,8 +24,13 @@ from monai.transforms.intensity.dictionary import (
 from monai.transforms.spatial.dictionary import Orientationd, RandAffined, RandFlipd, Spacingd
 from monai.transforms.transform import MapTransform, Transform
 from monai.transforms.utility.dictionary import EnsureTyped
+from torch import Tensor
 
 from .checks import affine_of
+from .profiles import Profile
+
+SHAPE, SPACING_MM = (91, 109, 91), 2.0
+"""Default size and voxel size: the MNI152 box at 2 mm."""
 
 _LIMIT = 3.0  # standard deviations: beyond it lie vessels and artefacts
 
@@ -63,29 +68,54 @@ class KeepAffined(Transform):
 
 
 class StandardiseHeadd(MapTransform):
-    """Bring the head to mean 0 and standard deviation 1, clip at three of them.
+    """Bring the head to mean 0 and standard deviation 1, clip at three of them; the rest is 0.
 
-    The head is every voxel above 0; the others (stripped air, padding) stay 0. In raw scans the
-    noise of the air counts as head. Without the subtraction the contrast between head and air
-    drowns the contrast inside the head: 3D-ResAttNet then learns slowly or not at all.
+    Without the subtraction the contrast between head and air drowns the contrast inside the head:
+    3D-ResAttNet then learns slowly or not at all.
+
+    Args:
+        keys: of the images.
+        noisy_air: the head is what Otsu's threshold finds, since the air is not 0; else it is every
+            voxel above 0.
     """
+
+    def __init__(self, keys: Sequence[str], noisy_air: bool = False) -> None:
+        super().__init__(keys)
+        self.noisy_air = noisy_air
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Return ``data`` with the scaled images."""
         out = dict(data)
         for key in self.key_iterator(out):
             values = out[key].as_tensor()
-            head = values[values > 0]
+            lowest = _otsu(values) if self.noisy_air else 0.0
+            head = values[values > lowest]
             if head.numel() > 1:
                 scaled = ((values - head.mean()) / head.std().clamp_min(1e-6)).clamp(
                     -_LIMIT, _LIMIT
                 )
                 out[key] = out[key].clone()
-                out[key][:] = torch.where(values > 0, scaled, 0.0)
+                out[key][:] = torch.where(values > lowest, scaled, 0.0)
         return out
 
 
-def fixed_transforms(spatial_shape: tuple[int, int, int], spacing_mm: float) -> list[Transform]:
+def _otsu(values: Tensor) -> float:
+    """The threshold between dark and bright (Otsu 1979): the largest variance between the two."""
+    top = float(torch.quantile(values.flatten()[::7], 0.999))  # a few bright vessels say nothing
+    if top <= 0:
+        return 0.0
+    counts = torch.histc(values, 256, 0.0, top).double()
+    middles = (torch.arange(256, dtype=torch.float64) + 0.5) * top / 256
+    dark, bright = counts.cumsum(0), counts.sum() - counts.cumsum(0)
+    sums = (counts * middles).cumsum(0)
+    means = sums / dark.clamp_min(1), (sums[-1] - sums) / bright.clamp_min(1)
+    best = int((dark * bright * (means[0] - means[1]).square()).argmax())
+    return float(middles[best])
+
+
+def fixed_transforms(
+    spatial_shape: tuple[int, int, int], spacing_mm: float, profile: Profile = "stripped"
+) -> list[Transform]:
     """File to plain float32 tensor (1, D, H, W), RAS, at the given size and voxel size."""
     keys = ["image"]
     return [
@@ -93,7 +123,7 @@ def fixed_transforms(spatial_shape: tuple[int, int, int], spacing_mm: float) -> 
         Orientationd(keys, axcodes="RAS", labels=None),
         Spacingd(keys, pixdim=(spacing_mm,) * 3, mode="bilinear"),
         ResizeWithPadOrCropd(keys, spatial_size=spatial_shape),
-        StandardiseHeadd(keys),
+        StandardiseHeadd(keys, noisy_air=profile != "stripped"),
         KeepAffined(),
         EnsureTyped(keys, dtype=torch.float32, track_meta=False),
     ]

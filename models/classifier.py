@@ -38,8 +38,8 @@ class ResAttNetClassifier(LightningModule):
         weight_decay: Weight decay of the optimizer.
         lr_schedule: "constant", "cosine" (to 0 at the last epoch) or "step" (a tenth after each
             third of the epochs).
-        class_weights: Weights of the two classes in the cross-entropy; None counts every scan
-            alike.
+        class_weights: Weights of the two classes in the cross-entropy; "balanced" takes those of
+            the data module (`class_weights`), None counts every scan alike.
     """
 
     def __init__(
@@ -52,10 +52,13 @@ class ResAttNetClassifier(LightningModule):
         learning_rate: float = 1e-3,
         weight_decay: float = 1e-4,
         lr_schedule: Literal["constant", "cosine", "step"] = "constant",
-        class_weights: list[float] | None = None,
+        class_weights: list[float] | Literal["balanced"] | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.balanced = class_weights == "balanced"
+        if isinstance(class_weights, str):
+            class_weights = None
         if class_weights is not None and len(class_weights) != 2:
             raise ValueError(f"class_weights wants two numbers (labels 0, 1), got {class_weights}.")
         self.network = ResAttNet3D(
@@ -66,6 +69,18 @@ class ResAttNetClassifier(LightningModule):
         self.register_buffer("class_weights", weights, persistent=False)
         self.val_metrics = _metrics("val/")
         self.test_metrics = _metrics("test/")
+
+    def setup(self, stage: str) -> None:
+        """Take the weights of the classes from the data module."""
+        if not self.balanced or stage != "fit":
+            return
+        weights = getattr(getattr(self.trainer, "datamodule", None), "class_weights", None)
+        if weights is None:
+            raise ValueError(
+                "class_weights='balanced' needs a data module with the attribute class_weights, "
+                "given as trainer.fit(model, datamodule=...). Or give the weights as numbers."
+            )
+        self.class_weights = torch.tensor(weights)
 
     def forward(self, image: Tensor) -> Tensor:
         """Scores (B, 2) of images (B, C, D, H, W)."""

@@ -1,0 +1,88 @@
+"""What kind of input a set of scans is: raw, registered, or stripped of everything but the brain.
+
+A network that is trained on a mixture learns the preparation instead of the disease, and intensity
+cannot be scaled alike: what is 0 outside a stripped brain is noise around a raw head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from .errors import DataError, Problem
+from .records import ScanRecord
+
+Profile = Literal["raw", "registered", "stripped"]
+_BRAIN_LITRES, _HEAD_LITRES = (
+    2.5,
+    2.8,
+)  # the largest brains with their fluid; a head from the eyes up
+_EMPTY, _NOISY = 0.4, 0.1  # shares of voxels at the lowest value
+
+
+def is_stripped(values: np.ndarray[Any, Any], voxel_mm3: float) -> str:
+    """``yes`` for a brain in nothing, ``no`` for a head; empty where it is neither clearly.
+
+    Args:
+        values: (X, Y, Z).
+        voxel_mm3: size of a voxel.
+    """
+    inside = int((values > values.min()).sum())
+    litres, empty = inside * voxel_mm3 * 1e-6, 1 - inside / values.size
+    if empty >= _EMPTY and litres < _BRAIN_LITRES:
+        return "yes"
+    return "no" if litres >= _HEAD_LITRES or empty < _NOISY else ""
+
+
+def find_mixture(records: Sequence[ScanRecord]) -> Problem | None:
+    """Say it if the used scans are not all of one kind."""
+    used = [record for record in records if record.used]
+    for name, true, false in (
+        ("registered", "registered", "not registered"),
+        ("stripped", "without a skull", "with skull"),
+    ):
+        counts = Counter(getattr(record, name) for record in used)
+        if counts["yes"] and counts["no"]:
+            fewer = min(("yes", "no"), key=lambda word: counts[word])
+            odd = next(record for record in used if getattr(record, name) == fewer)
+            return Problem(
+                "MIXED_INPUT",
+                f"{counts['yes']} scans are {true} and {counts['no']} are {false}: a network would "
+                "learn the preparation",
+                "prepare all scans alike, or give each kind a folder of its own",
+                odd.path,
+                odd.subject,
+                odd.image_id,
+                counts[fewer],
+            )
+    return None
+
+
+def choose_profile(asked: Profile | Literal["auto"], records: Sequence[ScanRecord]) -> Profile:
+    """The kind of the used scans.
+
+    Raises:
+        DataError: they are a mixture, or not what was asked for.
+    """
+    mixture = find_mixture(records)
+    if mixture is not None:
+        raise DataError(mixture.code, mixture.detail, mixture.path, mixture.action)
+    used = [record for record in records if record.used]
+    stripped = any(record.stripped == "yes" for record in used)
+    registered = any(record.registered == "yes" for record in used)
+    found: Profile = "stripped" if stripped else "registered" if registered else "raw"
+    if asked != "auto" and asked not in get_args(Profile):
+        names = ", ".join(("auto", *get_args(Profile)))
+        raise DataError("BAD_PROFILE", f"profile {asked!r}", action=f"use one of {names}")
+    known = stripped or registered or any(record.stripped == "no" for record in used)
+    if asked not in ("auto", found) and known:
+        raise DataError(
+            "OTHER_INPUT",
+            f"profile {asked!r} was asked for, but the scans are {found}",
+            used[0].path,
+            f"use --data.profile {found} or auto, or other scans",
+        )
+    return found if asked == "auto" else asked

@@ -1,0 +1,116 @@
+"""Raw heads, registered heads and bare brains: told apart, prepared differently, never mixed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import matplotlib.image
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from test_adni_datamodule import prepared
+
+from datamodules.cli import main
+from datamodules.errors import DataError, ProblemsError
+from datamodules.montage import write_montage
+from datamodules.profiles import choose_profile, find_mixture, is_stripped
+from datamodules.synth import CohortSpec, generate
+from datamodules.transforms import StandardiseHeadd
+
+
+def ball(litres: float, noise: float) -> np.ndarray:
+    """A bright ball in 180 x 220 x 180 mm, voxels of 4 mm; ``noise`` in the air."""
+    rng = np.random.default_rng(0)
+    places = np.stack(np.meshgrid(*(np.arange(n) - n / 2 for n in (45, 55, 45)), indexing="ij"))
+    radius = (litres * 1e6 / 64 * 3 / (4 * np.pi)) ** (1 / 3)
+    inside = np.linalg.norm(places, axis=0) < radius
+    return np.where(inside, rng.normal(900, 60, inside.shape), noise * rng.random(inside.shape))
+
+
+def test_brains_and_heads_are_told_apart():
+    assert is_stripped(ball(1.5, noise=0), 64.0) == "yes"
+    assert is_stripped(ball(3.5, noise=0), 64.0) == "no"
+    assert is_stripped(ball(3.5, noise=30), 64.0) == "no"
+    assert is_stripped(ball(2.6, noise=0), 64.0) == ""
+
+
+def test_synthetic_scans_are_what_they_are_said_to_be(tiny_cohort, tmp_path):
+    module = prepared(tiny_cohort, tmp_path / "cache")
+    used = [record for record in module.records if record.used]
+    assert {record.stripped for record in used} == {"yes"}
+    assert choose_profile("auto", module.records) == "stripped"
+    with pytest.raises(DataError, match=r"OTHER_INPUT.*'raw' was asked for.*are stripped"):
+        choose_profile("raw", module.records)
+
+
+def test_a_mixture_is_refused_with_the_odd_one_out(tiny_cohort, tmp_path):
+    records = prepared(tiny_cohort, tmp_path / "cache").records
+    number = next(i for i, record in enumerate(records) if record.used)
+    records[number] = replace(records[number], stripped="no")
+    mixture = find_mixture(records)
+    assert mixture is not None
+    assert (mixture.code, mixture.path) == ("MIXED_INPUT", records[number].path)
+    assert "22 scans are without a skull and 1 are with skull" in mixture.detail
+    with pytest.raises(DataError, match="MIXED_INPUT"):
+        choose_profile("auto", records)
+
+
+def test_a_mixed_folder_stops_before_the_first_step(download, tmp_path):
+    scan = next(download.glob("ADNI/**/*.nii*"))
+    image = nib.load(scan)
+    values = np.asarray(image.dataobj, dtype=np.float32)
+    noisy = values + 5 + np.random.default_rng(0).random(values.shape)
+    nib.save(nib.Nifti1Image(noisy.astype(np.float32), image.affine), scan)
+    with pytest.raises(ProblemsError, match="MIXED_INPUT"):
+        prepared(download, tmp_path / "cache")
+
+
+def test_noise_of_the_air_does_not_count_as_head():
+    quiet, noisy = (torch.tensor(ball(3.5, noise))[None].float() for noise in (0, 60))
+    plain = StandardiseHeadd(["image"])({"image": as_image(quiet)})["image"]
+    found = StandardiseHeadd(["image"], noisy_air=True)({"image": as_image(noisy)})["image"]
+    inside = quiet > 0
+    assert torch.allclose(plain[inside], found[inside], atol=0.02)
+    assert (found[~inside] == 0).float().mean() > 0.999
+
+
+def as_image(values: torch.Tensor) -> torch.Tensor:
+    from monai.data import MetaTensor
+
+    return MetaTensor(values)
+
+
+def test_raw_heads_of_the_hard_level_are_prepared(tmp_path):
+    spec = CohortSpec((("AD", 4), ("NC", 4)), resolution_mm=6.0, difficulty="L2")
+    generate(tmp_path / "hard", spec)
+    module = prepared(tmp_path / "hard", tmp_path / "cache")
+    profile = choose_profile("auto", module.records)
+    assert profile in ("raw", "stripped")
+    image = module.dataset("train")[0]["image"]
+    head = image != 0
+    assert abs(float(image[head].mean())) < 0.2
+    assert float(image.abs().max()) <= 3.0
+
+
+def test_class_weights_make_classes_count_alike(tiny_cohort, tmp_path):
+    module = prepared(tiny_cohort, tmp_path / "cache")
+    labels = [record.label for record in module.scans("train")]
+    weights = module.class_weights
+    totals = [weights[label] * labels.count(label) for label in (0, 1)]
+    assert totals[0] == pytest.approx(totals[1])
+    assert sum(weights[label] for label in labels) == pytest.approx(len(labels))
+
+
+def test_check_draws_scans_before_and_after_the_transforms(tiny_cohort, tmp_path):
+    assert main(["check", str(tiny_cohort), "--out", str(tmp_path / "out")]) == 0
+    picture = matplotlib.image.imread(tmp_path / "out" / "montage.png")
+    assert picture.shape[1] > 1000
+    assert picture[..., :3].std() > 0.1  # scans, not blank panels
+
+
+def test_montage_is_the_same_for_the_same_scans(tiny_cohort, tmp_path):
+    records = prepared(tiny_cohort, tmp_path / "cache").records
+    for name in ("a.png", "b.png"):
+        write_montage(tmp_path / name, records, 2)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
