@@ -209,10 +209,12 @@ def unchanged(module: nn.Module) -> Iterator[dict[int, Any]]:
 def untouched(network: nn.Module) -> Iterator[None]:
     """Undo what the block does to the network's buffers, modes and attributes, and to generators.
 
-    Gradients are the caller's care. Hooks that the user registered on inner modules do run.
+    Parameters that are not trained count as buffers: codebooks are written into such. Gradients are
+    the caller's care. Hooks that the user registered on inner modules do run.
     """
     flags = [(module, module.training) for module in network.modules()]
-    buffers = [(value, value.detach().clone()) for value in network.buffers()]
+    frozen = (value for value in network.parameters() if not value.requires_grad)
+    buffers = [(value, value.detach().clone()) for value in (*network.buffers(), *frozen)]
     with torch.random.fork_rng(devices=_cuda_devices(network)), unchanged(network):
         try:
             yield

@@ -88,8 +88,9 @@ def _is_recurrent(graph: NetworkGraph, layer: Layer) -> bool:
 def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     """Numbers of the heavy layers.
 
-    A pointwise layer next to another heavy layer that reads the same tensor is not one by itself:
-    the shortcut of a residual block, or queries, keys and values of an attention.
+    A pointwise layer next to another heavy layer that reads all that it reads is not one by itself:
+    the shortcut of a residual block, or queries, keys and values of an attention. (Layers that
+    share a mask and nothing else are.)
     """
     heavy = [
         number
@@ -108,7 +109,7 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
 
     def beside_another(number: int) -> bool:
         return any(
-            cuts.reads[number] & cuts.reads[other]
+            cuts.reads[number] <= cuts.reads[other]
             for other in heavy
             if other < number or (other > number and other not in pointwise)
         )
