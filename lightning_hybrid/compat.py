@@ -1,11 +1,11 @@
 """The private names of torch that this package uses, each with its reason, all in this one file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
 # writers of subclasses ("Extending PyTorch") under this name
@@ -14,9 +14,11 @@ from torch._C import DisableTorchFunctionSubclass as as_they_are
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so; and
 # how to leave them for a moment, to run the one sub-module that cannot run on them
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.amp import GradScaler
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.optim import Optimizer
 
 __all__ = [
     "BatchNorm",
@@ -26,6 +28,8 @@ __all__ = [
     "graph_is_kept",
     "hooks_silenced",
     "own_saved_tensors",
+    "replace_unscaling",
+    "unscales_by_itself",
     "unset_fake_temporarily",
 ]
 
@@ -39,6 +43,30 @@ def backward_reaches(ctx: Any, index: int) -> bool:
     """
     node = ctx.next_functions[index][0]
     return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def replace_unscaling(
+    scaler: GradScaler, unscale: Callable[[Optimizer, Tensor], bool] | None
+) -> None:
+    """Let a scaler unscale gradients by ``unscale``, which tells whether one was not finite.
+
+    There is no public way to give a scaler the gradients that other ranks hold. ``None``: its own
+    way again.
+    """
+    vars(scaler).pop("_unscale_grads_", None)
+    if unscale is not None:
+
+        def unscale_everywhere(
+            optimizer: Optimizer, factor: Tensor, found: Tensor, _: bool
+        ) -> dict[torch.device, Tensor]:
+            return {found.device: found.fill_(unscale(optimizer, factor))}
+
+        vars(scaler)["_unscale_grads_"] = unscale_everywhere
+
+
+def unscales_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer takes scaled gradients (fused ones do), as `GradScaler` asks it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def graph_is_kept() -> bool:

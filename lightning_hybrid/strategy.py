@@ -8,7 +8,7 @@ strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
 import os
 import traceback
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -22,13 +22,16 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAcce
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 
+from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import keep_samplers, set_module_device
 from lightning_hybrid.errors import PlanError, RemoteError
 from lightning_hybrid.launcher import (
@@ -39,8 +42,10 @@ from lightning_hybrid.launcher import (
 )
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.engine import StageOptions
 from lightning_hybrid.runtime.faults import (
     first_fault,
     is_loss,
@@ -92,6 +97,9 @@ class HybridGabraStrategy(DDPStrategy):
         objective: ``"makespan"``, the slowest device's time, or ``"profit"``, Eq. 5 of Akintoye et
             al. 2022 (constant on equal devices; kept for comparison).
         network: dotted name(s) of the module(s) to cut. ``None``: found.
+        compile_stages: run each stage through ``torch.compile``. The first steps take longer
+            (a minute or so per stage on a CPU); the module, its hooks and its checkpoints stay
+            what they are.
         plan: a :class:`Plan` or a path to one; skips profiling and search.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
@@ -120,6 +128,7 @@ class HybridGabraStrategy(DDPStrategy):
         allocation: Literal["gabra", "exact"] | list[str] = "gabra",
         objective: Literal["makespan", "profit"] = "makespan",
         network: str | list[str] | None = None,
+        compile_stages: bool = False,
         plan: Plan | str | Path | None = None,
         seed: int = 0,
         accelerator: Accelerator | None = None,
@@ -155,7 +164,9 @@ class HybridGabraStrategy(DDPStrategy):
             objective=objective,
             seed=seed,
         )
+        self._compile_stages = compile_stages
         self._plans: dict[str, Plan] = {}
+        self._statistics: AbstractContextManager[Any] = nullcontext()
         self._failure = "this rank has failed"
         self._phase = _Phase.TOGETHER
         self._mesh: Mesh | None = None
@@ -321,17 +332,24 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._mesh.drivers is not None
         broadcast_module(self.lightning_module, self._mesh.drivers)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+        options = self._stage_options(fitting)
+        self._statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
         self.model_to_device()
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         seed = broadcast_object(self._mesh.drivers, seed)
-        self._driver = Driver(self.lightning_module, self._mesh, self.root_device, seed)
+        self._driver = Driver(self.lightning_module, self._mesh, self.root_device, seed, options)
         self._networks = Networks(
             self.lightning_module,
             self._driver,
             self._mesh,
-            Discovery(self._names, self._microbatches, self._make_plan, fitting, rank_zero_info),
+            Discovery(
+                self._names,
+                self._microbatches,
+                self._make_plan,
+                fitting,
+                self._compile_stages,
+                rank_zero_info,
+            ),
             self._plans,
         )
         if fitting:
@@ -342,6 +360,19 @@ class HybridGabraStrategy(DDPStrategy):
         vars(self.precision_plugin).update(
             clip_grad_by_norm=self._driver.clip_norm, clip_grad_by_value=self._driver.clip_values
         )
+        if (scaler := self._scaler) is not None and self._shape()[1] > 1:
+            replace_unscaling(scaler, self._driver.unscale)
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        plugin = self.precision_plugin
+        return plugin.scaler if isinstance(plugin, MixedPrecision) else None
+
+    def _stage_options(self, fitting: bool) -> StageOptions:
+        """On every rank alike: it may make a group."""
+        assert self._mesh is not None
+        share = fitting and self._layer_sync is not None and self.num_replicas > 1
+        return StageOptions(self._compile_stages, self._mesh.statistics() if share else None)
 
     def _make_plan(self, *arguments: Any) -> Plan:
         if self._given_plan is not None:
@@ -358,17 +389,16 @@ class HybridGabraStrategy(DDPStrategy):
         )
 
     def _refuse_what_cannot_work(self) -> None:
-        if self._shape()[1] == 1:
-            return
-        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler:
+        if self._layer_sync is not None and not isinstance(self._layer_sync, TorchSyncBatchNorm):
             raise PlanError(
-                "precision='16-mixed' needs one loss scale over all stages, which is not supported "
-                "yet. Use precision='bf16-mixed' or '32-true'."
+                f"{type(self._layer_sync).__name__} replaces modules, and hybrid_gabra cannot know "
+                "which ranks they speak to. Use Trainer(sync_batchnorm=True), which takes batch "
+                "statistics over the replicas of each stage."
             )
-        if self._layer_sync:
+        if self._layer_sync is not None and self._compile_stages:
             raise PlanError(
-                "sync_batchnorm=True is not supported yet with pipeline_parallel_size > 1. "
-                "Switch it off, or use pipeline_parallel_size=1."
+                "sync_batchnorm=True and compile_stages=True do not go together: torch.compile "
+                "does not follow the exchange of statistics. Leave one of them out."
             )
 
     def _refuse_callbacks(self, trainer: Trainer) -> None:
@@ -388,12 +418,20 @@ class HybridGabraStrategy(DDPStrategy):
                     "LBFGS evaluates its closure several times a step, and each stage would do so "
                     "on its own. Use another optimizer, or pipeline_parallel_size=1."
                 )
+            if self._scaler is not None and unscales_by_itself(optimizer) and self._shape()[1] > 1:
+                raise PlanError(
+                    f"{type(optimizer).__name__}(fused=True) takes the loss scale into its step, "
+                    "and each stage would decide by itself whether to skip it. With "
+                    "precision='16-mixed' use fused=False."
+                )
 
     def serve(self) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""
         assert self.lightning_module is not None
         assert self._mesh is not None
-        worker = Worker(self.lightning_module, self._mesh, self.root_device)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        options = self._stage_options(fitting)
+        worker = Worker(self.lightning_module, self._mesh, self.root_device, options)
         results: Results = worker.serve()
         self._plans.update(results.plans)
         self.lightning_module.cpu()
@@ -447,6 +485,8 @@ class HybridGabraStrategy(DDPStrategy):
             self._driver.close()
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
             vars(self.precision_plugin).pop("clip_grad_by_value", None)
+            if self._scaler is not None:
+                replace_unscaling(self._scaler, None)
         super().teardown()
 
     # ------------------------------------------------------------------ a step
@@ -474,7 +514,8 @@ class HybridGabraStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         self._driver.begin_step(module.trainer.fit_loop.epoch_loop.total_batch_idx)
-        output = super().training_step(*args, **kwargs)
+        with self._statistics:
+            output = super().training_step(*args, **kwargs)
         if output is not None:
             self._networks.require()
         return output
@@ -488,7 +529,8 @@ class HybridGabraStrategy(DDPStrategy):
         module, precision = self.lightning_module, self.precision_plugin
         closure_loss = precision.pre_backward(closure_loss, module)
         self._driver.before_backward()
-        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with self._statistics:  # activation checkpointing runs layers again here
+            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._driver.after_backward()
         return precision.post_backward(closure_loss, module)
 

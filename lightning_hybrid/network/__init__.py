@@ -10,10 +10,11 @@ from lightning_hybrid.network.partition import (
     network_partitions,
 )
 from lightning_hybrid.network.profile import PartitionProfile, Profile, count
-from lightning_hybrid.network.stage import Stage, cut
+from lightning_hybrid.network.stage import COMPILE_OPTIONS, Stage, cut
 from lightning_hybrid.network.tracing import trace
 
 __all__ = [
+    "COMPILE_OPTIONS",
     "NetworkGraph",
     "NetworkPartition",
     "PartitionProfile",

@@ -16,6 +16,9 @@ from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import ANCHORED, NetworkGraph, size_from
 from lightning_hybrid.network.partition import NetworkPartition
 
+# Inductor has generators of its own: random layers shall draw what they draw uncompiled
+COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
+
 
 class Stage(nn.Module):
     """The layers between two cuts: takes and returns a list of tensors.
@@ -48,7 +51,14 @@ class Stage(nn.Module):
         self.module_names = tuple(modules)
         self._namespace = namespace
         self._owned = names
-        self._code = _compiled(graph)
+        self._code = _as_function(graph)
+        self.compiled = False
+
+    def compile_code(self) -> None:
+        """From now on run through ``torch.compile``; the network's modules stay what they are."""
+        if not self.compiled:
+            self.compiled = True
+            self._code = torch.compile(self._code, options=COMPILE_OPTIONS)
 
     def forward(self, values: list[Tensor]) -> list[Tensor]:
         """Run the layers of this stage."""
@@ -110,7 +120,7 @@ class Stage(nn.Module):
                 yield name, value
 
 
-def _compiled(graph: fx.Graph) -> Callable[..., list[Tensor]]:
+def _as_function(graph: fx.Graph) -> Callable[..., list[Tensor]]:
     """The graph as a Python function; it forgets each tensor after its last use."""
     code = graph.python_code("self")
     scope: dict[str, Any] = dict(code.globals)

@@ -54,6 +54,8 @@ class Op(IntEnum):
     """Set the gradients of the parameters named to ``None``."""
     TAKE_GROUPS = 22
     """[optimizer] Its parameter groups follow."""
+    UNSCALE = 23
+    """[optimizer] A factor follows. Answered with whether a gradient is not finite."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Cut:
         name: its dotted name in the LightningModule; empty for the LightningModule itself.
         arguments: args and kwargs of its first call, tensors on the meta device.
         precision: what surrounds that call.
+        training: the training flag of every module of the network, in its order of modules.
         boundaries: index of the first partition of each next stage.
         fingerprint: of the driver's graph; another one here means another network.
         schedule: name of the schedule.
@@ -76,6 +79,7 @@ class Cut:
     name: str
     arguments: Any
     precision: Precision
+    training: tuple[bool, ...]
     boundaries: tuple[int, ...]
     fingerprint: str
     schedule: str

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_hybrid.compat import BatchNorm, own_saved_tensors
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
 from lightning_hybrid.network import (
+    COMPILE_OPTIONS,
     NetworkGraph,
     NetworkPartition,
     check,
@@ -29,6 +30,7 @@ from lightning_hybrid.network.effects import untouched
 from lightning_hybrid.network.find import Handler, candidates, unwatch, unwatched, watch
 from lightning_hybrid.network.structure import rebuild
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
 from lightning_hybrid.runtime.mesh import Mesh
@@ -48,6 +50,7 @@ class Discovery:
         microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
         make_plan: see :data:`Planner`.
         training: whether the run trains.
+        compiled: run stages through ``torch.compile``.
         say: prints a line, once for all replicas.
     """
 
@@ -55,6 +58,7 @@ class Discovery:
     microbatches: int | None
     make_plan: Planner
     training: bool
+    compiled: bool
     say: Callable[[str], None]
 
 
@@ -81,7 +85,7 @@ class Networks:
         self._how, self._plans = discovery, plans
         self._cut: set[str] = set()
         self._watched: dict[str, nn.Module] = {}
-        if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1:
+        if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1 or discovery.compiled:
             self._watched = candidates(module, discovery.names)
         self._watch(self._watched, self._called)
 
@@ -147,7 +151,10 @@ class Networks:
         """One stage: only micro-batches are left to do."""
         chunks = self._how.microbatches or 1
         self._cut.add(name)
-        watch(module, name, lambda n, m, a, k: call_in_chunks(type(m).forward, m, a, k, chunks))
+        forward: Callable[..., Any] = type(module).forward
+        if self._how.compiled:
+            forward = torch.compile(forward, options=COMPILE_OPTIONS)
+        watch(module, name, lambda n, m, a, k: call_in_chunks(forward, m, a, k, chunks))
         return module
 
     def _adopt(
@@ -263,7 +270,8 @@ class Networks:
             self._how.say(
                 f"{what} has batch normalisation: in training its statistics "
                 f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "
-                "every pipeline. num_microbatches=1 gives the numbers of the whole batch."
+                "every pipeline. num_microbatches=1 gives the numbers of the whole batch, "
+                "Trainer(sync_batchnorm=True) those of all replicas' micro-batches."
             )
 
 
@@ -274,7 +282,12 @@ def _as_if_alone() -> Iterator[None]:
     The first call may be a validation's, and what is learned from it is for training too; or it
     may be inside of activation checkpointing, which counts the tensors that are saved.
     """
-    with torch.inference_mode(False), torch.enable_grad(), own_saved_tensors():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        own_saved_tensors(),
+        Synchronised.paused(),
+    ):
         yield
 
 

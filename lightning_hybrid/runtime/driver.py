@@ -27,7 +27,7 @@ from lightning_hybrid.runtime.calls import (
 )
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
-from lightning_hybrid.runtime.engine import Engine
+from lightning_hybrid.runtime.engine import Engine, StageOptions
 from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import (
@@ -38,6 +38,7 @@ from lightning_hybrid.runtime.optimizers import (
 from lightning_hybrid.runtime.random import draw_number
 from lightning_hybrid.runtime.remote import Kind, RemoteTensors
 from lightning_hybrid.runtime.replicas import Copies
+from lightning_hybrid.runtime.scaling import unscale
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     check_ownership,
@@ -68,9 +69,18 @@ class Driver:
         mesh: the groups.
         device: the driver's own.
         seed: of the random numbers inside networks.
+        options: how stages compute.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+        seed: int,
+        options: StageOptions,
+    ) -> None:
+        self._options = options
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
         self._workers = range(1, mesh.place.stages)
         self._links = Links(mesh, device) if self._workers else None
@@ -137,6 +147,7 @@ class Driver:
             schedule,
             self._seed,
             self._trace,
+            self._options,
         )
         driven = DrivenNetwork(self, number, name, network, engine, graph, microbatches, remote)
         driven.stages = tuple(stages)
@@ -176,6 +187,7 @@ class Driver:
             name,
             graph.example,
             Precision.current(self.device),
+            tuple(module.training for module in graph.network.modules()),
             tuple(boundaries),
             graph.fingerprint,
             schedule,
@@ -353,6 +365,17 @@ class Driver:
         with as_they_are():
             for gradient in gradients_of(optimizer):
                 gradient.mul_(factor)
+
+    def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
+        """Multiply the gradients of all stages with ``factor``; whether one is not finite.
+
+        Replicas agree on it: what they hold are averages over all of them.
+        """
+        index = self._index(getattr(optimizer, "optimizer", optimizer))
+        self.remote.flush()
+        answers = self._ask(Op.UNSCALE, index, payload=factor.cpu()) if self._networks else []
+        with as_they_are():
+            return any([unscale(gradients_of(optimizer), factor), *answers])
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
         """Clamp the gradients of all stages to [-bound, bound]."""

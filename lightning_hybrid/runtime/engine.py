@@ -14,15 +14,17 @@ travels to the driver behind the activations.
 
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from lightning_hybrid.compat import own_saved_tensors
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.network import Stage
+from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.calls import (
     BackwardMode,
     Call,
@@ -31,7 +33,7 @@ from lightning_hybrid.runtime.calls import (
     Values,
 )
 from lightning_hybrid.runtime.links import Links
-from lightning_hybrid.runtime.mesh import Place
+from lightning_hybrid.runtime.mesh import Group, Place
 from lightning_hybrid.runtime.random import (
     generators_of_microbatch,
     microbatch_seed,
@@ -44,6 +46,20 @@ from lightning_hybrid.runtime.transport import Arrival, TensorSpec
 from lightning_hybrid.schedules import SCHEDULES, Instruction, Kind, Schedule
 
 _FRAME = 0  # headers and status lines need no operation: who waits knows for what
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How the stages of a run compute, the same on all ranks.
+
+    Attributes:
+        compiled: by ``torch.compile``.
+        statistics: the group over which batch normalisation takes its statistics; ``None``: each
+            replica by itself.
+    """
+
+    compiled: bool = False
+    statistics: Group = None
 
 
 @lru_cache(maxsize=256)
@@ -64,6 +80,7 @@ class Engine:
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
         trace: where to record.
+        options: how stages compute.
 
     Attributes:
         failure: what went wrong on this rank or before it, as text for the driver.
@@ -79,11 +96,14 @@ class Engine:
         schedule: str,
         seed: int,
         trace: Trace,
+        options: StageOptions,
     ) -> None:
         self.stages, self.place, self.links, self.copies = stages, place, links, copies
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: str | None = None
         self._schedule_name = schedule
+        self._compiled = options.compiled
+        self._statistics = options.statistics and Synchronised(options.statistics)
 
     def forward(self, call: Call, inputs: Sequence[Values] = ()) -> list[Values]:
         """Run the forward list of this rank.
@@ -141,6 +161,19 @@ class Engine:
 
     def _schedule(self, key: CallKey, input_gradient: bool) -> Schedule:
         return _schedule(self._schedule_name, self.place.stages, key.microbatches, input_gradient)
+
+    def stage_for(self, key: CallKey) -> Stage:
+        """The variant of the stage that a call needs."""
+        stage = self.stages[key.variant]
+        if self._compiled:
+            stage.compile_code()
+        return stage
+
+    def statistics(self, key: CallKey) -> AbstractContextManager[Any]:
+        """Inside, batch normalisation in training takes its statistics over the replicas."""
+        if self._statistics is None or not key.training[0]:
+            return nullcontext()
+        return self._statistics
 
     def fail(self, error: Exception) -> None:
         """Note an error of this stage; from now on it only keeps its appointments."""
@@ -264,12 +297,13 @@ class _Forward:
             return outputs if engine.place.is_driver else [*outputs, *after]
 
     def _compute(self, microbatch: int, values: Values) -> Values:
-        stage = self.engine.stages[self.call.key.variant]
+        stage = self.engine.stage_for(self.call.key)
         if not self.call.key.grad:
-            return cast(Values, stage(values))
+            with self.engine.statistics(self.call.key):
+                return cast(Values, stage(values))
         specs = self.call.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
-        with torch.enable_grad(), own_saved_tensors():
+        with torch.enable_grad(), own_saved_tensors(), self.engine.statistics(self.call.key):
             outputs = cast(Values, stage(values))
         self.call.saved[microbatch] = (values, outputs)
         return outputs
@@ -316,7 +350,8 @@ class _Backward:
         if engine.failure is not None:
             return
         try:
-            with engine.trace.span("backward", microbatch):
+            # activation checkpointing runs layers again here
+            with engine.trace.span("backward", microbatch), engine.statistics(self.call.key):
                 self._result = self._run(microbatch, gradients)
         except Exception as error:
             self.error = error

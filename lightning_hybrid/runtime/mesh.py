@@ -105,6 +105,7 @@ class Mesh:
         self.backend = backend
         self._timeout = timeout
         self._groups: list[Group] = []
+        self._statistics: Group = None
         replica, position = place.replica, place.position
         self.world = self._group("world", place.rank, place.replicas * place.stages, "gloo")
         self.control = self._group(f"control{replica}", position, place.stages, "gloo")
@@ -149,6 +150,14 @@ class Mesh:
             group = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._groups.append(group)
         return group
+
+    def statistics(self) -> Group:
+        """A group like `copies`, for the statistics of batch normalisation; made on first use."""
+        if self._statistics is None:
+            replica, position = self.place.replica, self.place.position
+            name = f"statistics{position}"
+            self._statistics = self._group(name, replica, self.place.replicas, self.backend)
+        return self._statistics
 
     def init_default_group(self, backend: str, device: torch.device) -> None:
         """Make the default group of the drivers, by public API; nothing on a worker."""

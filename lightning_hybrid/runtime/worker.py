@@ -16,11 +16,12 @@ from lightning_hybrid.network import cut, network_partitions, trace
 from lightning_hybrid.runtime.calls import BackwardMode, CallKey
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
-from lightning_hybrid.runtime.engine import Engine
+from lightning_hybrid.runtime.engine import Engine, StageOptions
 from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
 from lightning_hybrid.runtime.replicas import Copies
+from lightning_hybrid.runtime.scaling import unscale
 from lightning_hybrid.runtime.staged import StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.transport import ConnectionLost
@@ -29,6 +30,7 @@ DRIVER = 0
 _ANSWERED = {
     Op.CUT,
     Op.GRADIENT_NORM,
+    Op.UNSCALE,
     Op.GIVE_WEIGHTS,
     Op.GIVE_OPTIMIZER,
     Op.NAME_GRADIENTS,
@@ -45,9 +47,13 @@ class Worker:
             driver's for the stages that this rank owns.
         mesh: the groups.
         device: where the stages go.
+        options: how they compute.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, device: torch.device, options: StageOptions
+    ) -> None:
+        self._options = options
         self._module, self._mesh, self._device = module, mesh, device
         self._links = Links(mesh, device)
         self._trace = Trace(mesh.place.rank, str(mesh.place))
@@ -103,6 +109,9 @@ class Worker:
         network = self._module.get_submodule(order.name)
         if order.network < len(self._networks):
             self._networks[order.network].set_settings(order.settings)
+        for module, training in zip(network.modules(), order.training):
+            module.training = training
+        self._modes = None  # of the last forward
         with order.precision.applied():
             graph = trace(network, *order.arguments, device=self._device)
         if graph.fingerprint != order.fingerprint:
@@ -127,6 +136,7 @@ class Worker:
             order.schedule,
             order.seed,
             self._trace,
+            self._options,
         )
         self._networks.append(StagedNetwork(order.network, order.name, network, engine))
 
@@ -184,6 +194,9 @@ class Worker:
 
     def _gradient_norm(self, order: float, index: int, *_: int) -> dict[str, torch.Tensor]:
         return gradient_norms(self._optimizers[index], self._names, order)
+
+    def _unscale(self, factor: torch.Tensor, index: int, *_: int) -> bool:
+        return unscale(gradients_of(self._optimizers[index]), factor)
 
     def _scale_gradients(self, factor: float, index: int, *_: int) -> None:
         for gradient in gradients_of(self._optimizers[index]):

@@ -67,17 +67,23 @@ class RefusedCreateGraph(Row):
         return super().loss(x, y) + gradient.square().mean()
 
 
-class RefusedLossScaling(Row):
+class RefusedFusedLossScaling(Row):
+    """A fused optimizer takes the loss scale into its step."""
+
     shapes = (ONE_OF_TWO,)
-    refused = ("16-mixed", "bf16-mixed")
+    refused = ("fused=True", "fused=False")
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         # `precision="16-mixed"` alone becomes bfloat16 on CPUs
         scaler = torch.amp.GradScaler("cpu")
         return {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1, fused=True)
 
-class RefusedSyncBatchNorm(Row):
+
+class RefusedSyncBatchNormCompiled(Row):
     shapes = (ONE_OF_TWO,)
     options: ClassVar = {"sync_batchnorm": True}
-    refused = ("sync_batchnorm", "pipeline_parallel_size")
+    arguments: ClassVar = {"compile_stages": True}
+    refused = ("sync_batchnorm=True", "compile_stages=True")

@@ -1,4 +1,5 @@
 from copy import deepcopy
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -131,3 +132,26 @@ def test_moving_a_stage_moves_what_it_uses_and_nothing_else(
         moved, old = (attrgetter(name)(net).detach() for net in (network, before))
         assert torch.equal(moved, old * 2)
     assert torch.equal(network.one.weight, before.one.weight)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
+def test_a_compiled_stage_keeps_its_modules_and_its_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = partial(torch.compile, backend="aot_eager")  # Inductor needs half a minute of g++
+    monkeypatch.setattr(torch, "compile", lambda code, options: compiled(code))
+    network = FunctionalDropout()
+    graph = trace(network, (torch.ones(3, 4),))
+    chain, names = cut(graph, network_partitions(graph), [1]), list(network.state_dict())
+    for training in (True, False):
+        for batch in (3, 2):
+            network.train(training)
+            x = torch.randn(batch, 4)
+            expected = outputs_and_gradients(network, lambda x=x: network(x))
+            network.zero_grad()
+            for stage in chain:
+                stage.compile_code()
+            found = outputs_and_gradients(network, lambda x=x: run(chain, [x]))
+            network.zero_grad()
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert list(network.state_dict()) == names

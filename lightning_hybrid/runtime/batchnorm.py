@@ -1,0 +1,165 @@
+"""Batch normalisation over the replicas (``Trainer(sync_batchnorm=True)``), on any backend.
+
+Inside :class:`Synchronised` every batch normalisation in training takes its statistics over the
+micro-batches that all replicas have in the same place: the numbers of one device whose micro-batch
+i is the union of the replicas' micro-batches i. The modules stay what they are.
+(``torch.nn.SyncBatchNorm`` replaces them, needs CUDA and knows process groups of its own only.)
+
+Why its collectives cannot wait for each other in a circle: all copies of a stage run the same
+instruction list and the same layers, so they meet in the same order; and take the replicas
+together as one, each collective is one event of one replica's order of events, which has no
+circle. They have a group of their own, so that they never pair with the all-reduce of gradients,
+whose place among them depends on which gradients there are. As with that all-reduce, all replicas
+must call the network equally often.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.runtime.mesh import Group
+from lightning_hybrid.runtime.transport import wait
+
+_ANOTHER_REPLICA = "a rank of another replica"
+
+
+class Synchronised(TorchFunctionMode):
+    """Inside, batch statistics in training are those of all ranks of a group.
+
+    Args:
+        group: of the ranks that hold a copy of the layers.
+    """
+
+    _paused = 0
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm and not Synchronised._paused:
+            return self._batch_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @classmethod
+    @contextmanager
+    def paused(cls) -> Iterator[None]:
+        """Inside, every rank is by itself: not all of them do what follows."""
+        Synchronised._paused += 1
+        try:
+            yield
+        finally:
+            Synchronised._paused -= 1
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """``torch.nn.functional.batch_norm`` with the statistics of the group."""
+        if not training or self._group.size() == 1:
+            return F.batch_norm(
+                input, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        output, mean, variance, count = _BatchNorm.apply(  # type: ignore[no-untyped-call]
+            input, weight, bias, eps, self._group
+        )
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                unbiased = variance * (count / (count - 1))
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        normalised: Tensor = output
+        return normalised
+
+
+class _BatchNorm(torch.autograd.Function):
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, over all ranks of a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = x.to(_wide(x))
+        mean, variance, count = _statistics(wide, group)
+        scale = torch.rsqrt(variance + eps)
+        normal = (wide - _along(mean, x)) * _along(scale, x)
+        output = normal if weight is None else normal * _along(weight, x)
+        output = output if bias is None else output + _along(bias, x)
+        ctx.save_for_backward(x, weight, mean, scale, count)
+        ctx.has_bias, ctx.group = bias is not None, group
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale, count = ctx.saved_tensors
+        wide = gradient.to(_wide(x))
+        normal = (x.to(wide.dtype) - _along(mean, x)) * _along(scale, x)
+        axes = _axes(x)
+        sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
+        bias_gradient, weight_gradient = sums
+        if not ctx.needs_input_grad[0]:
+            # all copies of a layer agree on this, as they hold the same flags
+            input_gradient = None
+        else:
+            total = sums.clone()
+            wait(ctx.group.allreduce([total]), _ANOTHER_REPLICA)
+            of_bias, of_weight = total / count
+            input_gradient = wide - _along(of_bias, x) - normal * _along(of_weight, x)
+            factor = scale if weight is None else scale * weight
+            input_gradient = (input_gradient * _along(factor, x)).to(x.dtype)
+        return (
+            input_gradient,
+            weight_gradient.to(weight.dtype) if weight is not None else None,
+            bias_gradient.to(weight.dtype if weight is not None else x.dtype)
+            if ctx.has_bias
+            else None,
+            None,
+            None,
+        )
+
+
+def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance per channel over all ranks, and how many numbers each is made of.
+
+    Every rank adds up the same parts in the same order, so all get the same bits.
+    """
+    count = x.numel() // x.shape[1]
+    variance, mean = torch.var_mean(x, _axes(x), correction=0)
+    mine = torch.cat([mean, variance, mean.new_tensor([count])])
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    wait(group.allgather([parts], [mine]), _ANOTHER_REPLICA)
+    table = torch.stack(parts)
+    means, variances, counts = table.split([len(mean), len(mean), 1], dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    variance = ((variances + (means - mean).square()) * counts).sum(0) / total
+    return mean, variance, total
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _axes(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _along(values: Tensor, x: Tensor) -> Tensor:
+    """Values per channel, as they meet ``x``."""
+    return values.to(_wide(x)).view(1, -1, *[1] * (x.dim() - 2))

@@ -1,0 +1,178 @@
+"""Real networks, precisions, compiled stages and shared batch statistics: the numbers stay."""
+
+import warnings
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Training as Run
+from stages_script import (
+    COMPILED,
+    JOBS,
+    PRECISIONS,
+    REAL,
+    SEED,
+    SYNCHRONISED,
+    Training,
+    fit,
+    leaves,
+)
+from torch import Tensor
+
+from lightning_hybrid.runtime.random import draw_number, microbatch_seed
+
+pytestmark = [
+    pytest.mark.distributed,
+    # Lightning's advice on workers of loaders, and on an unused logger
+    pytest.mark.filterwarnings("ignore"),
+]
+FAST = {name: REAL[name] for name in ("UNet", "VarAutoEncoder", "Encoder")} | PRECISIONS
+SLOW = {name: job for name, job in (REAL | COMPILED).items() if name not in FAST}
+SCRIPT = Path(__file__).with_name("stages_script.py")
+Ranks = list[dict[str, Any]]
+Runs = Callable[[int, int, str], Ranks]
+
+
+def tiers(jobs: dict[str, Any]) -> list[Any]:
+    """Names of jobs; those that take long belong to the slow tier."""
+    slow = pytest.mark.conformance
+    return [name if name in FAST else pytest.param(name, marks=slow) for name in jobs]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Run several jobs in one set of processes, once per shape and set of jobs."""
+    done: dict[Any, Ranks] = {}
+
+    def run(replicas: int, stages: int, name: str) -> Ranks:
+        jobs = next(jobs for jobs in (FAST, SLOW, SYNCHRONISED) if name in jobs)
+        key = replicas, stages, *jobs
+        if key not in done:
+            folder = tmp_path_factory.mktemp("stages")
+            config = {"replicas": replicas, "stages": stages, "jobs": list(jobs)}
+            done[key] = Run(folder, script=SCRIPT, **config).run()
+        return done[key]
+
+    return run
+
+
+def one_device(name: str, folder: Path, replicas: int = 1, **options: Any) -> Training:
+    """Plain Lightning, the network once per micro-batch.
+
+    With several replicas, a batch is that of all of them, and its micro-batch i is made of the
+    replicas' micro-batches i.
+    """
+    torch.set_num_threads(1)
+
+    def prepare(module: Training) -> None:
+        net, calls = module.net, (draw_number(batch, 0) for batch in count())
+        original = net.forward
+
+        def forward(*arguments: Tensor) -> Any:
+            order = arrange(len(arguments[0]), replicas, module.job.microbatches)
+            call = next(calls) if torch.is_grad_enabled() else -1
+            results = []
+            for index, part in enumerate(order):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(microbatch_seed(SEED, 0, call, index))
+                    results.append(original(*(argument[part] for argument in arguments)))
+            return joined(results, torch.cat(order).argsort())
+
+        net.forward = forward
+        if replicas > 1:
+            module.train_dataloader = lambda: torch.utils.data.DataLoader(
+                module.data(), batch_size=4 * replicas
+            )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fit(name, folder, prepare, devices=1, **options)
+
+
+def arrange(batch: int, replicas: int, microbatches: int) -> list[Tensor]:
+    """Which samples of a batch are in each micro-batch."""
+    shares = [share.chunk(microbatches) for share in torch.arange(batch).split(batch // replicas)]
+    return [torch.cat(parts) for parts in zip(*shares)]
+
+
+def joined(results: list[Any], order: Tensor) -> Any:
+    """One output of those of the micro-batches, samples in the order of the batch."""
+    if len(results) == 1:
+        return results[0]
+    columns = [
+        torch.cat(parts)[order] for parts in zip(*([v for _, v in leaves(r)] for r in results))
+    ]
+    return columns[0] if isinstance(results[0], Tensor) else tuple(columns)
+
+
+def assert_same(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_each_stage_worked_alone(ranks: Ranks, name: str, replicas: int = 1) -> None:
+    assert len({rank[name]["pid"] for rank in ranks}) == len(ranks)
+    stages = len(ranks) // replicas
+    for first in range(0, len(ranks), stages):
+        owned = [rank[name]["gradients"] for rank in ranks[first : first + stages]]
+        assert all(owned)
+        assert not set.intersection(*owned) or stages == 1
+
+
+@pytest.mark.parametrize("name", tiers(REAL))
+def test_real_networks_train_as_on_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
+    ranks = runs(1, 2, name)
+    expected = one_device(name, tmp_path)
+    tolerance = 1e-10 if JOBS[name].dtype == torch.float64 else 0.0  # bit for bit
+    assert_same(ranks[0][name]["seen"], expected.seen, tolerance)
+    for rank in ranks:
+        assert_same(rank[name]["weights"], dict(expected.state_dict()), tolerance)
+    assert_each_stage_worked_alone(ranks, name)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_every_precision_trains_as_on_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
+    """Bit for bit: what is rounded to a few bits differs much where it differs."""
+    ranks = runs(1, 2, name)
+    expected = one_device(name, tmp_path)
+    assert_same(ranks[0][name]["seen"], expected.seen, 0)
+    for rank in ranks:
+        assert_same(rank[name]["weights"], dict(expected.state_dict()), 0)
+    assert_each_stage_worked_alone(ranks, name)
+
+
+def test_one_infinite_gradient_in_one_stage_is_a_step_that_no_stage_makes(runs: Runs) -> None:
+    driver, _ = runs(1, 2, "overflow")
+    *_, scale = driver["overflow"]["seen"]
+    assert scale == 2.0**9  # halved in two of eight steps, and doubled after three good ones
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_stages_train_as_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
+    ranks = runs(1, 2, name)
+    expected = one_device(name, tmp_path)
+    tolerance = 1e-6 if JOBS[name].dtype == torch.float32 else 1e-12
+    if "autocast" in name:
+        tolerance = 1e-2
+    assert_same(ranks[0][name]["seen"], expected.seen, tolerance)
+    for rank in ranks:  # under the names of the module
+        assert_same(rank[name]["weights"], dict(expected.state_dict()), tolerance)
+    assert_each_stage_worked_alone(ranks, name)
+
+
+@pytest.mark.parametrize("name", SYNCHRONISED)
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.conformance), 2])
+def test_batch_statistics_over_the_replicas_are_those_of_their_union(
+    runs: Runs, tmp_path: Path, name: str, stages: int
+) -> None:
+    ranks = runs(2, stages, name)
+    expected = one_device(name, tmp_path, replicas=2)
+    for rank in ranks:  # running statistics too
+        assert_same(rank[name]["weights"], dict(expected.state_dict()))
+    mine, other = ranks[0][name]["seen"], ranks[stages][name]["seen"]
+    losses = [(a + b) / 2 for a, b in zip(mine[:-1], other[:-1])]
+    assert_same(losses, expected.seen[:-1])
+    assert_each_stage_worked_alone(ranks, name, replicas=2)
