@@ -1,5 +1,6 @@
 """A network that has been cut, as one rank sees it."""
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -37,6 +38,8 @@ class StagedNetwork:
             for name, value in vars(part).items()
             if name != "training" and isinstance(value, _PLAIN)
         ]
+        self._seen: list[object] = [self] * len(self._settings)
+        self._now: tuple[object, ...] = ()
         self._last_settings = self.settings()
 
     def add_key(self, key: CallKey) -> int:
@@ -66,7 +69,10 @@ class StagedNetwork:
     def settings(self) -> tuple[object, ...]:
         """The plain attributes of every module (numbers, strings, ``None``), as they are now."""
         values = [attributes.get(name) for attributes, name in self._settings]
-        return tuple([value if isinstance(value, _PLAIN) else None for value in values])
+        if not all(map(operator.is_, values, self._seen)):  # mostly nothing has changed
+            self._seen = values
+            self._now = tuple([value if isinstance(value, _PLAIN) else None for value in values])
+        return self._now
 
     def set_modes(self, key: CallKey) -> None:
         """On a worker: the flags that the driver's network has."""
