@@ -195,10 +195,9 @@ class RemoteTensors:
     def adopt_fetched(self) -> None:
         """Weights and buffers are here as the owners have them, all of them."""
         for kind in (Kind.PARAMETER, Kind.BUFFER):
-            for name, remote in self._tensors[kind].items():
+            for remote in self._tensors[kind].values():
                 remote.seen = self._age[kind]
                 remote.settle()
-                self._touched[kind, name] = remote
 
     def adopt_replaced(self) -> None:
         """Before a forward: bring the owners the buffers that were replaced here.
@@ -215,6 +214,7 @@ class RemoteTensors:
     def read(self, remote: Remote) -> None:
         """Fetch what the owner has, unless that is here already."""
         kind, age = remote.kind, self._age[remote.kind]
+        self._touched[kind, remote.name] = remote  # who reads may keep a view
         if remote.seen == age:
             return
         self.flush()
@@ -230,7 +230,6 @@ class RemoteTensors:
                 each.value.copy_(values[each.name])
                 each.seen = age
                 each.settle()
-                self._touched[kind, each.name] = each
 
     def touch(self, remote: Remote) -> None:
         """It was written to."""
@@ -264,9 +263,11 @@ class RemoteTensors:
 
     def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
-        other = getattr(value, "_remote", None)
-        if other is not None and (other.kind, other.name) == (Kind.GRADIENT, remote.name):
-            return
+        other = getattr(value, "_behind", None)
+        if isinstance(other, Remote):
+            if (other.kind, other.name) == (Kind.GRADIENT, remote.name):
+                return  # as in `parameter.grad *= 2`: the window has been written to
+            other.read()
         with as_they_are():
             remote.value.grad = value  # torch's own check of shape, dtype and device
             remote.value.grad = None

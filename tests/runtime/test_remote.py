@@ -168,6 +168,18 @@ def test_gradients_are_seen_changed_and_cleared(world: World) -> None:
     assert all(p.grad is None for p in theirs)
 
 
+def test_gradients_are_changed_in_place_and_swapped(world: World) -> None:
+    world.backward_there()
+    first, last = world.here[0].bias, world.here[1].bias
+    old, theirs = world.there[0].bias.grad.clone(), world.there[1].bias.grad.clone()  # type: ignore[union-attr]
+    first.grad *= 3
+    world.windows.flush()
+    assert torch.equal(world.there[0].bias.grad, old * 3)  # type: ignore[arg-type]
+    first.grad = last.grad
+    world.windows.flush()
+    assert torch.equal(world.there[0].bias.grad, theirs)  # type: ignore[arg-type]
+
+
 def test_clearing_gradients_fetches_none(world: World) -> None:
     world.backward_there()
     world.here.zero_grad()
