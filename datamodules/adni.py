@@ -218,7 +218,7 @@ class ADNIDataModule(lightning.LightningDataModule):
             made = make_split(found.records, *fractions, self.seed, folds=self.folds)
             save_split(path, replace(made, task=self.task.name, rule=asdict(self.rule)))
         if not self._told:
-            self.setup()
+            self._load()
             write_demographics(self.state_dir / "demographics.tsv", self.records)
             shared = self.state_dir / "shareable.json"
             write_shareable(shared, self.records, self.task.name, asdict(self.rule))
@@ -227,7 +227,29 @@ class ADNIDataModule(lightning.LightningDataModule):
             self._told = True
 
     def setup(self, stage: str | None = None) -> None:
-        """Read manifest and split, and check for leaks; reads no image, so any rank may call it."""
+        """Read manifest and split, check for leaks and that all ranks have the same scans.
+
+        Reads no image.
+
+        Raises:
+            DataError: there is no manifest yet, or another one than on rank 0.
+            SplitError: a leak, or a split that does not fit.
+        """
+        self._load()
+        if self.trainer is not None:
+            self._compare(self.trainer.strategy.broadcast(fingerprint(self.records)))
+
+    def _compare(self, first: str) -> None:
+        """Refuse to train when rank 0, whose ``fingerprint`` this is, has other scans."""
+        if first != fingerprint(self.records):
+            raise DataError(
+                "OTHER_MANIFEST",
+                "this rank has other scans, contents or labels than rank 0",
+                str(self.state_dir / "manifest.tsv"),
+                "use one --data.cache_dir that all ranks see, or the same data on every node",
+            )
+
+    def _load(self) -> None:
         manifest = self.state_dir / "manifest.tsv"
         if not manifest.exists():
             raise DataError(
@@ -353,6 +375,10 @@ class ADNIDataModule(lightning.LightningDataModule):
             counts = Counter(record.label for record in scans)
             numbers = "".join(f"{counts[label]:>8}" for label in range(self.num_classes))
             lines.append(f"{part:8}{numbers}{len({r.subject for r in scans}):>10}")
+        present = {record.subject for record in self.records if record.used}
+        gone = set(self.split.part_of()) - present if self.split else set()
+        if gone:
+            lines.append(f"{len(gone)} subjects of the split are not in the data, or not used")
         if self.shuffle_labels:
             lines.append("labels are PERMUTED over subjects (--data.shuffle_labels true)")
         return "\n".join(lines)

@@ -86,6 +86,12 @@ class ClassifierCLI(LightningCLI):
             self.parser.error(f"{self.subcommand} needs the checkpoint of a run: --ckpt_path FILE")
 
     def after_instantiate_classes(self) -> None:
+        if self.datamodule.num_classes != 2:
+            raise DataError(
+                "BAD_TASK",
+                f"task {self.datamodule.task.name} has {self.datamodule.num_classes} classes",
+                action="use ad_nc or pmci_smci: the classifier here knows two classes",
+            )
         loggers = self.trainer.loggers
         # ask all for their number before the first one makes the folder and the next one counts on
         _ = [logger.version for logger in loggers]

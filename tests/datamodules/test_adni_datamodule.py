@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 from datamodules import ADNIDataModule, cache
 from datamodules.errors import DataError, FolderError, ProblemsError, ScanReadError, SplitError
 from datamodules.labels import TASKS
-from datamodules.records import ScanRecord
+from datamodules.records import ScanRecord, fingerprint
 from datamodules.splits import SPLITS, extend_split, load_split, save_split
 from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
@@ -237,6 +237,21 @@ def test_one_more_subject_does_not_change_the_split_silently(download, tmp_path)
 
 def make_records(root: Path) -> list[ScanRecord]:
     return survey(root, TASKS["ad_nc"], None).records
+
+
+def test_ranks_with_other_scans_are_refused(module):
+    module._compare(fingerprint(module.records))
+    with pytest.raises(DataError, match=r"(?s)OTHER_MANIFEST.*manifest\.tsv.*cache_dir"):
+        module._compare(fingerprint(module.records[1:]))
+
+
+def test_subjects_that_are_gone_are_counted(download, tmp_path):
+    first = prepared(download, tmp_path / "cache")
+    subject = first.split.train[0]
+    shutil.rmtree(download / "ADNI" / subject)
+    again = prepared(download, tmp_path / "cache", on_bad="skip")
+    assert "1 subjects of the split are not in the data" in again.describe()
+    assert "subjects of the split" not in first.describe()
 
 
 def test_folds_and_rule_stand_in_the_split_file(tiny_cohort, tmp_path):

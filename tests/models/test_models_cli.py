@@ -98,6 +98,11 @@ def test_trouble_with_the_data_is_told_without_a_traceback(config, tmp_path, mon
         command(monkeypatch, "fit", "--config", config, "--data.root", str(tmp_path / "nowhere"))
 
 
+def test_three_classes_are_refused_by_the_classifier_of_two(config, monkeypatch) -> None:
+    with pytest.raises(SystemExit, match="task three_way has 3 classes"):
+        command(monkeypatch, "fit", "--config", config, "--data.task", "three_way")
+
+
 def test_help_names_every_command(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, "--help")
