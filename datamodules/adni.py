@@ -27,7 +27,7 @@ from .report import write_demographics, write_shareable
 from .seeding import Draws, EpochLoader
 from .sources import Layout
 from .splits import SPLITS, Split, SplitName, assign, check_leak, load_split, make_split, save_split
-from .survey import refuse_inside, survey, write_problems
+from .survey import cut_brains, refuse_inside, survey, write_problems
 from .transforms import SHAPE, SPACING_MM, fixed_transforms, random_transforms
 
 
@@ -207,6 +207,8 @@ class ADNIDataModule(lightning.LightningDataModule):
                 diagnosis_csv=self.diagnosis_csv,
                 progress=advance,
             )
+        view = tuple(self.spacing_mm * n for n in self.spatial_shape)
+        found.warnings.extend(cut_brains(found.records, (view[0], view[1], view[2])))
         report = self.state_dir / "problems.tsv"
         write_problems(report, found)
         if found.problems and self.on_bad == "error":

@@ -31,7 +31,7 @@ from .errors import Problem
 from .profiles import is_stripped
 from .records import ScanRecord
 
-_VERSION = 4  # raise it when a check changes
+_VERSION = 5  # raise it when a check changes
 _LARGEST_BYTES = 4 << 30  # of one volume, by its header
 _GZIP = b"\x1f\x8b"
 
@@ -48,6 +48,7 @@ class FileReport:
     shape: str = ""
     zooms: str = ""
     axcodes: str = ""
+    reach: str = ""
     sample: str = ""
     stripped: str = ""
 
@@ -88,13 +89,31 @@ def check_file(path: Path, leniency: Leniency = STRICT) -> FileReport:
         values, warnings = _check_values(image, leniency)
     except _Bad as bad:
         return bad.report
+    skull, reach = _head(values, affine)
     return replace(
         report,
         warnings={**report.warnings, **warnings},
         sha256=hashlib.sha256(data).hexdigest(),
+        reach=_reach(values, affine),
         sample=sample_voxels(values, affine),
         stripped=is_stripped(values, abs(float(np.linalg.det(affine[:3, :3])))),
     )
+
+
+def _reach(values: Any, affine: Any) -> str:
+    """Sides in mm, in RAS order, of the box around the middle that holds all but the background.
+
+    Background is what equals the corner.
+    """
+    order = nib.io_orientation(affine)
+    tissue = nib.orientations.apply_orientation(values != values[0, 0, 0], order)
+    sizes = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))[order[:, 0].argsort()]
+    reach = []
+    for axis, size in enumerate(sizes):
+        rest = tuple(other for other in range(3) if other != axis)
+        places = np.flatnonzero(tissue.any(axis=rest)) - (tissue.shape[axis] - 1) / 2
+        reach.append(f"{(2 * np.abs(places).max() + 1) * size:.0f}")
+    return " ".join(reach)
 
 
 def _parse(path: Path, data: bytes) -> Any:
@@ -326,6 +345,7 @@ def _apply(
                 shape=report.shape,
                 zooms=report.zooms,
                 axcodes=report.axcodes,
+                reach=report.reach,
                 stripped=report.stripped,
                 problem=report.code,
             )

@@ -73,6 +73,9 @@ class ScanRecord:
     shape: str = ""
     zooms: str = ""
     axcodes: str = ""
+    reach: str = ""
+    """Sides in mm, right-left, back-front, down-up, of the box around the middle of the volume
+    that holds all that is not background."""
     problem: str = ""
     split: str = ""
     """train, val or test."""

@@ -114,6 +114,25 @@ def survey(
     return Survey(root, reading.layout, tables, records, problems, warnings, reading.notes)
 
 
+def cut_brains(
+    records: Sequence[ScanRecord], field_of_view_mm: tuple[float, float, float]
+) -> list[Problem]:
+    """A warning for each stripped brain that reaches beyond a field of view around its middle.
+
+    Heads with skull are always cut: neck and noise reach to the edge.
+    """
+    warnings = []
+    for record in records:
+        reach = [float(side) for side in record.reach.split()]
+        if record.used and record.stripped == "yes":
+            lost = max(side - limit for side, limit in zip(reach, field_of_view_mm))
+            if lost > 0:
+                detail = f"brain cut off by the field of view: {lost / 2:.0f} mm at most"
+                who = (record.path, record.subject, record.image_id)
+                warnings.append(Problem("GEOMETRY", detail, "use a larger spatial_shape", *who))
+    return warnings
+
+
 def refuse_inside(root: Path, path: Path, what: str) -> None:
     """Raise unless ``path`` lies outside the data folder ``root``, or the folders of a table."""
     for folder in data_folders(root):

@@ -13,13 +13,12 @@ from .bids import find_bids, read_bids
 from .caps import find_caps, read_caps
 from .clinical import find_clinical
 from .ida import discover, find_ida, read_ida
-from .ids import adni_subject
 from .plain import REQUIRED as PLAIN_COLUMNS
 from .plain import plain_folders, read_plain
 from .reading import LAYOUTS, Layout, Reading
 from .tree import require_folder, what_is_there
 
-__all__ = ["LAYOUTS", "Layout", "Reading", "adni_subject", "data_folders", "read_source"]
+__all__ = ["LAYOUTS", "Layout", "Reading", "data_folders", "read_source"]
 
 
 def read_source(

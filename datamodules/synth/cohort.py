@@ -13,11 +13,11 @@ from typing import Literal
 import numpy as np
 
 from ..errors import DataError
+from ..sources.reading import Layout
 from .courses import COURSES, Course, usual_course
 from .levels import GROUPS, Diagnosis, Difficulty
 
 Kind = Literal["t1", "repeat", "mask"]
-Layout = Literal["ida", "bids", "caps", "csv"]
 
 SITE = 999  # no such site in ADNI
 FIRST_IMAGE_ID = 9_000_000

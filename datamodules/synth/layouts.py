@@ -10,8 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..progression import Visit, label_visit
+from ..sources.reading import Layout
 from .clinical import ADNIMERGE_COLUMNS, clinical_rows, group, mmse, people, registry_number
-from .cohort import SITE, CohortSpec, Layout, ScanPlan, Subject, description, visit_name
+from .cohort import SITE, CohortSpec, ScanPlan, Subject, description, visit_name
 from .files import table_bytes
 
 COLLECTION_COLUMNS = (

@@ -306,3 +306,11 @@ def test_subject_spelled_in_two_ways_is_one_subject(download, tmp_path):
     table.write_text(text)
     after = prepared(download, tmp_path / "cache").records
     assert [(r.subject, r.split) for r in after] == [(r.subject, r.split) for r in before]
+
+
+def test_brain_that_the_crop_cuts_off_is_a_warning(download, tmp_path):
+    for shape, cut in (((24, 28, 24), False), ((14, 28, 24), True)):
+        made = prepared(download, tmp_path / "cache", spatial_shape=shape)
+        assert ("brain cut off" in (made.state_dir / "problems.tsv").read_text()) is cut
+    sides = [float(side) for side in made.scans("train")[0].reach.split()]
+    assert all(100 < side < 200 for side in sides)  # of a template brain of 140 x 180 x 150 mm
