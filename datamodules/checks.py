@@ -89,7 +89,6 @@ def check_file(path: Path, leniency: Leniency = STRICT) -> FileReport:
         values, warnings = _check_values(image, leniency)
     except _Bad as bad:
         return bad.report
-    skull, reach = _head(values, affine)
     return replace(
         report,
         warnings={**report.warnings, **warnings},
