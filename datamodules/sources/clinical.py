@@ -184,7 +184,7 @@ def _dxsum_state(table: Table, line: int, row: dict[str, str]) -> str:
     current = _known(row, "diagnosis") or _known(row, "dxcurren")
     change = _known(row, "dxchange")
     if not _known(row, "diagnosis") and change:
-        return _CHANGES.get(change) or _word(table, line, row, "dxchange")
+        return _CHANGES.get(change.removesuffix(".0")) or _word(table, line, row, "dxchange")
     column = "diagnosis" if _known(row, "diagnosis") else "dxcurren"
     return _CODES.get(current.removesuffix(".0")) or _word(table, line, row, column)
 

@@ -7,14 +7,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 
 from datamodules.cli import main
 from datamodules.errors import DataError, FolderError
+from datamodules.labels import TASKS
 from datamodules.sources.ida import discover
+from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
 from datamodules.synth.cohort import plan_cohort
+from datamodules.synth.courses import COURSES
 from datamodules.synth.files import draw_form
 from datamodules.synth.generate import render_plan
 from datamodules.synth.layouts import COLLECTION_COLUMNS
@@ -175,3 +179,30 @@ def test_command_writes_a_cohort_and_then_finds_it_complete(tmp_path, capsys):
     assert "written" in capsys.readouterr().out
     assert main(command) == 0
     assert "already complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["bids", "caps", "csv"])
+def test_other_layouts_hold_the_same_scans_and_are_made_again_byte_for_byte(tmp_path, layout):
+    spec = replace(REGISTERED, resolution_mm=10.0, subjects=(("AD", 1), ("NC", 1)))
+    for name, one in (("one", layout), ("two", layout), ("download", "ida")):
+        generate(tmp_path / name, replace(spec, layout=one))
+    assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
+    scans = {hash_ for name, hash_ in hashes(tmp_path / "one").items() if ".nii" in name}
+    assert scans == {h for name, h in hashes(tmp_path / "download").items() if ".nii" in name}
+
+
+def test_caps_holds_registered_heads_at_every_level(tmp_path):
+    spec = replace(SMALL, layout="caps", resolution_mm=10.0)
+    generate(tmp_path / "caps", spec)
+    images = [nib.load(path) for path in (tmp_path / "caps" / "subjects").rglob("*.nii.gz")]
+    assert len(images) == 2
+    assert (images[0].affine == images[1].affine).all()
+    assert images[0].shape == images[1].shape
+    found = survey(tmp_path / "caps", TASKS["ad_nc"], tmp_path / "checks.json")
+    assert [(r.registered, r.stripped) for r in found.records] == [("yes", "no")] * 2
+
+
+def test_command_writes_any_layout_with_every_course(tmp_path, capsys):
+    command = ["synth", str(tmp_path / "c"), "--subjects", "NC=1", "--resolution", "10"]
+    assert main([*command, "--layout", "csv", "--courses", "--workers", "1"]) == 0
+    assert len((tmp_path / "c" / "scans.csv").read_text().splitlines()) == 1 + 1 + len(COURSES)
