@@ -71,7 +71,7 @@ def module(cohort: Path, state: Path, workers: int, **options: Any) -> ADNIDataM
 
 def check(cohort: Path, state: Path) -> None:
     """The whole check, with nothing known from before."""
-    for known in state.glob("*/checks.json"):
+    for known in state.glob("checks-*.json"):
         known.unlink()
     start = time.perf_counter()
     module(cohort, state, 0)

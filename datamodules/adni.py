@@ -199,7 +199,7 @@ class ADNIDataModule(lightning.LightningDataModule):
             found = survey(
                 self.root,
                 self.task,
-                self.state_dir / "checks.json",
+                self._checks_file,
                 layout=self.layout,
                 rule=self.rule,
                 leniency=self.leniency,
@@ -282,6 +282,12 @@ class ADNIDataModule(lightning.LightningDataModule):
             return split.of_fold(self.fold) if split.folds or self.fold else split
         except SplitError as error:
             raise SplitError(error.code, error.found, str(path), error.action) from None
+
+    @property
+    def _checks_file(self) -> Path:
+        """What was read once need not be read again for another task or rule."""
+        key = f"{self.root.resolve()}|{self.leniency}"
+        return self.cache_dir / f"checks-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
     def _split_path(self) -> Path:
         """The file does not depend on who is in the data: one more subject must not reshuffle."""

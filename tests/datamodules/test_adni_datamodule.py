@@ -12,7 +12,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from datamodules import ADNIDataModule, cache
+from datamodules import ADNIDataModule, cache, checks
 from datamodules.errors import DataError, FolderError, ProblemsError, ScanReadError, SplitError
 from datamodules.labels import TASKS
 from datamodules.records import ScanRecord, fingerprint
@@ -237,6 +237,11 @@ def test_one_more_subject_does_not_change_the_split_silently(download, tmp_path)
 
 def make_records(root: Path) -> list[ScanRecord]:
     return survey(root, TASKS["ad_nc"], None).records
+
+
+def test_another_rule_reads_no_file_again(module, tiny_cohort, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "check_file", None)
+    prepared(tiny_cohort, tmp_path / "cache", horizon_months=24.0)
 
 
 def test_ranks_with_other_scans_are_refused(module):
