@@ -6,9 +6,10 @@ from typing import Literal
 from lightning_hybrid.allocation.exact import solve_exactly
 from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.allocation.knapsack import Numbers, Objective, make_problem
+from lightning_hybrid.allocation.merging import Merging, merge, merge_exactly
 from lightning_hybrid.errors import AllocationError
 
-__all__ = ["Allocation", "allocate"]
+__all__ = ["Allocation", "Merging", "allocate", "merge", "merge_exactly"]
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import Genes, Labels, Runs
+from lightning_hybrid.allocation.chromosomes import Genes
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
+from lightning_hybrid.allocation.labels import Labels
+from lightning_hybrid.allocation.runs import Runs
 from lightning_hybrid.errors import AllocationError
+
+_SMALL = 100_000
+"""Assignments of a problem that is always searched to the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class Settings:
     """Probability of each mutation."""
     tries: int = 60
     """Children in a row that may be rejected before a generation is given up."""
+    tolerance: float = 1e-3
+    """How far from a proven bound, relative to it, the best value of a large problem may stay."""
     literal: bool = False
     """The literal reading instead of the repaired one; free assignments only."""
 
@@ -113,8 +120,9 @@ class _Evolution:
                 return
 
     def _proven(self, cost: float) -> bool:
-        bound = self.problem.bound
-        return cost <= bound + SLACK * abs(bound)
+        bound, small = self.problem.bound, self.problem.size <= _SMALL
+        tolerance = SLACK if small or self.settings.literal else self.settings.tolerance
+        return cost <= bound + tolerance * abs(bound)
 
     def _child(self) -> tuple[Ints, float] | None:
         """A new member with its cost; None if `tries` attempts brought none."""

@@ -33,6 +33,7 @@ charged to the devices on both sides. Memory is a hard limit, not a cost.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import comb, factorial
 from typing import Literal
 
 import numpy as np
@@ -138,6 +139,13 @@ class Problem:
         shared = (total + 2 * cheapest * self.capacities.min()) / self.capacities.sum()
         return float(max(shared, self.loads.max() / self.capacities.max()))
 
+    @cached_property
+    def size(self) -> int:
+        """Number of assignments, the limits not looked at."""
+        if self.contiguous:
+            return comb(self.n - 1, self.m - 1) * factorial(self.m)
+        return int(self.m**self.n)
+
     def _sums(self, assignments: Ints, weights: Floats) -> Floats:
         """Sum of the weights on each device, shape (b, m); weights of shape (n,) or (b, n)."""
         rows = len(assignments)
@@ -163,8 +171,8 @@ def make_problem(
     Raises:
         AllocationError: the numbers are wrong, or no assignment can satisfy them.
     """
-    p = _numbers("loads", loads)
-    d = _numbers("capacities", capacities, positive=True)
+    p = numbers("loads", loads)
+    d = numbers("capacities", capacities, positive=True)
     n, m = len(p), len(d)
     if objective not in ("makespan", "profit"):
         raise AllocationError(f"objective {objective!r} is neither 'makespan' nor 'profit'")
@@ -175,15 +183,15 @@ def make_problem(
         )
     if last_device is not None and not 0 <= last_device < m:
         raise AllocationError(f"last_device({last_device}) is none of the devices 0..{m - 1}")
-    cuts = _numbers("cut_costs", [0.0] * (n - 1) if cut_costs is None else cut_costs, count=n - 1)
+    cuts = numbers("cut_costs", [0.0] * (n - 1) if cut_costs is None else cut_costs, count=n - 1)
     limited: list[tuple[str, Floats, Floats]] = []
     if objective == "profit":
         limited.append(("load", p, d))
     if (memory is None) != (memory_limits is None):
         raise AllocationError("memory and memory_limits must be given together")
     if memory is not None and memory_limits is not None:
-        sizes = _numbers("memory", memory, count=n)
-        limited.append(("memory", sizes, _numbers("memory_limits", memory_limits, count=m)))
+        sizes = numbers("memory", memory, count=n)
+        limited.append(("memory", sizes, numbers("memory_limits", memory_limits, count=m)))
     for name, weights, limits in limited:
         _check_limit(name, weights, limits)
     return Problem(
@@ -198,9 +206,10 @@ def make_problem(
     )
 
 
-def _numbers(
+def numbers(
     name: str, values: Numbers, *, count: int | None = None, positive: bool = False
 ) -> Floats:
+    """Check a list of finite numbers, 0 or more (more than 0 if `positive`), shape (count,)."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or (count is not None and len(array) != count):
         raise AllocationError(f"{name} has shape {array.shape}, {count or 'n'} numbers are needed")

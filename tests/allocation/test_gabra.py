@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import allocate
-from lightning_hybrid.allocation.chromosomes import Labels, Runs
 from lightning_hybrid.allocation.exact import solve_exactly
 from lightning_hybrid.allocation.gabra import Settings, gabra
 from lightning_hybrid.allocation.knapsack import Problem, make_problem
+from lightning_hybrid.allocation.labels import Labels
+from lightning_hybrid.allocation.runs import Runs
 from lightning_hybrid.errors import AllocationError
 
 FOLDER = Path(import_module("lightning_hybrid.allocation").__file__ or "").parent

@@ -101,3 +101,23 @@ def test_limits_that_no_placement_keeps_are_reported(method: Any, contiguous: bo
             method=method,
             contiguous=contiguous,
         )
+
+
+@pytest.mark.parametrize("method", ["gabra", "exact"])
+@pytest.mark.parametrize(
+    ("sizes", "limits", "last_device", "hint"),
+    [([3, 2], [2, 3], 1, False), ([3, 3, 1, 1], [4, 4], None, True)],
+)
+def test_free_placements_are_suggested_only_where_there_are_more(
+    method: Any, sizes: list[float], limits: list[float], last_device: int | None, hint: bool
+) -> None:
+    with pytest.raises(AllocationError) as error:
+        allocate(
+            [1] * len(sizes),
+            [1, 1],
+            memory=sizes,
+            memory_limits=limits,
+            last_device=last_device,
+            method=method,
+        )
+    assert ("contiguous=False" in str(error.value)) == hint

@@ -1,0 +1,193 @@
+"""Chromosomes of contiguous assignments: one gene per run."""
+
+import numpy as np
+
+from lightning_hybrid.allocation.chromosomes import renumbered, stretch
+from lightning_hybrid.allocation.knapsack import Ints, Problem
+from lightning_hybrid.errors import AllocationError
+
+
+class Runs:
+    """Contiguous assignments: column r is `(device, end)` of run r, shape (2, m).
+
+    Run r holds the partitions from the end of the run before up to its own end, exclusively.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._sums = np.concatenate([[0.0], np.cumsum(problem.loads)])
+        self._edge: list[float] = [0.0, *problem.cut_costs.tolist(), 0.0]
+        self._weights = [np.concatenate([[0.0], np.cumsum(w)]) for w in problem.weights]
+        # Plain lists: the local search reads single numbers, where arrays are slow.
+        self._load: list[float] = self._sums.tolist()
+        self._speed: list[float] = problem.capacities.tolist()
+        self._limited = [
+            (sums.tolist(), ceilings.tolist())
+            for sums, ceilings in zip(self._weights, problem.ceilings)
+        ]
+
+    def random(self, rng: np.random.Generator) -> Ints:
+        """Draw the order of the devices, then the ends, within the limits.
+
+        Most chromosomes have their ends near the fair places, some have them anywhere.
+        """
+        for _ in range(200):
+            order = self._pinned(rng.permutation(self.problem.m))
+            ends = self._random_ends(order, rng)
+            if ends is not None:
+                return np.array([order, ends])
+        # One partition on each device is contiguous anyway.
+        free = ", or contiguous=False" if self.problem.n > self.problem.m else ""
+        raise AllocationError(
+            f"found no contiguous assignment of {self.problem.n} partitions to {self.problem.m} "
+            f"devices within their limits: use more or larger devices{free} "
+            "(method='exact' decides it)"
+        )
+
+    def _random_ends(self, order: Ints, rng: np.random.Generator) -> list[int] | None:
+        n, m = self.problem.n, self.problem.m
+        # The last devices must be able to take what is left: least[r] is the earliest end of run r.
+        least = [n] * m
+        for r in range(m - 1, 0, -1):
+            least[r - 1] = max(self._reach_back(least[r], int(order[r])), r)
+        share = np.cumsum(self.problem.capacities[order])
+        fair = np.searchsorted(self._sums, share / share[-1] * self._sums[-1])
+        spread = rng.uniform(0.0, 0.5) * n / m
+        wanted = np.rint(fair + rng.normal(0.0, 1.0, m) * spread).astype(int)
+        anywhere = rng.random() < 0.25
+        ends, start = [], 0
+        for r in range(m):
+            low = max(start + 1, least[r])
+            high = min(self._reach(start, int(order[r])), n - (m - 1 - r))
+            if low > high:
+                return None
+            if anywhere:
+                wanted[r] = rng.integers(low, high + 1)
+            start = n if r == m - 1 else int(np.clip(wanted[r], low, high))
+            ends.append(start)
+        return ends
+
+    def _reach(self, start: int, device: int) -> int:
+        """The furthest end of a run that begins at `start`."""
+        reach = self.problem.n
+        for sums, ceilings in zip(self._weights, self.problem.ceilings):
+            last = np.searchsorted(sums, sums[start] + ceilings[device], side="right")
+            reach = min(reach, int(last) - 1)
+        return reach
+
+    def _reach_back(self, end: int, device: int) -> int:
+        """The earliest start of a run that ends at `end`, at most `end - 1`."""
+        reach = 0
+        for sums, ceilings in zip(self._weights, self.problem.ceilings):
+            reach = max(reach, int(np.searchsorted(sums, sums[end] - ceilings[device])))
+        return min(reach, end - 1)
+
+    def crossover(self, left: Ints, right: Ints) -> Ints:
+        n, m = self.problem.n, self.problem.m
+        middle = m // 2
+        genes = np.concatenate([left[:, :middle], right[:, middle:]], axis=1)
+        # Each device once: the second half takes those that are left, in the other parent's order.
+        taken = set(left[0, :middle].tolist())
+        genes[0, middle:] = [j for j in right[0].tolist() if j not in taken]
+        # Ends in order, with room for one partition in every run.
+        steps = np.arange(m)
+        genes[1] = np.maximum.accumulate(genes[1] - steps) + steps
+        genes[1] = np.minimum(genes[1], n - steps[::-1])
+        return genes
+
+    def invert(self, genes: Ints, rng: np.random.Generator) -> Ints:
+        piece = stretch(self.problem.m, rng)
+        order, lengths = genes[0].copy(), _lengths(genes)
+        order[piece], lengths[piece] = order[piece][::-1], lengths[piece][::-1]
+        return np.array([order, np.cumsum(lengths)])
+
+    def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
+        """Exchange two runs with their devices, or put one boundary elsewhere."""
+        order, lengths = genes[0].copy(), _lengths(genes)
+        if self.problem.m == 1:
+            return genes
+        first, second = rng.choice(self.problem.m, 2, replace=False)
+        if rng.random() < 0.7:
+            pair, riap = [first, second], [second, first]
+            order[pair], lengths[pair] = order[riap], lengths[riap]
+        else:
+            both = lengths[first] + lengths[second]
+            lengths[first] = rng.integers(1, both)
+            lengths[second] = both - lengths[first]
+        return np.array([order, np.cumsum(lengths)])
+
+    def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
+        """Push partitions away from the slowest run, over full runs, to one with time left.
+
+        Under `profit` no run is the slowest, and nothing is done.
+        The goal is lowered while pushing succeeds; when it fails, the next goal is closer.
+        """
+        if self.problem.objective == "profit":
+            return genes
+        order, ends = genes[0].tolist(), genes[1].tolist()
+        times = self._times(order, ends)
+        worst = max(times)
+        gap = worst - self.problem.bound
+        while gap > worst * 1e-4:
+            r = times.index(worst)
+            side = int(rng.choice((-1, 1)))
+            pushed = self._push(order, ends, r, worst - gap, side)
+            pushed = pushed or self._push(order, ends, r, worst - gap, -side)
+            if pushed and max(new := self._times(order, pushed)) < worst:
+                ends, times, worst = pushed, new, max(new)
+                gap = min(gap, worst - self.problem.bound)
+            else:
+                gap /= 2
+        return np.array([order, ends])
+
+    def _times(self, order: list[int], ends: list[int]) -> list[float]:
+        return [self._time(j, a, b) for j, a, b in zip(order, [0, *ends], ends)]
+
+    def _time(self, device: int, start: int, end: int) -> float:
+        """Time of a run; infinite where it passes a limit."""
+        for sums, ceilings in self._limited:
+            if sums[end] - sums[start] > ceilings[device]:
+                return np.inf
+        compute = (self._load[end] - self._load[start]) / self._speed[device]
+        return compute + self._edge[start] + self._edge[end]
+
+    def _push(
+        self, order: list[int], ends: list[int], r: int, goal: float, side: int
+    ) -> list[int] | None:
+        """Trim run r on one side until it meets the goal, then its neighbour, and so on."""
+        bounds = [0, *ends]
+        moved = 1 if side > 0 else 0  # its end or its start
+        last = len(order) - 1 if side > 0 else 0
+        time = self._time(order[r], bounds[r], bounds[r + 1])
+        while r != last:
+            while time > goal:
+                if bounds[r + 1] - bounds[r] == 1:
+                    return None
+                bounds[r + moved] -= side
+                time = self._time(order[r], bounds[r], bounds[r + 1])
+            r += side
+            time = self._time(order[r], bounds[r], bounds[r + 1])
+            if time <= goal:
+                return bounds[1:]
+        return None
+
+    def canonical(self, genes: Ints) -> Ints:
+        return np.array([renumbered(self._pinned(genes[0]), self.problem), genes[1]])
+
+    def _pinned(self, order: Ints) -> Ints:
+        """The order with the device of the last partition, if one is asked for, at the end."""
+        if self.problem.last_device is None:
+            return order
+        order = order.copy()
+        order[order == self.problem.last_device] = order[-1]
+        order[-1] = self.problem.last_device
+        return order
+
+    def decode(self, genes: Ints) -> Ints:
+        return np.repeat(genes[0], _lengths(genes))
+
+
+def _lengths(genes: Ints) -> Ints:
+    lengths: Ints = genes[1].copy()
+    lengths[1:] -= genes[1, :-1]
+    return lengths
