@@ -45,7 +45,7 @@ class Settings:
 
     population: int = 40
     """Members."""
-    generations: int = 600
+    generations: int = 150
     """t_max."""
     crossover: float = 0.8
     """Probability of a crossover (paper)."""

@@ -3,8 +3,11 @@
 import numpy as np
 
 from lightning_hybrid.allocation.chromosomes import renumbered, stretch
-from lightning_hybrid.allocation.knapsack import Ints, Problem
+from lightning_hybrid.allocation.knapsack import SLACK, Ints, Problem
 from lightning_hybrid.errors import AllocationError
+
+_EXCHANGES = 8
+"""Runs that the local search tries in the place of the slowest one."""
 
 
 class Runs:
@@ -117,14 +120,50 @@ class Runs:
         return np.array([order, np.cumsum(lengths)])
 
     def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Push partitions away from the slowest run, over full runs, to one with time left.
+        """Even out the runs, exchange the slowest one with another, even out again.
 
-        Under `profit` no run is the slowest, and nothing is done.
-        The goal is lowered while pushing succeeds; when it fails, the next goal is closer.
+        Evening out alone finds nearly the best ends for the order of the devices, so what is left
+        to search is the order. Under `profit` no run is the slowest, and nothing is done.
         """
         if self.problem.objective == "profit":
             return genes
         order, ends = genes[0].tolist(), genes[1].tolist()
+        ends, worst = self._evened(order, ends, rng)
+        better = bool(np.isfinite(worst))
+        while better:
+            better = False
+            slowest = int(np.argmax(self._times(order, ends)))
+            for other in rng.permutation(self.problem.m)[:_EXCHANGES].tolist():
+                exchanged = self._exchanged(order, ends, slowest, other)
+                if exchanged is None:
+                    continue
+                new_ends, new_worst = self._evened(*exchanged, rng)
+                if new_worst < worst * (1 - SLACK):
+                    order, ends, worst, better = exchanged[0], new_ends, new_worst, True
+                    break
+        return np.array([order, ends])
+
+    def _exchanged(
+        self, order: list[int], ends: list[int], first: int, second: int
+    ) -> tuple[list[int], list[int]] | None:
+        """Two runs with their devices in each other's place; None if that changes nothing."""
+        classes, last = self.problem.classes, self.problem.last_device
+        if classes[order[first]] == classes[order[second]]:
+            return None
+        if last is not None and last in (order[first], order[second]):
+            return None
+        order, lengths = order.copy(), np.diff([0, *ends])
+        order[first], order[second] = order[second], order[first]
+        lengths[[first, second]] = lengths[[second, first]]
+        return order, np.cumsum(lengths).tolist()
+
+    def _evened(
+        self, order: list[int], ends: list[int], rng: np.random.Generator
+    ) -> tuple[list[int], float]:
+        """Push partitions away from the slowest run, over full ones, to one with time left.
+
+        The goal is lowered while pushing succeeds; when it fails, the next goal is closer.
+        """
         times = self._times(order, ends)
         worst = max(times)
         gap = worst - self.problem.bound
@@ -138,7 +177,7 @@ class Runs:
                 gap = min(gap, worst - self.problem.bound)
             else:
                 gap /= 2
-        return np.array([order, ends])
+        return ends, worst
 
     def _times(self, order: list[int], ends: list[int]) -> list[float]:
         return [self._time(j, a, b) for j, a, b in zip(order, [0, *ends], ends)]
