@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
 
@@ -9,6 +10,7 @@ from lightning_hybrid.allocation import allocate
 from lightning_hybrid.allocation.knapsack import Objective
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.polish import polish
 from lightning_hybrid.planning.simulate import Timeline, simulate
 from lightning_hybrid.schedules import SCHEDULES
 
@@ -71,7 +73,8 @@ def plan_stages(
         microbatches: Number of micro-batches.
         schedule: Name of the schedule.
         method: How the cuts are chosen.
-        objective: What the choice optimises. `profit` needs limits, which profiled devices don't
+        objective: What the choice optimises. After `makespan` the cuts are moved while that
+            shortens the predicted step. `profit` needs limits, which profiled devices don't
             have; the capacities are then scaled to hold the network with a quarter to spare.
         capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
             driver's and gets the last stage.
@@ -105,9 +108,14 @@ def plan_stages(
         ends, devices = _given(profile.names, cut_points, stages), [*range(1, stages), 0]
     else:
         ends, devices = _search(profile, speeds, bandwidth_bytes_per_s, method, objective, seed)
-    timeline = _predict(
-        profile, ends, [speeds[j] for j in devices], bandwidth_bytes_per_s, schedule, microbatches
-    )
+    order = [speeds[j] for j in devices]
+
+    def predict_s(ends: Sequence[int]) -> float:
+        timeline = _predict(profile, ends, order, bandwidth_bytes_per_s, schedule, microbatches)
+        return timeline.makespan_s
+
+    if cut_points is None and objective == "makespan":
+        ends, _ = polish(ends, predict_s)
     return Plan(
         replicas=replicas,
         stages=stages,
@@ -116,7 +124,7 @@ def plan_stages(
         cuts=tuple(profile.names[end] for end in ends[:-1]),
         devices=tuple(devices),
         rows=_rows(profile, ends, devices),
-        predicted_step_s=timeline.makespan_s,
+        predicted_step_s=predict_s(ends),
         objective=objective,
         allocation=method if cut_points is None else "given",
         seed=seed,
@@ -125,11 +133,13 @@ def plan_stages(
 
 def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list[int]:
     """The ends of the stages whose next ones begin with the partitions named."""
-    unknown = [name for name in cut_points if name not in names]
-    if unknown:
-        raise PlanError(
-            f"no partition begins with {', '.join(unknown)}; there are {', '.join(names)}"
-        )
+    for name in cut_points:
+        if name not in names:
+            close = get_close_matches(name, names[1:], n=4, cutoff=0.4) or names[1:5]
+            raise PlanError(
+                f"no partition begins with {name!r}; close to it: "
+                f"{', '.join(map(repr, close)) or 'none, the network is one partition'}"
+            )
     ends = [names.index(name) for name in cut_points]
     if len(ends) != stages - 1 or any(b <= a for a, b in pairwise([0, *ends])):
         raise PlanError(

@@ -1,0 +1,293 @@
+"""Where a network is cut: GABRA against three splits that people use today.
+
+An even split by layer count, an even split by parameters, and a block partition of measured times
+as torchgpipe's `balance_by_time` does it (runs of times with the least maximum). The profiles are
+measured here: 3D-ResAttNet-18 and -34, DenseNet121 in 3-D, a transformer of 24 blocks, each on a
+micro-batch of 2. Predicted is the step of 2, 4 and 8 stages, 3 micro-batches, by the simulator
+that runs the schedule's own lists; measured that of two processes, placements alternating.
+
+    python benchmarks/placements.py [--measure resattnet18 transformer] [--rounds 3]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from monai.networks.nets import DenseNet121
+from pipeline_overhead import Clock, report
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.allocation import merge
+from lightning_hybrid.network import network_partitions, trace
+from lightning_hybrid.network.measure import measure
+from lightning_hybrid.planning import plan_stages
+from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
+from models import ResAttNet3D
+
+MICROBATCHES = 3
+SIZE = 2  # of a micro-batch
+WIDTH, LENGTH = 256, 128
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(24)
+        ]
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x).mean(dim=1))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resattnet18": (lambda: ResAttNet3D(18), (1, 64, 64, 64)),
+    "resattnet34": (lambda: ResAttNet3D(34), (1, 64, 64, 64)),
+    "densenet121": (lambda: DenseNet121(3, 1, 2), (1, 64, 64, 64)),
+    "transformer": (Transformer, (LENGTH, WIDTH)),
+}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What is known of a network's partitions, in order."""
+
+    names: list[str]
+    layers: list[int]
+    parameters: list[int]
+    forward_s: list[float]
+    backward_s: list[float]
+    cut_bytes: list[int]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [f + b for f, b in zip(self.forward_s, self.backward_s)]
+
+    @property
+    def cut_costs(self) -> list[float]:
+        return [2 * size / BANDWIDTH_BYTES_PER_S["gloo"] for size in self.cut_bytes]
+
+
+def profile(name: str) -> Chain:
+    torch.manual_seed(0)
+    build, shape = NETWORKS[name]
+    network, x = build(), torch.randn(SIZE, *shape)
+    graph = trace(network, (x,))
+    partitions = network_partitions(graph)
+    rows = measure(graph, partitions, [x]).partitions
+    sizes = {n: p.numel() for n, p in network.named_parameters()}
+    return Chain(
+        [p.name for p in partitions],
+        [len(p.layers) for p in partitions],
+        [sum(sizes[n] for n in p.parameters) for p in partitions],
+        [row.forward for row in rows],
+        [row.backward for row in rows],
+        [row.output_bytes for row in rows[:-1]],
+    )
+
+
+def even(weights: Sequence[float], count: int) -> list[int]:
+    """Ends of `count` runs, cut where the sum is nearest to a fair share."""
+    sums = list(accumulate(weights, initial=0))
+    ends = [0]
+    for run in range(1, count):
+        fair = run * sums[-1] / count
+        after = bisect_left(sums, fair)
+        end = after if sums[after] - fair < fair - sums[after - 1] else after - 1
+        ends.append(min(max(end, ends[-1] + 1), len(weights) - count + run))
+    return [*ends[1:], len(weights)]
+
+
+def block_partition(weights: Sequence[float], count: int) -> list[int]:
+    """Ends of `count` runs with the least largest sum: bisection over that sum, runs filled up."""
+
+    def filled(limit: float) -> list[int] | None:
+        ends, total = [], 0.0
+        for number, weight in enumerate(weights):
+            # a later run must not go without
+            left = len(weights) - number == count - len(ends) - 1
+            if number and (left or total + weight > limit):
+                ends.append(number)
+                total = 0.0
+            total += weight
+            if total > limit:
+                return None
+        return [*ends, len(weights)] if len(ends) < count else None
+
+    low, high = max(weights), sum(weights)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if filled(middle) else (middle, high)
+    ends = filled(high)
+    assert ends is not None
+    return ends
+
+
+def splits(chain: Chain, stages: int) -> dict[str, list[int] | None]:
+    """Ends of the stages; None: GABRA chooses."""
+    return {
+        "GABRA": None,
+        "layer count": even(chain.layers, stages),
+        "parameters": even(chain.parameters, stages),
+        "torchgpipe": block_partition(chain.seconds, stages),
+        "merging": list(merge(chain.seconds, chain.cut_costs, stages).ends),
+    }
+
+
+def plan(chain: Chain, stages: int, ends: list[int] | None) -> Any:
+    return plan_stages(
+        chain.names,
+        chain.forward_s,
+        chain.backward_s,
+        chain.cut_bytes,
+        chain.parameters,
+        chain.layers,
+        replicas=1,
+        stages=stages,
+        microbatches=MICROBATCHES,
+        bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S["gloo"],
+        cut_points=None if ends is None else [chain.names[end] for end in ends[:-1]],
+    )
+
+
+def predictions(chains: dict[str, Chain]) -> Table:
+    table = Table("network", "stages", "GABRA, s", title="Predicted step, and how it compares")
+    for title in ("layer count", "parameters", "torchgpipe", "merging"):
+        table.add_column(title, justify="right")
+    for name, chain in chains.items():
+        for stages in (2, 4, 8):
+            steps = {
+                title: plan(chain, stages, ends).predicted_step_s
+                for title, ends in splits(chain, stages).items()
+            }
+            ours, *others = steps.values()
+            table.add_row(name, str(stages), f"{ours:.3f}", *(f"{o / ours:.3f} x" for o in others))
+    return table
+
+
+class Inputs(Dataset[tuple[Tensor, int]]):
+    def __init__(self, shape: tuple[int, ...], steps: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(SIZE * MICROBATCHES, *shape, generator=generator)
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps * len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[index % len(self.inputs)], index % 2
+
+
+class Module(LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+def run(name: str, point: str, steps: int, out: str) -> None:
+    torch.manual_seed(0)
+    build, shape = NETWORKS[name]
+    clock = Clock()
+    trainer = Trainer(
+        strategy=HybridGabraStrategy(
+            pipeline_parallel_size=2, num_microbatches=MICROBATCHES, allocation=[f"net.{point}"]
+        ),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    loader = DataLoader(Inputs(shape, steps + 4), batch_size=SIZE * MICROBATCHES)
+    trainer.fit(Module(build()), loader)
+    if trainer.is_global_zero:
+        report(clock.starts, out)
+
+
+def median_step(name: str, point: str, steps: int) -> float:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/steps.json"
+        command = [sys.executable, __file__, "--run", name, "--steps", str(steps)]
+        done = subprocess.run(
+            [*command, "--cut", point, "--out", out],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"{name} cut at {point} ended with {done.returncode}:\n{done.stderr}")
+        return statistics.median(json.loads(Path(out).read_text()))
+
+
+def measurements(name: str, chain: Chain, rounds: int, steps: int) -> Table:
+    """Steps of two processes; placements that cut at the same place are run once."""
+    plans = {title: plan(chain, 2, ends) for title, ends in splits(chain, 2).items()}
+    times: dict[str, list[float]] = {p.cuts[0]: [] for p in plans.values()}
+    for _ in range(rounds):
+        for point, row in times.items():
+            row.append(median_step(name, point, steps))
+    medians = {point: statistics.median(row) for point, row in times.items()}
+    ours = plans["GABRA"]
+    table = Table("placement", "cut before", "predicted, s", "measured, s", "against GABRA",
+                  title=f"{name} in two processes, {rounds} rounds of {steps} steps")  # fmt: skip
+    for title, p in plans.items():
+        point, seconds = p.cuts[0], medians[p.cuts[0]]
+        ratio = f"{seconds / medians[ours.cuts[0]]:.3f} x"
+        table.add_row(title, point, f"{p.predicted_step_s:.3f}", f"{seconds:.3f}", ratio)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--measure", nargs="*", default=["resattnet18"], choices=list(NETWORKS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--run", choices=list(NETWORKS))
+    parser.add_argument("--cut", default="")
+    parser.add_argument("--out", default="")
+    arguments = parser.parse_args()
+    if arguments.run:
+        run(arguments.run, arguments.cut, arguments.steps, arguments.out)
+        return
+    torch.set_num_threads(1)
+    console = Console()
+    chains = {name: profile(name) for name in arguments.networks}
+    console.print(predictions(chains))
+    for name in arguments.measure:
+        table = measurements(
+            name, chains.get(name) or profile(name), arguments.rounds, arguments.steps
+        )
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
