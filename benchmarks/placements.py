@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_partition import block_partition
 from lightning.pytorch import LightningModule, Trainer
 from monai.networks.nets import DenseNet121
 from pipeline_overhead import Clock, report
@@ -115,31 +116,6 @@ def even(weights: Sequence[float], count: int) -> list[int]:
         end = after if sums[after] - fair < fair - sums[after - 1] else after - 1
         ends.append(min(max(end, ends[-1] + 1), len(weights) - count + run))
     return [*ends[1:], len(weights)]
-
-
-def block_partition(weights: Sequence[float], count: int) -> list[int]:
-    """Ends of `count` runs with the least largest sum: bisection over that sum, runs filled up."""
-
-    def filled(limit: float) -> list[int] | None:
-        ends, total = [], 0.0
-        for number, weight in enumerate(weights):
-            # a later run must not go without
-            left = len(weights) - number == count - len(ends) - 1
-            if number and (left or total + weight > limit):
-                ends.append(number)
-                total = 0.0
-            total += weight
-            if total > limit:
-                return None
-        return [*ends, len(weights)] if len(ends) < count else None
-
-    low, high = max(weights), sum(weights)
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if filled(middle) else (middle, high)
-    ends = filled(high)
-    assert ends is not None
-    return ends
 
 
 def splits(chain: Chain, stages: int) -> dict[str, list[int] | None]:

@@ -55,6 +55,8 @@ class Settings:
     """Children in a row that may be rejected before a generation is given up."""
     tolerance: float = 1e-3
     """How far from a proven bound, relative to it, the best value of a large problem may stay."""
+    refine: bool = True
+    """Whether new members are improved by local moves; without, for measuring what they bring."""
     literal: bool = False
     """The literal reading instead of the repaired one; free assignments only."""
 
@@ -179,6 +181,8 @@ class _Evolution:
         child = self._evaluated(start) if self._new(start) else None
         if child is None:
             return None
+        if not self.settings.refine:
+            return child
         refined = self.genes.canonical(self.genes.refine(start, self.rng))
         if np.array_equal(refined, start):
             return child

@@ -83,7 +83,7 @@ def test_the_papers_objective_gives_a_plan_too() -> None:
     ("changes", "message"),
     [
         ({"stages": 7}, r"stages\(7\) are more than the 6 partitions"),
-        ({"cut_points": ("layer9",)}, "no partition begins with layer9; there are stem"),
+        ({"cut_points": ("layer9",)}, "no partition begins with 'layer9'; close to it: 'layer4'"),
         ({"cut_points": ("stem",)}, "none of them its first partition; given: stem"),
         ({"stages": 3, "cut_points": ("head", "layer1")}, "in the order of the network"),
         ({"cut_points": ()}, "need 1 cut points .* given: none"),
