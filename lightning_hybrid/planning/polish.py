@@ -6,13 +6,14 @@ the filling and draining counts. So the last word on where exactly to cut has th
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 _REACH = 3
 """Partitions by which a cut is moved at a time, at most."""
 
 
 def polish(ends: Sequence[int], predict_s: Callable[[list[int]], float]) -> tuple[list[int], float]:
-    """Move cuts, one or two neighbours at a time, as long as that shortens the step.
+    """Move cuts, alone and together, as long as that shortens the step.
 
     Args:
         ends: For each stage the number after that of its last partition.
@@ -30,11 +31,20 @@ def polish(ends: Sequence[int], predict_s: Callable[[list[int]], float]) -> tupl
 
 
 def _near(ends: list[int]) -> Iterator[list[int]]:
-    """Ends with one cut, or two that follow each other, moved by up to `_REACH` partitions."""
-    for width in (1, 2):
-        for first in range(len(ends) - width):
-            for by in (*range(-_REACH, 0), *range(1, _REACH + 1)):
-                near = ends.copy()
-                near[first : first + width] = [end + by for end in near[first : first + width]]
-                if all(a < b for a, b in zip([0, *near], near)):
-                    yield near
+    """Ends of which a few cuts have been moved: each alone, two neighbours, a stretch together."""
+    cuts = len(ends) - 1
+    few = [*range(-_REACH, 0), *range(1, _REACH + 1)]
+    steps = [{cut: by} for cut in range(cuts) for by in few]
+    steps += [
+        {cut: by, cut + 1: by_next} for cut in range(cuts - 1) for by in few for by_next in few
+    ]
+    steps += [
+        dict.fromkeys(range(first, last), by)
+        for first in range(cuts)
+        for last in range(first + 3, cuts + 1)
+        for by in (-1, 1)
+    ]
+    for step in steps:
+        near = [end + step.get(cut, 0) for cut, end in enumerate(ends)]
+        if all(a < b for a, b in pairwise([0, *near])):
+            yield near
