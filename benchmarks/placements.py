@@ -226,6 +226,7 @@ def median_step(name: str, point: str, steps: int) -> float:
 def measurements(name: str, chain: Chain, rounds: int, steps: int) -> Table:
     """Steps of two processes; placements that cut at the same place are run once."""
     plans = {title: plan(chain, 2, ends) for title, ends in splits(chain, 2).items()}
+    del plans["merging"]  # ours, and used by nobody yet
     times: dict[str, list[float]] = {p.cuts[0]: [] for p in plans.values()}
     for _ in range(rounds):
         for point, row in times.items():
@@ -259,9 +260,8 @@ def main() -> None:
     chains = {name: profile(name) for name in arguments.networks}
     console.print(predictions(chains))
     for name in arguments.measure:
-        table = measurements(
-            name, chains.get(name) or profile(name), arguments.rounds, arguments.steps
-        )
+        chain = chains.get(name) or profile(name)
+        table = measurements(name, chain, arguments.rounds, arguments.steps)
         console.print(table)
 
 
