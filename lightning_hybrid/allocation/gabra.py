@@ -7,6 +7,7 @@ The *literal* reading is the paper's text with its gaps closed by the least inve
   the second half of one parent followed by the first half of the other, genes change places;
 * of the two children that Algorithm 3 returns, Algorithm 1 takes one: drawn by lot;
 * a child that passes a limit or leaves a device empty is thrown away;
+* labels that no parent has do not come back: inversion permutes genes, crossover recombines them;
 * a child that is in the population sends the algorithm back to selection, but no more than
   `tries` times (printed: for ever).
 
@@ -22,7 +23,8 @@ The *repaired* reading, the default, changes what keeps the literal one from goo
 
 Both are steady-state: one child replaces the worst member per generation, so the best value never
 gets worse. Both stop after `generations`, or when the best value reaches a proven bound (for
-`profit` on equal devices: at once, all assignments being equal). Neither calls an exact solver.
+`profit` on equal devices: at once, all assignments being equal); on large problems the repaired one
+stops within `tolerance` of it. Neither calls an exact solver.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ import numpy as np
 
 from lightning_hybrid.allocation.chromosomes import Genes
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
-from lightning_hybrid.allocation.labels import Labels
+from lightning_hybrid.allocation.labels import Labels, printed_children
 from lightning_hybrid.allocation.runs import Runs
 from lightning_hybrid.errors import AllocationError
 
@@ -142,17 +144,19 @@ class _Evolution:
         first, second = self._select(), self._select()
         genes = first
         if rng.random() < settings.crossover:
-            # Two children, one is wanted: which parent gives the first half is drawn by lot.
-            if rng.random() < 0.5:
-                first, second = second, first
-            genes = self.genes.crossover(first, second)
-            if settings.literal and rng.random() < 0.5:  # the second child as printed
-                genes = np.roll(genes, -(len(genes) // 2))
+            genes = self._crossed(first, second)
         if rng.random() < settings.mutation:
             genes = self.genes.invert(genes, rng)
         if not settings.literal and rng.random() < settings.mutation:
             genes = self.genes.perturb(genes, rng)
         return genes
+
+    def _crossed(self, first: Ints, second: Ints) -> Ints:
+        """One of the two children, by lot."""
+        which = int(self.rng.integers(2))
+        if self.settings.literal:
+            return printed_children(first, second)[which]
+        return self.genes.crossover(*((first, second), (second, first))[which])
 
     def _select(self) -> Ints:
         """Roulette wheel: the chance of a member is in proportion to its fitness."""

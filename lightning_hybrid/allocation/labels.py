@@ -87,7 +87,8 @@ class Labels:
 
     def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
         """Give one partition, or where cuts cost something a stretch of them, another device."""
-        genes, piece = genes.copy(), rng.integers(len(genes))
+        genes, place = genes.copy(), int(rng.integers(len(genes)))
+        piece = slice(place, place + 1)
         if self._cuts_cost and rng.random() < 0.5:
             piece = stretch(len(genes), rng)
         genes[piece] = rng.integers(self.problem.m)
@@ -184,6 +185,16 @@ class Labels:
 
     def decode(self, genes: Ints) -> Ints:
         return genes
+
+
+def printed_children(left: Ints, right: Ints) -> tuple[Ints, Ints]:
+    """The two children of Algorithm 3 as it is printed, its cut `cp = Y1/2` read as the middle.
+
+    In the second one the halves change places, and with them the partitions they speak of.
+    """
+    middle = len(left) // 2
+    first = np.concatenate([left[:middle], right[middle:]])
+    return first, np.concatenate([left[middle:], right[:middle]])
 
 
 def _less(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -13,7 +13,7 @@ from lightning_hybrid.allocation import allocate
 from lightning_hybrid.allocation.exact import solve_exactly
 from lightning_hybrid.allocation.gabra import Settings, gabra
 from lightning_hybrid.allocation.knapsack import Problem, make_problem
-from lightning_hybrid.allocation.labels import Labels
+from lightning_hybrid.allocation.labels import Labels, printed_children
 from lightning_hybrid.allocation.runs import Runs
 from lightning_hybrid.errors import AllocationError
 
@@ -192,6 +192,15 @@ def test_the_literal_reading_cannot_bring_back_a_device_that_is_lost() -> None:
     inverted = [genes.invert(start, rng) for _ in range(50)]
     assert {int(child.sum()) for child in inverted} == {1}
     assert {int(genes.perturb(start, rng).sum()) for _ in range(50)} == {0, 1, 2}
+
+
+def test_the_second_child_as_printed_has_its_halves_exchanged() -> None:
+    left, right = np.array([0, 1, 2, 3, 4]), np.array([5, 6, 7, 8, 9])
+    first, second = printed_children(left, right)
+    assert first.tolist() == [0, 1, 7, 8, 9]
+    assert second.tolist() == [2, 3, 4, 5, 6]
+    repaired = Labels(make_problem([1.0] * 5, [1.0])).crossover(right, left)
+    assert repaired.tolist() == [5, 6, 2, 3, 4]  # every gene where it was
 
 
 def test_the_literal_reading_is_refused_for_chains() -> None:
