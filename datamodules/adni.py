@@ -207,8 +207,7 @@ class ADNIDataModule(lightning.LightningDataModule):
                 diagnosis_csv=self.diagnosis_csv,
                 progress=advance,
             )
-        view = tuple(self.spacing_mm * n for n in self.spatial_shape)
-        found.warnings.extend(cut_brains(found.records, (view[0], view[1], view[2])))
+        found.warnings.extend(cut_brains(found.records, self.spatial_shape, self.spacing_mm))
         report = self.state_dir / "problems.tsv"
         write_problems(report, found)
         if found.problems and self.on_bad == "error":

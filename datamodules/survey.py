@@ -115,19 +115,19 @@ def survey(
 
 
 def cut_brains(
-    records: Sequence[ScanRecord], field_of_view_mm: tuple[float, float, float]
+    records: Sequence[ScanRecord], spatial_shape: tuple[int, int, int], spacing_mm: float
 ) -> list[Problem]:
-    """A warning for each stripped brain that reaches beyond a field of view around its middle.
+    """A warning for each stripped brain of which a crop around the middle loses over one voxel.
 
     Heads with skull are always cut: neck and noise reach to the edge.
     """
     warnings = []
     for record in records:
-        reach = [float(side) for side in record.reach.split()]
         if record.used and record.stripped == "yes":
-            lost = max(side - limit for side, limit in zip(reach, field_of_view_mm))
-            if lost > 0:
-                detail = f"brain cut off by the field of view: {lost / 2:.0f} mm at most"
+            reach = [float(side) for side in record.reach.split()]
+            lost = max(side / 2 - spacing_mm * n / 2 for side, n in zip(reach, spatial_shape))
+            if lost > spacing_mm:
+                detail = f"brain cut off by spatial_shape: {lost:.0f} mm at one side"
                 who = (record.path, record.subject, record.image_id)
                 warnings.append(Problem("GEOMETRY", detail, "use a larger spatial_shape", *who))
     return warnings
