@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.runtime.mesh import Group
@@ -106,6 +107,7 @@ class _BatchNorm(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale, count = ctx.saved_tensors
         wide = gradient.to(_wide(x))

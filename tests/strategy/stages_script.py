@@ -175,7 +175,8 @@ SYNCHRONISED = {
         trainer=lambda: {"sync_batchnorm": True},
     ),
 }
-JOBS = REAL | PRECISIONS | COMPILED | SYNCHRONISED
+IN_REPLICAS = SYNCHRONISED | {"overflow in a replica": PRECISIONS["overflow"]}
+JOBS = REAL | PRECISIONS | COMPILED | IN_REPLICAS
 
 
 class Training(LightningModule):

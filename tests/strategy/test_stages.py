@@ -11,6 +11,7 @@ import torch
 from conftest import Training as Run
 from stages_script import (
     COMPILED,
+    IN_REPLICAS,
     JOBS,
     PRECISIONS,
     REAL,
@@ -48,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     done: dict[Any, Ranks] = {}
 
     def run(replicas: int, stages: int, name: str) -> Ranks:
-        jobs = next(jobs for jobs in (FAST, SLOW, SYNCHRONISED) if name in jobs)
+        jobs = next(jobs for jobs in (FAST, SLOW, IN_REPLICAS) if name in jobs)
         key = replicas, stages, *jobs
         if key not in done:
             folder = tmp_path_factory.mktemp("stages")
@@ -147,6 +148,17 @@ def test_one_infinite_gradient_in_one_stage_is_a_step_that_no_stage_makes(runs: 
     driver, _ = runs(1, 2, "overflow")
     *_, scale = driver["overflow"]["seen"]
     assert scale == 2.0**9  # halved in two of eight steps, and doubled after three good ones
+
+
+def test_an_infinite_gradient_in_one_replica_is_a_step_that_no_replica_makes(runs: Runs) -> None:
+    ranks = runs(2, 2, "overflow in a replica")
+    mine, other = ranks[0], ranks[2]  # the marked samples are all the second replica's
+    scales = [rank["overflow in a replica"]["seen"][-1] for rank in (mine, other)]
+    assert scales == [2.0**8, 2.0**8]  # halved in two of four steps
+    for rank in ranks:
+        assert_same(
+            rank["overflow in a replica"]["weights"], mine["overflow in a replica"]["weights"], 0
+        )
 
 
 @pytest.mark.conformance
