@@ -8,6 +8,9 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 
+# asynchronous saving wraps another checkpoint IO, and only this class says so
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+
 # The launchers: there are no public ones, and a worker must be caught between the launch of the
 # processes and the Trainer's handling of exceptions.
 from lightning.pytorch.strategies.launchers import (
@@ -17,11 +20,16 @@ from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_teardown_hook
+
+# how the learning-rate finder and the batch-size finder leave a run
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch import device
 
 __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
+    "TunerExit",
+    "WrappingCheckpointIO",
     "call_teardown_hooks",
     "keep_samplers",
     "random_states",

@@ -8,6 +8,7 @@ The first error of a run is put on top everywhere: a rank that fails writes it t
 store, one that merely lost a peer reads it from there, and a worker speaks after its driver.
 """
 
+import atexit
 import os
 import signal
 import subprocess
@@ -15,9 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -27,6 +29,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning_hybrid.compat_lightning import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
+    TunerExit,
     call_teardown_hooks,
     random_states,
     set_num_threads,
@@ -34,14 +37,11 @@ from lightning_hybrid.compat_lightning import (
 )
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.runtime.faults import is_hearsay, is_loss
+from lightning_hybrid.runtime.faults import GRACE_S, is_hearsay, is_loss
 from lightning_hybrid.runtime.mesh import Place
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategy import HybridGabraStrategy
-
-GRACE_S = 8.0
-"""How long the ranks of a failed run may take to say why and to end, before they are killed."""
 
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
@@ -66,38 +66,68 @@ class Part:
         trainer = cast(Trainer, cast(MethodType, self._function).__self__)
         strategy = cast("HybridGabraStrategy", trainer.strategy)
         try:
-            try:
-                result = self._function(*arguments, **keywords)
-                parted = False
-            except Parted:
-                parted = True
-            if not parted:
-                strategy.finish(collect_results(trainer, result))
-                return result
+            return self._run(trainer, strategy, arguments, keywords)
+        except TunerExit:
+            raise
+        except BaseException as error:
+            _raise_first(strategy, error)
+
+    def _run(
+        self, trainer: Trainer, strategy: "HybridGabraStrategy", arguments: Any, keywords: Any
+    ) -> Any:
+        result, early = None, False
+        try:
+            result = self._function(*arguments, **keywords)
+            parted = False
+        except Parted:
+            parted = True
+        except TunerExit:  # no fault: a tuner has seen enough, and the Trainer handles this
+            strategy.teardown()
+            parted, early = False, True
+        if not parted:
+            strategy.finish(collect_results(trainer, result, early=early))
+        else:
             results = strategy.serve()
             adopt_results(trainer, results)
-            call_teardown_hooks(trainer)
-            return results.returned
-        except BaseException as error:
-            first = strategy.fail(error)
-            lost = is_loss(error)  # one line says all, a traceback nothing
-            if first is None and not lost:
-                raise
-            # a worker's traceback is printed by its driver, which it has told
-            told = isinstance(error, RemoteError) and not lost and strategy.place.is_driver
-            text = first or str(error).strip().splitlines()[0]
-            witness = first is None and not is_hearsay(error)
-            _report_briefly(strategy.place, text, whole=told, at_once=told or witness)
-            raise RemoteError(text) from None
+            result, early = results.returned, results.early
+            if not early:
+                call_teardown_hooks(trainer)
+        if early:
+            raise TunerExit
+        return result
+
+
+def _raise_first(strategy: "HybridGabraStrategy", error: BaseException) -> NoReturn:
+    """Raise ``error``, or what came first if that was on another rank."""
+    first = strategy.fail(error)
+    if isinstance(strategy.launcher, HybridSubprocessLauncher):
+        strategy.launcher.failed = True
+    lost = is_loss(error)  # one line says all, a traceback nothing
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # from outside: handled by the Trainer
+        raise error
+    if first is None and not lost:
+        error.add_note(f"(raised on {strategy.place})")
+        raise error
+    # a worker's traceback is printed by its driver, which it has told
+    told = isinstance(error, RemoteError) and not lost and strategy.place.is_driver
+    text = first or str(error).strip().splitlines()[0]
+    witness = first is None and not is_hearsay(error)
+    _report_briefly(strategy.place, text, whole=told, at_once=told or witness)
+    raise RemoteError(text) from None
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
-    """Starts the script once per device, as Lightning does for ``ddp``."""
+    """Starts the script once per device, as Lightning does for ``ddp``.
+
+    Attributes:
+        failed: whether a run has, as far as this process knows.
+    """
 
     def __init__(
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
+        self.failed = False
 
     def launch(
         self,
@@ -114,8 +144,27 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
             # Lightning's own observer may kill this process in the same instant as a child ends,
             # before it has said why
             _Observer(self.procs).start()
+            atexit.register(self._leave_nobody)
         set_num_threads(self.num_processes)
         return Part(function)(*args, **kwargs)
+
+    def _leave_nobody(self) -> None:
+        """At the end of a script that failed: kill the children that do not end by themselves.
+
+        They notice the end of this process by its closed connections, so that it cannot wait for
+        them; another one does, which has none of these open.
+        """
+        children = [child for child in self.procs if child.poll() is None]
+        if not self.failed or not children or not hasattr(os, "fork") or os.fork():
+            return
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(_exists(child.pid) for child in children):
+            time.sleep(0.1)
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+        os._exit(0)
 
 
 class HybridMultiProcessingLauncher(MultiProcessingLauncher):
@@ -137,6 +186,14 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
     ) -> Any:
         """Start a process per device and return the result of the first."""
         return super().launch(Part(function), *args, trainer=trainer, **kwargs)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 class _Observer(threading.Thread):
@@ -210,6 +267,7 @@ class Results:
         state: the Trainer's state.
         should_stop: the Trainer's.
         random: states of the generators, so that later draws are the same on all ranks.
+        early: a tuner has ended the run when it had seen enough.
         plans: the plans of the networks, by name; filled in by the strategy.
     """
 
@@ -221,10 +279,11 @@ class Results:
     state: Any
     should_stop: bool
     random: Mapping[str, Any]
+    early: bool = False
     plans: dict[str, Plan] = field(default_factory=dict)
 
 
-def collect_results(trainer: Trainer, returned: Any) -> Results:
+def collect_results(trainer: Trainer, returned: Any, *, early: bool = False) -> Results:
     """On a driver: the results of a run that went well."""
     cpu = torch.device("cpu")
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -237,6 +296,7 @@ def collect_results(trainer: Trainer, returned: Any) -> Results:
         state=trainer.state,
         should_stop=trainer.should_stop,
         random=random_states(),
+        early=early,
     )
 
 

@@ -31,8 +31,13 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 
+from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
-from lightning_hybrid.compat_lightning import keep_samplers, set_module_device
+from lightning_hybrid.compat_lightning import (
+    WrappingCheckpointIO,
+    keep_samplers,
+    set_module_device,
+)
 from lightning_hybrid.errors import PlanError, RemoteError
 from lightning_hybrid.launcher import (
     HybridMultiProcessingLauncher,
@@ -47,13 +52,16 @@ from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.engine import StageOptions
 from lightning_hybrid.runtime.faults import (
+    Watch,
     first_fault,
     is_loss,
     read_fault,
     say_at_next_meeting,
 )
+from lightning_hybrid.runtime.hosts import choose_interface
 from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.replicas import broadcast_module
+from lightning_hybrid.runtime.signals import make_impatient, make_patient
 from lightning_hybrid.runtime.transport import broadcast_object, meet
 from lightning_hybrid.runtime.worker import Worker
 
@@ -171,6 +179,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._phase = _Phase.TOGETHER
         self._mesh: Mesh | None = None
         self._networks: Networks | None = None
+        self._watch: Watch | None = None
 
     # ------------------------------------------------------------------ sizes, ranks
 
@@ -282,6 +291,7 @@ class HybridGabraStrategy(DDPStrategy):
             isinstance(environment, TorchElasticEnvironment)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         )
+        choose_interface(environment.main_address, environment.main_port)
         self._mesh = join_mesh(
             place,
             environment.main_address,
@@ -290,6 +300,7 @@ class HybridGabraStrategy(DDPStrategy):
             backend=self._process_group_backend,
             timeout=self._timeout or timedelta(minutes=30),
         )
+        self._watch = Watch(self._mesh)
         self._mesh.init_default_group(self._process_group_backend, self.root_device)
         self._phase = _Phase.TOGETHER
 
@@ -432,6 +443,7 @@ class HybridGabraStrategy(DDPStrategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         options = self._stage_options(fitting)
         worker = Worker(self.lightning_module, self._mesh, self.root_device, options)
+        self._stop_watching()  # what becomes of its driver, a worker hears from it
         results: Results = worker.serve()
         self._plans.update(results.plans)
         self.lightning_module.cpu()
@@ -451,6 +463,7 @@ class HybridGabraStrategy(DDPStrategy):
         Returns:
             The text of the failure that came first, on another rank; ``None``: it is this one.
         """
+        self._stop_watching()
         place = self.place
         text = "".join(traceback.format_exception(error))
         first = first_fault(self._mesh, error, f"{place} failed:\n{text}")
@@ -459,7 +472,7 @@ class HybridGabraStrategy(DDPStrategy):
         if self._driver is not None and self._start_method != "popen":
             self._abort_workers(first or f"{place} failed:\n{text}")
         self._failure = first or f"{place} failed:\n{text}"
-        self._phase = _Phase.FAILED if self._driver is None else self._phase
+        self._phase = _Phase.FAILED
         return first
 
     def on_exception(self, exception: BaseException) -> None:
@@ -474,12 +487,15 @@ class HybridGabraStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         assert self.lightning_module is not None
+        make_impatient()
+        self._stop_watching()
         if self._networks is not None:
             self._networks.close()
         if self._driver is not None:
             state = self.lightning_module.trainer.state
             went_well = state.status != TrainerStatus.INTERRUPTED
             if went_well and state.fn == TrainerFn.FITTING and self._phase is _Phase.RUNNING:
+                self._driver.check()
                 self._driver.broadcast_buffers()
                 self._driver.gather_weights()
             self._driver.close()
@@ -488,6 +504,10 @@ class HybridGabraStrategy(DDPStrategy):
             if self._scaler is not None:
                 replace_unscaling(self._scaler, None)
         super().teardown()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     # ------------------------------------------------------------------ a step
 
@@ -556,19 +576,48 @@ class HybridGabraStrategy(DDPStrategy):
                 # the wrapper inherits zero_grad from its class and would not see the instance's
                 vars(wrapper)["zero_grad"] = optimizer.zero_grad
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        make_patient()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        make_patient()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        make_patient()
+
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        make_patient()
         assert self._driver is not None
         self._driver.broadcast_buffers()
 
     # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, else one that writes a file whole or not at all."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
+            # as in Lightning: one that was made around another keeps that one
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's, on the driver of replica 0; the others have nothing to save."""
         assert self.lightning_module is not None
         if self._driver is None:
             return self.lightning_module.state_dict() if self.is_global_zero else {}
-        self._driver.broadcast_buffers()
+        if self._phase is _Phase.RUNNING:  # else a callback saves what is left after a failure
+            self._driver.check()
+            self._driver.broadcast_buffers()
         if not self.is_global_zero:
             return {}
         self._driver.gather_weights()
@@ -591,4 +640,4 @@ class HybridGabraStrategy(DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_driver": None, "_networks": None, "_mesh": None}
+        return state | {"_driver": None, "_networks": None, "_mesh": None, "_watch": None}

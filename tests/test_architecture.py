@@ -19,6 +19,7 @@ WITH_LIGHTNING = {
     "lightning_hybrid/__init__.py",  # only to register the names
     "lightning_hybrid/strategy.py",
     "lightning_hybrid/launcher.py",
+    "lightning_hybrid/checkpoints.py",
     "lightning_hybrid/compat_lightning.py",
 }
 WITH_PRIVATE_NAMES = {"lightning_hybrid/compat.py", "lightning_hybrid/compat_lightning.py"}

@@ -56,6 +56,8 @@ class Op(IntEnum):
     """[optimizer] Its parameter groups follow."""
     UNSCALE = 23
     """[optimizer] A factor follows. Answered with whether a gradient is not finite."""
+    CHECK = 24
+    """Answered with word that all went well up to here."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from lightning_hybrid.runtime.calls import (
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
+from lightning_hybrid.runtime.faults import read_fault
+from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import (
@@ -39,6 +41,7 @@ from lightning_hybrid.runtime.random import draw_number
 from lightning_hybrid.runtime.remote import Kind, RemoteTensors
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.scaling import unscale
+from lightning_hybrid.runtime.signals import conversation
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     check_ownership,
@@ -46,7 +49,7 @@ from lightning_hybrid.runtime.staged import (
     write_tensors,
 )
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import TensorSpec
+from lightning_hybrid.runtime.transport import TensorSpec, meet
 
 _OUTDATES: dict[Op, tuple[Kind, ...]] = {
     Op.FORWARD: (Kind.BUFFER,),
@@ -84,6 +87,9 @@ class Driver:
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
         self._workers = range(1, mesh.place.stages)
         self._links = Links(mesh, device) if self._workers else None
+        self._heartbeat: Heartbeat | None = None
+        if self._links is not None:
+            self._heartbeat = Heartbeat(self._links.control, self._workers, mesh.timeout)
         self._trace = Trace(mesh.place.rank, str(mesh.place))
         self._networks: list[DrivenNetwork] = []
         self._optimizers: list[OptimizerLink] = []
@@ -97,6 +103,7 @@ class Driver:
 
     # ------------------------------------------------------------------ the network
 
+    @conversation
     def add_network(
         self,
         name: str,
@@ -215,6 +222,7 @@ class Driver:
             for worker in self._workers:
                 self._links.control.tell(worker, operation, *arguments, payload=payload)
 
+    @conversation
     def _ask(self, operation: Op, *arguments: int, payload: Any = None) -> list[Any]:
         """Send a command to every worker and wait for all answers.
 
@@ -274,6 +282,7 @@ class Driver:
         if self.synchronize and not self._workers:
             self._rest.arm()
 
+    @conversation
     def after_backward(self) -> None:
         """Average over the replicas what the backward passes have not averaged on their way."""
         self.remote.flush()
@@ -287,6 +296,7 @@ class Driver:
             self._rest.arm()
         self._rest.finish()
 
+    @conversation
     def broadcast_buffers(self) -> None:
         """Give every replica the buffers of replica 0 (collective over the drivers)."""
         self.tell(Op.BUFFERS)
@@ -317,6 +327,7 @@ class Driver:
         ]
         self.ship_optimizers(fresh=True)
 
+    @conversation
     def ship_optimizers(self, *, fresh: bool = False) -> None:
         """Give the workers the optimizers as they are now, and drop the state they need here.
 
@@ -350,6 +361,7 @@ class Driver:
     def _stepped(self, index: int, changed: list[Hyperparameters] | None) -> None:
         self._tell_optimizer(Op.STEP, index, payload=changed)
 
+    @conversation
     def clip_norm(self, optimizer: Optimizer, max_norm: float, order: float = 2.0) -> None:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``."""
         index = self._index(optimizer)
@@ -397,6 +409,7 @@ class Driver:
 
     # ------------------------------------------------------------------ weights
 
+    @conversation
     def gather_weights(self) -> None:
         """Bring the weights of the workers' stages into the module."""
         if not self._networks or self._links is None:
@@ -407,6 +420,7 @@ class Driver:
             write_tensors(self.module, self._links.control.receive_tensors(worker))
         self.remote.adopt_fetched()
 
+    @conversation
     def scatter_weights(self) -> None:
         """Give the workers the weights of their stages as they stand in the module."""
         tensors = tensors_of(self.module)
@@ -458,8 +472,29 @@ class Driver:
             sorted_names.setdefault(self._owner[name][1], []).append(name)
         return sorted_names
 
+    @conversation
+    def check(self) -> None:
+        """See to it that no stage of any replica has failed (collective over the drivers).
+
+        A stage that fails in a backward keeps its appointments, so that its driver hears of it
+        only with the next question; until then the other replicas train on with what it sent.
+        Nothing may leave the replicas, into a checkpoint or at the end of a fit, before this.
+
+        Raises:
+            RemoteError: one has.
+        """
+        failure = None
+        try:
+            self._ask(Op.CHECK)
+        except RemoteError as error:
+            failure = error
+        assert self._mesh.drivers is not None
+        if not meet(self._mesh.drivers, failed=failure is not None):
+            raise failure or RemoteError(read_fault(self._mesh))
+
     # ------------------------------------------------------------------ the end
 
+    @conversation
     def end(self, results: Any, *, weights: bool) -> None:
         """End the run: the workers get the results and, after a fit, the whole module.
 
@@ -474,10 +509,16 @@ class Driver:
         self._ask(Op.END, payload=results)
         if self._links is not None:
             self._links.control.flush()
+        self._stop_heartbeat()
 
     def abort(self, text: str) -> None:
         """Tell the workers that this replica has failed."""
+        self._stop_heartbeat()
         self.tell(Op.ABORT, payload=text)
+
+    def _stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
 
     def close(self) -> None:
         """Leave the optimizers and the parameters as they were."""
@@ -589,6 +630,7 @@ class DrivenNetwork(StagedNetwork):
     def _anchor_if_trained(self) -> Tensor | None:
         return self._anchor if self._trained() else None
 
+    @conversation
     def forward(
         self, variant: int, leaves: Sequence[Tensor], *, grad: bool
     ) -> tuple[Call, list[Values]]:
@@ -627,6 +669,7 @@ class DrivenNetwork(StagedNetwork):
             self.driver.note_call()
         return call, outputs
 
+    @conversation
     def backward(
         self,
         call: Call,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.errors import PlanError
 
-# A driver may prepare data or validate for hours before it speaks to a worker again.
+# One rank may prepare data for hours while the others wait for it before a run.
 NO_TIMEOUT = timedelta(days=3650)
 _STORE_TIMEOUT = timedelta(minutes=10)
 
@@ -103,7 +103,7 @@ class Mesh:
         self.store = store
         self.key: tuple[object, ...] = ()
         self.backend = backend
-        self._timeout = timeout
+        self.timeout = timeout
         self._groups: list[Group] = []
         self._statistics: Group = None
         replica, position = place.replica, place.position
@@ -140,7 +140,7 @@ class Mesh:
 
     def _group(self, name: str, rank: int, size: int, backend: str) -> Group:
         store = dist.PrefixStore(name, self.store)
-        timeout = NO_TIMEOUT if name.startswith(("world", "control")) else self._timeout
+        timeout = NO_TIMEOUT if name == "world" else self.timeout
         group: Group
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -168,7 +168,7 @@ class Mesh:
             store=dist.PrefixStore("default", self.store),
             rank=self.place.replica,
             world_size=self.place.replicas,
-            timeout=self._timeout,
+            timeout=self.timeout,
             device_id=None if device.type == "cpu" else device,
         )
 

@@ -10,6 +10,7 @@ Two kinds of traffic, on groups of their own (:mod:`lightning_hybrid.runtime.mes
 """
 
 import pickle
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +30,24 @@ FRAME = 8
 _KEPT_SENDS = 64
 
 
-_A_RANK = "a rank of the group"
+_SOMEBODY = "a rank of"
+_A_RANK = f"{_SOMEBODY} the group"
+_STILL_HERE = -1  # a frame that says nothing else
+_KEPT_BEATS = 256
 
 
 class ConnectionLost(RemoteError):
-    """A peer went away without a word."""
+    """A peer went away without a word, or does not answer.
+
+    Args:
+        text: what to say.
+        peer: the name of the peer, if this rank can tell which it is.
+        late: it did not answer within the time-out; its process may be there.
+    """
+
+    def __init__(self, text: str, peer: str | None = None, *, late: bool = False) -> None:
+        super().__init__(text)
+        self.peer, self.late = peer, late
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +129,36 @@ class Control:
     def __init__(self, group: Group, names: Sequence[str]) -> None:
         self._group, self._names = group, tuple(names)
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._lock = threading.RLock()  # a heartbeat stands between messages, never inside of one
+        self._beats: deque[tuple[dist.Work, Tensor]] = deque(maxlen=_KEPT_BEATS)
 
     def tell(self, peer: int, operation: int, *arguments: int, payload: Any = None) -> None:
         """Send a frame, and ``payload`` pickled behind it, without waiting."""
         data = b"" if payload is None else pickle.dumps(payload, protocol=5)
         padding = (0,) * (FRAME - 2 - len(arguments))
         frame = torch.tensor((operation, *arguments, *padding, len(data)))
-        self._send(peer, frame)
-        if data:
-            self._send(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        with self._lock:
+            self._send(peer, frame)
+            if data:
+                self._send(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def say_still_here(self, peers: Sequence[int]) -> None:
+        """From any thread: send a frame that :meth:`hear` passes over."""
+        for peer in peers:
+            frame = torch.zeros(FRAME, dtype=torch.int64)
+            frame[0] = _STILL_HERE
+            with self._lock:
+                work = _start(self._group.send, [frame], peer, 0, peer=self._names[peer])
+            # nobody waits for it: the peer may not listen for long
+            self._beats.append((work, frame))
 
     def hear(self, peer: int) -> tuple[int, list[int], Any]:
         """Wait for a frame. Returns operation, six arguments, payload."""
+        operation = _STILL_HERE
         frame = torch.empty(FRAME, dtype=torch.int64)
-        self._receive(peer, frame)
-        operation, *arguments, size = frame.tolist()
+        while operation == _STILL_HERE:
+            self._receive(peer, frame)
+            operation, *arguments, size = frame.tolist()
         if not size:
             return operation, arguments, None
         data = torch.empty(size, dtype=torch.uint8)
@@ -138,10 +167,11 @@ class Control:
 
     def send_tensors(self, peer: int, tensors: dict[str, Tensor]) -> None:
         """Send named tensors; those on a device go by way of the CPU."""
-        self.tell(peer, 0, payload={name: TensorSpec.of(t) for name, t in tensors.items()})
-        for tensor in tensors.values():
-            if tensor.numel():
-                self._send(peer, tensor.detach().cpu().contiguous())
+        with self._lock:
+            self.tell(peer, 0, payload={name: TensorSpec.of(t) for name, t in tensors.items()})
+            for tensor in tensors.values():
+                if tensor.numel():
+                    self._send(peer, tensor.detach().cpu().contiguous())
 
     def receive_tensors(self, peer: int) -> dict[str, Tensor]:
         """The other end of :meth:`send_tensors`."""
@@ -156,7 +186,7 @@ class Control:
         """Wait until everything sent has left."""
         while self._sends:
             work, _ = self._sends.popleft()
-            wait(work, "a rank of this replica")
+            wait(work, _A_RANK)
 
     def _send(self, peer: int, tensor: Tensor) -> None:
         work = _start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
@@ -219,9 +249,20 @@ def wait(work: dist.Work, peer: str) -> None:
         raise _lost(peer, error) from None
 
 
+def is_late(error: BaseException) -> bool:
+    """Whether gloo gave up waiting; the second is what the other transfers of a pair say then."""
+    return any(words in str(error) for words in ("Timed out waiting", "Application timeout"))
+
+
 def _lost(peer: str, error: RuntimeError) -> ConnectionLost:
     """Say whom this rank has lost; gloo's own text is a page of C++ frames behind one line."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection closed"
-    return ConnectionLost(
-        f"Lost {peer}. It was killed, or its process ended without a word ({reason})"
+    late = is_late(error)
+    why = (
+        "It has stopped answering, or needs longer than the time-out, which "
+        "HybridGabraStrategy(timeout=...) sets"
+        if late
+        else "It was killed, or its process ended without a word"
     )
+    name = None if peer.startswith(_SOMEBODY) else peer
+    return ConnectionLost(f"Lost {peer}. {why} ({reason})", name, late=late)

@@ -1,10 +1,6 @@
 """A worker: it owns one earlier stage of each network and obeys its driver."""
 
-import signal
-import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +13,13 @@ from lightning_hybrid.runtime.calls import BackwardMode, CallKey
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
+from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.scaling import unscale
+from lightning_hybrid.runtime.signals import left_to_the_driver
 from lightning_hybrid.runtime.staged import StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.transport import ConnectionLost
@@ -29,6 +27,7 @@ from lightning_hybrid.runtime.transport import ConnectionLost
 DRIVER = 0
 _ANSWERED = {
     Op.CUT,
+    Op.CHECK,
     Op.GRADIENT_NORM,
     Op.UNSCALE,
     Op.GIVE_WEIGHTS,
@@ -73,18 +72,22 @@ class Worker:
         Raises:
             RemoteError: the driver has failed, or was lost.
         """
-        with _signals_left_to_the_driver():
+        self._heartbeat = Heartbeat(self._links.control, [DRIVER], self._mesh.timeout)
+        with left_to_the_driver():
             try:
                 return self._serve()
             finally:
+                self._heartbeat.close()
                 self._trace.write()
                 for network in self._networks:
                     network.engine.copies.close()
 
     def _serve(self) -> Any:
         while True:
+            self._heartbeat.on = False
             number, arguments, payload = self._links.control.hear(DRIVER)
             operation = Op(number)
+            self._heartbeat.on = operation in _ANSWERED
             if operation is Op.ABORT:
                 raise RemoteError(payload)
             answer = None
@@ -255,21 +258,8 @@ class Worker:
     def _give_optimizer(self, _: None, index: int, *__: int) -> dict[str, dict[str, Any]]:
         return state_of(self._optimizers[index], self._names)
 
-    def _end(self, *_: Any) -> None:
+    def _check(self, *_: Any) -> None:
         """Answered with word that all went well up to here."""
 
-
-@contextmanager
-def _signals_left_to_the_driver() -> Iterator[None]:
-    """A worker that dies of a signal takes its driver by surprise: the driver decides."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def _end(self, *_: Any) -> None:
+        """Answered with word that all went well up to here."""

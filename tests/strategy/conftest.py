@@ -2,7 +2,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,39 @@ class Training:
         """What all ranks have printed."""
         return (self.folder / "output.txt").read_text()
 
-    def start(self) -> "subprocess.Popen[str]":
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": "ignore",
-        }
-        with (self.folder / "output.txt").open("w") as output:
+    def start(
+        self, before: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> "subprocess.Popen[str]":
+        """Start the script, in an environment that has some variables more.
+
+        Args:
+            before: a command that runs it, as `ip netns exec NAME`.
+            environment: the variables.
+        """
+        usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        with (self.folder / "output.txt").open("a") as output:
             return subprocess.Popen(
-                [sys.executable, *self.launcher, str(self.script), str(self.folder)],
-                env=environment,
+                [*before, sys.executable, *self.launcher, str(self.script), str(self.folder)],
+                env=os.environ | usual | (environment or {}),
                 cwd=self.folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
+                start_new_session=True,  # so that a test can press Ctrl-C there
             )
 
     def run(self) -> list[dict[str, Any]]:
         """Run to the end. Returns what each rank has seen."""
-        process = self.start()
-        assert process.wait(timeout=240) == 0, self.output
+        return self.wait([self.start()])
+
+    def wait(self, processes: Sequence["subprocess.Popen[str]"]) -> list[dict[str, Any]]:
+        """Wait for the end of what was started. Returns what each rank has seen."""
+        try:
+            for process in processes:
+                assert process.wait(timeout=240) == 0, self.output
+        finally:
+            for process in processes:
+                process.kill()
         ranks = self.processes or self.config["replicas"] * self.config["stages"]
         return [
             torch.load(self.folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)

@@ -5,15 +5,19 @@ FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank
 
 import json
 import os
+import signal
 import sys
+import time
 from collections import Counter
 from copy import deepcopy
+from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -72,6 +76,41 @@ OPTIMIZERS = {
 }
 
 
+class Samples(TensorDataset):
+    """Reading a sample may fail on purpose."""
+
+    config: dict[str, Any]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        fault(self.config, "loader", index)
+        return super().__getitem__(index)
+
+
+class Loader(DataLoader):
+    """Goes on in the middle of an epoch: Lightning asks for the state of loaders that have one."""
+
+    seen = skipped = 0
+
+    def __iter__(self) -> Any:
+        self.seen, self.skipped = self.skipped, 0
+        for batch in islice(super().__iter__(), self.seen, None):
+            self.seen += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["seen"]
+
+
+class Failing(Callback):
+    """A callback that may fail on purpose."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *arguments: Any) -> None:
+        fault(module.config, "callback", trainer.global_step)
+
+
 def data(config: dict[str, Any]) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     count, side = config["samples"], config["side"]
@@ -79,7 +118,9 @@ def data(config: dict[str, Any]) -> TensorDataset:
     y = torch.randint(0, CLASSES, (count,), generator=generator)
     # learnable: the label is in the mean
     x += (y.float() - 0.5).view(-1, 1, 1, 1, 1)
-    return TensorDataset(x.to(getattr(torch, config["dtype"])), y)
+    samples = Samples(x.to(getattr(torch, config["dtype"])), y)
+    samples.config = config
+    return samples
 
 
 class Classifier(LightningModule):
@@ -126,6 +167,7 @@ class Classifier(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
+        fault(self.config, "validation_step", batch_idx)
         self.log("val", nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -135,6 +177,7 @@ class Classifier(LightningModule):
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
+        fault(self.config, "configure_optimizers", 3)
         kind, options = OPTIMIZERS[self.config.get("optimizer", "sgd")]
         optimizer = kind(self.parameters(), weight_decay=1e-3, **options)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
@@ -146,7 +189,11 @@ def fault(config: dict[str, Any], where: str, step: int) -> None:
     wanted = config.get("fault")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if wanted == {"where": where, "step": step, "rank": rank}:
+        Path("fault").write_text(str(time.monotonic()))
         raise ValueError("this error is on purpose")
+    if wanted == {"where": where, "step": step, "rank": rank, "busy": True}:
+        Path("busy").touch()
+        time.sleep(600)
 
 
 def strategy(config: dict[str, Any]) -> Any:
@@ -165,19 +212,26 @@ def strategy(config: dict[str, Any]) -> Any:
         num_microbatches=config["microbatches"],
         allocation=config.get("allocation") or [f"net.{name}" for name in cuts],
         start_method=config.get("start_method", "popen"),
+        timeout=timedelta(seconds=config.get("timeout_s", 1800)),
     )
 
 
-def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
+def callbacks(config: dict[str, Any], folder: Path) -> list[Callback]:
     checkpoint = config.get("checkpoint")
+    saving = [ModelCheckpoint(folder / "checkpoints", **checkpoint)] if checkpoint else []
+    return [Failing(), *saving]
+
+
+def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
     return Trainer(
         strategy=strategy(config),
         accelerator="cpu",
-        devices=config["replicas"] * config["stages"],
+        devices=config["replicas"] * config["stages"] // config.get("nodes", 1),
+        num_nodes=config.get("nodes", 1),
         max_steps=config["steps"],
         max_epochs=-1,
         default_root_dir=folder,
-        callbacks=checkpoint and [ModelCheckpoint(folder / "checkpoints", **checkpoint)],
+        callbacks=callbacks(config, folder),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -205,9 +259,16 @@ def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]
     """Train, and go on as the configuration says."""
     seed_everything(config.get("seed", 0), verbose=False)
     module = Classifier(config)
-    loader = DataLoader(data(config), batch_size=config["batch"])
+    options = {
+        "batch_size": config["batch"],
+        "num_workers": config.get("loader_processes", 0),
+        # Python's fork is not made for programs with threads, and its other ways are slow
+        "multiprocessing_context": "fork" if config.get("loader_processes") else None,
+    }
+    training = (Loader if config.get("goes_on") else DataLoader)(data(config), **options)
+    loader = DataLoader(data(config), **options)
     trainer = make_trainer(config, folder)
-    trainer.fit(module, loader, loader, ckpt_path=config.get("ckpt_path"))
+    trainer.fit(module, training, loader, ckpt_path=config.get("ckpt_path"))
     seen = observed(trainer, module)
     if config.get("after"):
         seen["validation"] = trainer.validate(module, loader, verbose=False)
@@ -216,7 +277,7 @@ def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]
         seen["random"] = torch.rand(3)
     if config.get("again"):
         trainer.fit_loop.epoch_loop.max_steps += config["again"]
-        trainer.fit(module, loader, loader)
+        trainer.fit(module, training, loader)
         seen["again"] = observed(trainer, module)
     if config.get("then"):  # another Trainer, with another configuration
         _, seen["then"] = train({**config, "then": None, **config["then"]}, folder / "then")
@@ -224,6 +285,8 @@ def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]
 
 
 def main(folder: Path) -> None:
+    # a shell starts background jobs with Ctrl-C switched off
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer, seen = train(json.loads((folder / "config.json").read_text()), folder)
     torch.save(seen, folder / f"rank{trainer.strategy.cluster_environment.global_rank()}.pt")
 
