@@ -7,6 +7,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 # the random states of torch, numpy and Python together; a checkpoint has no use for them, ours has
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
 
 # asynchronous saving wraps another checkpoint IO, and only this class says so
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
@@ -45,8 +46,15 @@ def set_num_threads(num_processes: int) -> None:
 
 
 def call_teardown_hooks(trainer: Trainer) -> None:
-    """Call the users' ``teardown`` hooks: on a worker the Trainer does not get there."""
-    _call_teardown_hook(trainer)
+    """Call the users' ``teardown`` hooks: on a worker the Trainer does not get there.
+
+    The profiler is left out: it has seen no run, and some fail when they are to describe none.
+    """
+    profiler, trainer.profiler = trainer.profiler, PassThroughProfiler()
+    try:
+        _call_teardown_hook(trainer)
+    finally:
+        trainer.profiler = profiler
 
 
 def random_states() -> dict[str, Any]:

@@ -96,7 +96,8 @@ class HybridGabraStrategy(DDPStrategy):
     Args:
         data_parallel_size: number of replicas. ``"auto"``: devices / stages.
         pipeline_parallel_size: number of stages of a replica. ``"auto"``: devices / replicas, so
-            that without any sizes all devices form one chain.
+            that without any sizes all devices form one chain. A network that cannot be cut is
+            refused if a number is given; with ``"auto"`` it runs on the driver of each replica.
         num_microbatches: into how many slices a replica's batch is split on its way through the
             stages. ``"auto"``: enough to fill the pipeline twice, at least two samples each.
         schedule: ``"gpipe"`` (fill and drain), which is also ``"auto"``.
@@ -319,6 +320,14 @@ class HybridGabraStrategy(DDPStrategy):
             return value
         return obj
 
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """One replica is one device, whose tensors get no dimension of devices."""
+        if self.num_replicas == 1:
+            return tensor
+        return super().all_gather(tensor, group, sync_grads)
+
     @staticmethod
     def _meet(mesh: Mesh) -> None:
         if not meet(mesh.world):
@@ -357,9 +366,10 @@ class HybridGabraStrategy(DDPStrategy):
                 self._names,
                 self._microbatches,
                 self._make_plan,
-                fitting,
-                self._compile_stages,
-                rank_zero_info,
+                training=fitting,
+                compiled=self._compile_stages,
+                automatic=self._sizes[1] is None,
+                say=rank_zero_info,
             ),
             self._plans,
         )

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.compat import BatchNorm, own_saved_tensors
-from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
+from lightning_hybrid.errors import (
+    HybridError,
+    NetworkError,
+    NetworkNotFoundError,
+    PlanError,
+)
 from lightning_hybrid.network import (
     COMPILE_OPTIONS,
     NetworkGraph,
@@ -51,6 +56,8 @@ class Discovery:
         make_plan: see :data:`Planner`.
         training: whether the run trains.
         compiled: run stages through ``torch.compile``.
+        automatic: whether the number of stages was not asked for: then a network that cannot be
+            cut is no error, and runs on the driver.
         say: prints a line, once for all replicas.
     """
 
@@ -59,6 +66,7 @@ class Discovery:
     make_plan: Planner
     training: bool
     compiled: bool
+    automatic: bool
     say: Callable[[str], None]
 
 
@@ -84,6 +92,7 @@ class Networks:
         self._module, self._driver, self._mesh = module, driver, mesh
         self._how, self._plans = discovery, plans
         self._cut: set[str] = set()
+        self._kept: set[str] = set()
         self._watched: dict[str, nn.Module] = {}
         if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1 or discovery.compiled:
             self._watched = candidates(module, discovery.names)
@@ -92,7 +101,7 @@ class Networks:
     @property
     def found(self) -> bool:
         """Whether a network was found, or none is needed."""
-        return bool(self._cut) or not self._watched
+        return bool(self._cut or (self._kept and self._how.automatic)) or not self._watched
 
     def require(self) -> None:
         """After a whole step: complain if nothing was called.
@@ -101,12 +110,15 @@ class Networks:
             NetworkNotFoundError: no watched module was called.
         """
         if not self.found:
+            what = "that can be cut" if self._kept else "with parameters"
             raise NetworkNotFoundError(
-                f"No call of a module with parameters was seen in a whole step of "
+                f"No call of a module {what} was seen in a whole step of "
                 f"{type(self._module).__name__}, so there is nothing to cut into "
                 f"{self._mesh.place.stages} stages. Call the network as a module (self(x), "
                 "self.net(x)), not by its weights; or use strategy='ddp'."
             )
+        if self._kept and not self._cut:
+            self._driver.settle()
 
     def close(self) -> None:
         """Let every module run its own forward again."""
@@ -125,13 +137,16 @@ class Networks:
         with _as_if_alone():
             try:
                 graph = trace(module, arguments, keywords, device=self._driver.device)
-            except NetworkError:
+            except NetworkError as error:
                 if name:
                     self._run_once(module, arguments, keywords)
-                    raise
-                # The LightningModule's own forward is more than a network (it logs, say): it
-                # runs here, and what it calls is watched.
-                self._watch({n: m for n, m in inner.items() if n}, self._called)
+                    if not self._how.automatic:
+                        raise
+                    self._keep(name, module, f"cannot be traced ({error})")
+                else:
+                    # The LightningModule's own forward is more than a network (it logs, say): it
+                    # runs here, and what it calls is watched.
+                    self._watch({n: m for n, m in inner.items() if n}, self._called)
             else:
                 owned = self._adopt(name, module, graph, arguments, keywords)
                 self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
@@ -168,13 +183,9 @@ class Networks:
         """Plan, cut and check a network. Returns the parameters and buffers that stages now own."""
         partitions = network_partitions(graph)
         stages = self._mesh.place.stages
-        if len(partitions) < stages and self._cut:
-            self._how.say(
-                f"Network {name!r} has {len(partitions)} network partitions, fewer than "
-                f"{stages} stages: it stays on the driver."
-            )
-            module.to(self._driver.device)
-            return list(module.parameters())
+        if len(partitions) < stages and (self._how.automatic or self._others_can_be_cut(name)):
+            count = _count(len(partitions), "network partition")
+            return self._keep(name, module, f"has {count}, fewer than {stages} stages")
         plan = self._plan(name, graph, partitions, arguments, keywords)
         boundaries = [find_boundary(partitions, first) for first in plan.cuts]
         parts = cut(graph, partitions, boundaries)
@@ -194,6 +205,24 @@ class Networks:
         self._watch({n: m for n, m in inner.items() if _share(m, remote)}, _refuse_part)
         watch(module, name, lambda n, m, a, k: self._call(network, plan, a, k))
         return network.tensors()
+
+    def _others_can_be_cut(self, name: str) -> bool:
+        """Whether a network beside this one is, or by its size may be, cut into stages."""
+        return bool(self._cut) or any(
+            len(_layers(module)) >= self._mesh.place.stages
+            for other, module in self._watched.items()
+            if not _inside(other, name) and not _inside(name, other)
+        )
+
+    def _keep(self, name: str, module: nn.Module, reason: str) -> list[Tensor]:
+        """Leave a network on the driver, whole. Returns its parameters."""
+        self._how.say(
+            f"Network {name or 'self'!r} ({type(module).__name__}) {reason}: it stays on the driver"
+            f"{'' if self._others_can_be_cut(name) else ', as under ddp over the replicas'}."
+        )
+        self._kept.add(name)
+        module.to(self._driver.device)
+        return list(module.parameters())
 
     def _call(
         self,
@@ -222,13 +251,22 @@ class Networks:
         arguments: tuple[Any, ...],
         keywords: Mapping[str, Any],
     ) -> Plan:
-        """The plan of replica 0, on all drivers."""
+        """The plan of replica 0, or its error, on all drivers."""
         if name not in self._plans:
-            plan = None
+            plan: Plan | HybridError | None = None
             if self._mesh.place.replica == 0:
-                plan = self._make_plan(name, graph, partitions, arguments, keywords)
+                try:
+                    plan = self._make_plan(name, graph, partitions, arguments, keywords)
+                except HybridError as error:
+                    if self._mesh.place.replicas == 1:
+                        raise
+                    plan = error  # the other drivers wait for this
             assert self._mesh.drivers is not None
-            self._plans[name] = broadcast_object(self._mesh.drivers, plan)
+            plan = broadcast_object(self._mesh.drivers, plan)
+            if isinstance(plan, HybridError):
+                raise plan
+            assert plan is not None
+            self._plans[name] = plan
             self._say_plan(name, graph.network, self._plans[name])
         return self._plans[name]
 
@@ -243,9 +281,10 @@ class Networks:
         stages = self._mesh.place.stages
         if len(partitions) < stages:
             raise PlanError(
-                f"Network {name!r} ({type(graph.network).__name__}) has {len(partitions)} network "
-                f"partitions, which is fewer than pipeline_parallel_size={stages}. Use at most "
-                f"{len(partitions)} stages, or name another network: "
+                f"Network {name or 'self'!r} ({type(graph.network).__name__}) has "
+                f"{_count(len(partitions), 'network partition')}, fewer than "
+                f"pipeline_parallel_size={stages}. Use at most "
+                f"{_count(len(partitions), 'stage')}, or name another network: "
                 "HybridGabraStrategy(network='...')."
             )
         arguments, keywords = _where_the_network_is(graph.network, arguments, keywords)
@@ -289,6 +328,15 @@ def _as_if_alone() -> Iterator[None]:
         Synchronised.paused(),
     ):
         yield
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The modules that own parameters themselves."""
+    return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
 
 
 def _inside(name: str, outer: str) -> bool:

@@ -94,6 +94,7 @@ class Driver:
         self._networks: list[DrivenNetwork] = []
         self._optimizers: list[OptimizerLink] = []
         self._names = {id(p): name for name, p in module.named_parameters()}
+        self._settled = False
         self._rest = self._copies_of_the_rest()
         self.synchronize = True  # off while gradients accumulate
         self._batch = self._calls_in_step = self._evaluations = 0
@@ -208,10 +209,17 @@ class Driver:
         cut = {id(t) for network in self._networks for t in network.tensors()}
         parameters = [p for p in self.module.parameters() if id(p) not in cut]
         buffers = [b for b in self.module.buffers() if id(b) not in cut]
-        if self._networks:  # until then everything waits on the CPU
+        if self._networks or self._settled:  # until then everything waits on the CPU
             for tensor in (*parameters, *buffers):
                 tensor.data = tensor.data.to(self.device)
         return Copies(parameters, buffers, self._mesh.copies, self._trace)
+
+    def settle(self) -> None:
+        """No network is cut: all that waited for one is the driver's own."""
+        if not self._settled:
+            self._settled = True
+            self._rest.close()
+            self._rest = self._copies_of_the_rest()
 
     def tell(self, operation: Op, *arguments: int, payload: Any = None) -> None:
         """Send a command to every worker, without waiting."""
@@ -302,7 +310,7 @@ class Driver:
         self.tell(Op.BUFFERS)
         for network in self._networks:
             network.engine.copies.broadcast_buffers()
-        if self._networks or not self._workers:
+        if self._networks or self._settled or not self._workers:
             self._rest.broadcast_buffers()
 
     # ------------------------------------------------------------------ optimizers
@@ -405,6 +413,7 @@ class Driver:
         return remote
 
     def _index(self, optimizer: Optimizer) -> int:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
         return [link.optimizer for link in self._optimizers].index(optimizer)
 
     # ------------------------------------------------------------------ weights

@@ -93,11 +93,9 @@ def test_more_stages_than_partitions() -> None:
     )
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
     driver = SimpleNamespace(device=torch.device("cpu"))  # nothing is asked of it but where it is
-    discovery = Discovery(
-        names=None, microbatches=2, make_plan=plan, training=True, compiled=False, say=print
-    )
+    discovery = Discovery(None, 2, plan, training=True, compiled=False, automatic=False, say=print)
     networks = Networks(module, driver, OneReplica(stages), discovery, {})
-    with pytest.raises(PlanError, match=r"3 network partitions.*pipeline_parallel_size=50"):
+    with pytest.raises(PlanError, match=r"3 network partitions, fewer than pipe.*=50"):
         module.net(torch.zeros(4, 6))
     networks.close()
 

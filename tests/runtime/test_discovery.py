@@ -1,0 +1,84 @@
+"""Which networks are cut, which stay on the driver, which are refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.errors import NetworkNotFoundError, PlanError
+from lightning_hybrid.runtime.discovery import Discovery, Networks
+from lightning_hybrid.runtime.mesh import Place
+
+X = torch.ones(4, 6)
+
+
+class Watched:
+    """The networks of a module, on the driver of a replica of three stages; nothing is cut."""
+
+    def __init__(self, *, automatic: bool, **networks: nn.Module) -> None:
+        self.lines: list[str] = []
+        self.settled = 0
+        self.module = nn.ModuleDict(networks)
+        driver: Any = SimpleNamespace(device=torch.device("cpu"), settle=self.settle)
+        mesh: Any = SimpleNamespace(place=Place(0, 1, 3), drivers=None)
+        self.networks = Networks(
+            self.module,
+            driver,
+            mesh,
+            Discovery(
+                None,
+                2,
+                self.plan,
+                training=True,
+                compiled=False,
+                automatic=automatic,
+                say=self.lines.append,
+            ),
+            {},
+        )
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def plan(self, name: str, *_: Any) -> Any:
+        raise PlanError(f"asked for a plan of {name}")
+
+
+def large() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+
+def test_what_cannot_be_cut_stays_on_the_driver_if_no_number_of_stages_was_asked_for() -> None:
+    watched = Watched(automatic=True, net=nn.Linear(6, 3))
+    assert watched.module["net"](X).shape == (4, 3)
+    assert watched.module["net"](X).requires_grad
+    [line] = watched.lines
+    assert "'net' (Linear) has 1 network partition, fewer than 3 stages" in line
+    assert "as under ddp" in line
+    watched.networks.require()
+    assert watched.settled == 1
+
+
+def test_what_cannot_be_cut_is_refused_if_a_number_of_stages_was_asked_for() -> None:
+    watched = Watched(automatic=False, net=nn.Linear(6, 3))
+    with pytest.raises(PlanError, match=r"1 network partition, fewer .*=3\. Use at most 1 stage,"):
+        watched.module["net"](X)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_small_network_before_a_large_one_stays_on_the_driver(automatic: bool) -> None:
+    watched = Watched(automatic=automatic, stem=nn.Linear(6, 6), net=large())
+    hidden = watched.module["stem"](X)
+    [line] = watched.lines
+    assert line.endswith("it stays on the driver.")
+    with pytest.raises(PlanError, match="asked for a plan of net"):
+        watched.module["net"](hidden)
+
+
+def test_a_large_network_that_is_never_called_is_missed() -> None:
+    watched = Watched(automatic=False, stem=nn.Linear(6, 6), net=large())
+    watched.module["stem"](X)
+    with pytest.raises(NetworkNotFoundError, match="that can be cut"):
+        watched.networks.require()
