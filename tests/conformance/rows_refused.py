@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from rows_networks import TiesWeights
 from suite import ONE_OF_TWO, Row
 from torch import Tensor, nn
 
@@ -24,6 +25,21 @@ class RefusedUnknownCut(_Refused):
 class RefusedTooFewCuts(_Refused):
     arguments: ClassVar = {"allocation": []}
     refused = ("stages(2)", "1 cut points")
+
+
+class RefusedCutBetweenTiedWeights(TiesWeights):
+    arguments: ClassVar = {"allocation": ["net.again"]}
+    refused = ("'net.again'", "tied", "'into.weight'")
+    control = False
+
+
+class RefusedSingleLayer(Row):
+    shapes = (ONE_OF_TWO,)
+    cuts: ClassVar = {2: ["net.0"]}
+    refused = ("'net'", "has 1 network partition, fewer than pipeline_parallel_size=2", "1 stage,")
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(6, 3))
 
 
 class RefusedUnknownNetwork(_Refused):

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
-from suite import SEED, Conformance, Record, Row, Run, Witness, all_rows
+from suite import SEED, Conformance, Record, Row, Run, Witness
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SILENCE_S = 120.0
+SILENCE_S = 240.0
 """After that long without a finished row a group is taken to hang."""
 FOLLOW_S = 12.0
 """As long may the other ranks take to notice that one has failed."""
@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     module, name = config["suite"]
     suite: type[Conformance] = getattr(importlib.import_module(module), name)
-    rows = {row.__name__: row for row in all_rows()}
+    rows = {row.__name__: row for row in suite.catalogue()}
     for name in config["rows"]:
         place = folder / name
         place.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ class Session:
         return []
 
     def _announced(self, row: str) -> bool:
-        [found] = [r for r in all_rows() if r.__name__ == row]
+        [found] = [r for r in self._suite.catalogue() if r.__name__ == row]
         return bool(found.refused) and self._suite.stages > 1
 
     def _read(self, folder: Path) -> list[Record | None]:

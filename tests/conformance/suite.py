@@ -65,7 +65,8 @@ class Row(LightningModule):
         options: arguments of the Trainer. For objects override :meth:`trainer_options`.
         arguments: arguments of the strategy, for rows about these.
         microbatches: into which the strategy splits a batch.
-        cuts: names of the first modules of the later stages, by number of stages.
+        cuts: names of the first modules of the later stages, by number of stages; a row runs under
+            no other number.
         samples: in the data set.
         refused: words in the error of every rank, under more than one stage, before any weight has
             changed; empty: the row must work.
@@ -79,7 +80,7 @@ class Row(LightningModule):
         seen: what is noted while the user's steps run, on the ranks that run them.
     """
 
-    shapes: ClassVar[tuple[tuple[int, int], ...]] = (ONE_OF_TWO, TWO_OF_TWO)
+    shapes: ClassVar[tuple[tuple[int, int], ...]] = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     fast: ClassVar[tuple[tuple[int, int], ...]] = (ONE_OF_TWO,)
     options: ClassVar[dict[str, Any]] = {}
     arguments: ClassVar[dict[str, Any]] = {}
@@ -246,9 +247,15 @@ class Conformance:
         raise NotImplementedError
 
     @classmethod
+    def catalogue(cls) -> list[type[Row]]:
+        """All rows that there are; override it to add some."""
+        return all_rows()
+
+    @classmethod
     def rows(cls) -> list[type[Row]]:
         """The rows that are asked for in this shape."""
-        return [row for row in all_rows() if (cls.replicas, cls.stages) in row.shapes]
+        shape = cls.replicas, cls.stages
+        return [r for r in cls.catalogue() if shape in r.shapes and cls.stages in r.cuts]
 
     @classmethod
     def is_fast(cls, row: type[Row]) -> bool:

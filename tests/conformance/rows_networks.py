@@ -1,0 +1,379 @@
+"""Kinds of networks and ways to build and to call them."""
+
+from typing import Any, ClassVar
+
+import torch
+from suite import ONE_OF_THREE, ONE_OF_TWO, STEPS, TWO_OF_TWO, Layers, Row
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
+cross_entropy = nn.functional.cross_entropy
+
+
+class CallsForward(Row):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.net.forward(x), y)
+
+
+class ReturnsTuple(Row):
+    class Net(Layers):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = torch.tanh(self.first(x))
+            return self.third(torch.tanh(self.second(hidden))), hidden
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits, hidden = self.net(x)
+        return cross_entropy(logits, y) + 0.1 * hidden.square().mean()
+
+
+class ReturnsAScalar(Row):
+    """A loss made inside the network: the batch cannot be split."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return cross_entropy(super().forward(x), y)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.net(x, y)
+
+
+class CallsOnPart(Row):
+    """On part of the batch, of one size and of another."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        count = 2 + len(self.seen) % 2
+        return cross_entropy(self.net(x[:count]), y[:count])
+
+
+class BuildsInSetup(Row):
+    def build(self) -> None:
+        pass
+
+    def setup(self, stage: str) -> None:
+        self.net = Layers().double()
+
+
+class BuildsInConfigureModel(Row):
+    def build(self) -> None:
+        self.net: Layers | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Layers().double()
+
+
+class HeadStaysOnTheDriver(Row):
+    """A network and a single layer behind it, each called by itself."""
+
+    cuts: ClassVar = {2: ["encoder.2"]}
+
+    def build(self) -> None:
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.head(self.encoder(x)), y)
+
+
+class TrainsAdversaries(Row):
+    """Generator and discriminator, an optimizer each, toggled."""
+
+    fast = IN_REPLICAS
+    options: ClassVar = {"max_steps": 2 * STEPS}
+    cuts: ClassVar = {2: ["generator.2", "discriminator.2"]}
+    control = False  # random numbers
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        g_optimizer, d_optimizer = self.optimizers()
+        noise = torch.randn(len(x), 4, dtype=x.dtype)
+
+        self.toggle_optimizer(g_optimizer)
+        loss = nn.functional.softplus(-self.discriminator(self.generator(noise))).mean()
+        g_optimizer.zero_grad()
+        self.manual_backward(loss)
+        g_optimizer.step()
+        self.untoggle_optimizer(g_optimizer)
+
+        self.toggle_optimizer(d_optimizer)
+        real = nn.functional.softplus(-self.discriminator(x)).mean()
+        fake = nn.functional.softplus(self.discriminator(self.generator(noise).detach())).mean()
+        d_optimizer.zero_grad()
+        self.manual_backward(real + fake)
+        d_optimizer.step()
+        self.untoggle_optimizer(d_optimizer)
+        self.seen.append([loss.item(), real.item(), fake.item()])
+
+    def configure_optimizers(self) -> Any:
+        kind = torch.optim.Adam
+        return [kind(m.parameters(), lr=0.01) for m in (self.generator, self.discriminator)]
+
+
+class BackwardTwice(Row):
+    """The graph is kept, and the loss goes backward a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(*batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss)
+        self.seen.append(loss.item())
+        optimizer.step()
+
+
+class MixesUp(Row):
+    """Mixup before the call; a smoothed, weighted loss after it."""
+
+    fast = IN_REPLICAS
+    control = False  # random numbers
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        share = torch.distributions.Beta(0.4, 0.4).sample().item()
+        order = torch.randperm(len(x))
+        output = self.net(share * x + (1 - share) * x[order])
+        weight = torch.tensor([0.2, 0.5, 0.3], dtype=x.dtype)
+        criterion = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)
+        return share * criterion(output, y) + (1 - share) * criterion(output, y[order])
+
+
+class LearnsLossWeights(Row):
+    """Two heads, whose losses are weighted by learned uncertainties outside of the network."""
+
+    fast = IN_REPLICAS
+    cuts: ClassVar = {2: ["net.heads"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 8)
+            self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 1)])
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            x = torch.tanh(self.body(x))
+            return [head(x) for head in self.heads]
+
+    def build(self) -> None:
+        self.net = self.Net()
+        self.spread = nn.ParameterDict({n: torch.zeros(()) for n in ("kind", "sum")})
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        kind, total = self.net(x)
+        losses = {"kind": cross_entropy(kind, y), "sum": (total[:, 0] - x.sum(1)).square().mean()}
+        terms = [torch.exp(-s) * losses[name] + s for name, s in self.spread.items()]
+        return sum(terms)
+
+
+class ActivatesInPlace(Row):
+    cuts: ClassVar = {2: ["net.second"]}
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.relu(self.first(x), inplace=True)
+            y = self.second(x)
+            y += x
+            return self.third(y.relu_())
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class SkipsAcrossStages(Row):
+    """A small U-Net: what the early stage makes is needed by the late one."""
+
+    cuts: ClassVar = {2: ["net.middle"], 3: ["net.middle", "net.up"]}
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Conv1d(1, 4, 3, padding=1)
+            self.down = nn.Conv1d(4, 8, 2, stride=2)
+            self.middle = nn.Conv1d(8, 8, 3, padding=1)
+            self.up = nn.ConvTranspose1d(8, 4, 2, stride=2)
+            self.leave = nn.Conv1d(8, 3, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = torch.relu(self.enter(x[:, None]))
+            low = torch.relu(self.down(wide))
+            low = torch.relu(self.middle(low)) + low
+            return self.leave(torch.cat([wide, self.up(low)], dim=1)).mean(2)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class NormsWeights(Row):
+    """Weight and spectral norm, as parametrizations; spectral norm changes a buffer per call."""
+
+    cuts: ClassVar = {2: ["net.2"]}
+    per_microbatch = True
+
+    def build(self) -> None:
+        self.net = nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(6, 8)),
+            nn.Tanh(),
+            parametrizations.spectral_norm(nn.Linear(8, 8)),
+            nn.Tanh(),
+            parametrizations.weight_norm(nn.Linear(8, 3)),
+        )
+
+
+class NormsWeightsByHooks(Row):
+    """The older ``torch.nn.utils.weight_norm``."""
+
+    cuts: ClassVar = {2: ["net.2"]}
+
+    def build(self) -> None:
+        old = torch.nn.utils.weight_norm
+        self.net = nn.Sequential(old(nn.Linear(6, 8)), nn.Tanh(), old(nn.Linear(8, 3)))
+
+
+class CountsCalls(Row):
+    """Buffers that change in each forward and matter in the next, one in each stage."""
+
+    # `ddp` gives all replicas the buffers of replica 0 in every step, not only before they are used
+    shapes = (ONE_OF_TWO,)
+    cuts: ClassVar = {2: ["net.1"]}
+    per_microbatch = True
+
+    class Counting(nn.Linear):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__(inputs, outputs)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+            self.register_buffer("mean", torch.zeros(outputs))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if self.training:
+                self.calls += 1
+                self.mean.lerp_(x.detach().mean(0), 0.1)
+            return torch.tanh(x - self.mean)
+
+    def build(self) -> None:
+        self.net = nn.Sequential(self.Counting(6, 8), self.Counting(8, 3))
+
+
+class NormalizesOtherwise(Row):
+    """Instance, group and layer norm, which have no statistics of the batch."""
+
+    cuts: ClassVar = {2: ["net.3"]}
+
+    def build(self) -> None:
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 6)),
+            nn.Conv1d(1, 4, 3),
+            nn.InstanceNorm1d(4, affine=True),
+            nn.Conv1d(4, 4, 1),
+            nn.GroupNorm(2, 4),
+            nn.Flatten(),
+            nn.LayerNorm(16),
+            nn.Linear(16, 3),
+        )
+
+
+class ReadsSequences(Row):
+    """An embedding, a recurrent layer, an attention."""
+
+    cuts: ClassVar = {2: ["net.attention"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 8)
+            self.recurrent = nn.GRU(8, 8, batch_first=True)
+            self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            states, _ = self.recurrent(self.embedding(tokens))
+            return self.head(self.attention(states)[:, -1])
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(torch.bucketize(x, torch.linspace(-1, 1, 4, dtype=x.dtype)), y)
+
+
+class SmallNetworkComesFirst(Row):
+    """A single layer is called before the network that is large enough to be cut."""
+
+    cuts: ClassVar = {2: ["net.second"]}
+
+    def build(self) -> None:
+        super().build()
+        self.stem = nn.Linear(6, 6)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(torch.tanh(self.stem(x)), y)
+
+
+class _AutomaticSizes(Row):
+    """No sizes are given: as many stages as ranks."""
+
+    shapes = (ONE_OF_TWO,)
+    control = False  # the same without the strategy's arguments
+    arguments: ClassVar = {
+        "data_parallel_size": "auto",
+        "pipeline_parallel_size": "auto",
+        "allocation": "exact",
+    }
+
+
+class FindsItsSizes(_AutomaticSizes):
+    pass
+
+
+class HasOneLayer(_AutomaticSizes):
+    """Nothing can be cut: the driver trains alone."""
+
+    idle = True
+
+    def build(self) -> None:
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self(x), y)
+
+
+class TiesWeights(Row):
+    """One matrix in two layers: both are in one stage."""
+
+    cuts: ClassVar = {2: ["net.head"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(6, 8)
+            self.out = nn.Linear(8, 6)
+            self.out.weight = nn.Parameter(self.into.weight.detach().T.clone())
+            self.again = nn.Linear(6, 8)
+            self.again.weight = self.into.weight
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.out(torch.tanh(self.into(x))))
+            return self.head(torch.tanh(self.again(x)))
+
+    def build(self) -> None:
+        self.net = self.Net()
