@@ -1,37 +1,52 @@
 """A checkpoint is Lightning's own: it loads without the package and resumes in any shape."""
 
+import itertools
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import DEFAULTS, ROOT, SCRIPT, Training
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from training_script import train
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.checkpoints import AtomicCheckpointIO
 
 pytestmark = [
     pytest.mark.distributed,
     # Lightning's advice on workers of loaders
     pytest.mark.filterwarnings("ignore"),
 ]
-EPOCH = 6  # steps; a checkpoint and a validation after each
-SETTINGS = {"sgd": ("float32", 1e-6), "adamw": ("float64", 1e-10)}
+EPOCH = 6  # batches; a checkpoint and a validation in the middle of each and after it
+SETTINGS = {
+    # dtype, tolerance, number of optimizers, after how many batches to go on
+    "sgd": ("float32", 1e-6, 1, 6),
+    "adamw": ("float64", 1e-10, 1, 3),
+    "two": ("float64", 1e-10, 2, 9),  # by hand
+}
 
 
 class Runs:
-    """Two epochs on one device, and in two stages; each goes on from the other's first epoch."""
+    """Two epochs on one device, and in two stages; each goes on with what the other has saved."""
 
     def __init__(self, folder: Path, optimizer: str) -> None:
-        dtype, self.tolerance = SETTINGS[optimizer]
+        dtype, self.tolerance, self.optimizers, self.start = SETTINGS[optimizer]
         self.config = {
             **DEFAULTS,
             "optimizer": optimizer,
             "dtype": dtype,
-            "steps": 2 * EPOCH,
+            "goes_on": True,
+            "steps": 2 * EPOCH * self.optimizers,  # Lightning counts those of each optimizer
             "checkpoint": {"monitor": "val", "filename": "{step}", "save_top_k": -1},
-            "trainer": {"num_sanity_val_steps": 0},
+            "trainer": {"num_sanity_val_steps": 0, "val_check_interval": 0.5},
         }
         self.one_device, self.stages = folder / "one", folder / "stages"
         torch.set_num_threads(1)
@@ -43,9 +58,9 @@ class Runs:
         start = self.checkpoint(self.stages)
         _, self.resumed = train({**one, "ckpt_path": str(start)}, folder / "resumed")
 
-    @staticmethod
-    def checkpoint(folder: Path, epoch: int = 1) -> Path:
-        return folder / "checkpoints" / f"step={epoch * EPOCH}.ckpt"
+    def checkpoint(self, folder: Path, batches: int | None = None) -> Path:
+        batches = self.start if batches is None else batches
+        return folder / "checkpoints" / f"step={batches * self.optimizers}.ckpt"
 
     def assert_close(self, found: Any, expected: Any) -> None:
         close = {"rtol": self.tolerance, "atol": self.tolerance}
@@ -58,14 +73,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_checkpoint_holds_what_one_device_writes(runs: Runs) -> None:
-    for epoch in (1, 2):
+    for batches in (3, 6, 9, 12):
         found, expected = (
-            torch.load(runs.checkpoint(folder, epoch), weights_only=False)
+            torch.load(runs.checkpoint(folder, batches), weights_only=True)
             for folder in (runs.stages, runs.one_device)
         )
         assert found.keys() == expected.keys()
         assert list(found["state_dict"]) == list(expected["state_dict"])
         runs.assert_close(dict(found["state_dict"]), dict(expected["state_dict"]))
+        assert len(found["optimizer_states"]) == runs.optimizers
         for mine, theirs in zip(found["optimizer_states"], expected["optimizer_states"]):
             assert mine["param_groups"] == theirs["param_groups"]  # numbers of parameters
             assert list(mine["state"]) == list(theirs["state"])
@@ -76,14 +92,14 @@ def test_a_checkpoint_holds_what_one_device_writes(runs: Runs) -> None:
 
 def test_stages_resume_what_one_device_began(runs: Runs) -> None:
     resumed = runs.driver["then"]
-    runs.assert_close(resumed["losses"], runs.expected["losses"][EPOCH:])
+    runs.assert_close(resumed["losses"], runs.expected["losses"][runs.start :])
     for rank in (runs.driver, runs.worker):
         runs.assert_close(dict(rank["then"]["weights"]), dict(runs.expected["weights"]))
 
 
 def test_one_device_resumes_what_stages_began(runs: Runs) -> None:
     runs.assert_close(runs.driver["losses"], runs.expected["losses"])
-    runs.assert_close(runs.resumed["losses"], runs.expected["losses"][EPOCH:])
+    runs.assert_close(runs.resumed["losses"], runs.expected["losses"][runs.start :])
     runs.assert_close(dict(runs.resumed["weights"]), dict(runs.expected["weights"]))
 
 
@@ -123,3 +139,79 @@ def test_a_checkpoint_loads_without_the_package(runs: Runs, tmp_path: Path) -> N
     expected = torch.cat(runs.driver["predictions"])
     for predictions in torch.load(found):
         runs.assert_close(predictions, expected)
+
+
+def save_for_ever(path: Path) -> None:
+    for number in itertools.count():
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.full((4_000_000,), number)}, path)
+
+
+@pytest.mark.parametrize("folder", ["same file system", "another file system"])
+def test_a_kill_during_saving_leaves_a_whole_checkpoint(tmp_path: Path, folder: str) -> None:
+    if folder == "another file system":  # than that of the system's temporary folder
+        if not Path("/dev/shm").is_dir():
+            pytest.skip("there is no /dev/shm")
+        tmp_path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    path = tmp_path / "last.ckpt"
+    try:
+        for kill in range(8):
+            process = multiprocessing.get_context("fork").Process(
+                target=save_for_ever, args=(path,), daemon=True
+            )
+            process.start()
+            while not path.exists():
+                time.sleep(0.01)
+            time.sleep(0.05 + 0.013 * kill)
+            process.kill()
+            process.join()
+            weights = torch.load(path, weights_only=True)["weights"]
+            assert weights.numel() == 4_000_000
+            assert weights.unique().numel() == 1
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+def test_a_checkpoint_io_of_the_user_stays(tmp_path: Path) -> None:
+    class Own(TorchCheckpointIO):
+        pass
+
+    own = Own()
+    assert HybridGabraStrategy(checkpoint_io=own).checkpoint_io is own
+    assert isinstance(HybridGabraStrategy().checkpoint_io, AtomicCheckpointIO)
+    wrapped = HybridGabraStrategy(checkpoint_io=AsyncCheckpointIO()).checkpoint_io
+    assert isinstance(wrapped.checkpoint_io, AtomicCheckpointIO)
+    wrapped = HybridGabraStrategy(checkpoint_io=AsyncCheckpointIO(own)).checkpoint_io
+    assert wrapped.checkpoint_io is own
+
+
+@pytest.mark.conformance
+def test_other_shapes_go_on_with_what_a_shape_has_saved(tmp_path: Path) -> None:
+    def run(name: str, **config: Any) -> list[list[float]]:
+        config = {
+            **DEFAULTS,
+            "dtype": "float64",
+            "goes_on": True,
+            "steps": 9,
+            "checkpoint": {"filename": "{step}", "save_top_k": -1, "every_n_train_steps": 4},
+            **config,
+        }
+        seen = Training(tmp_path / name, **config).run()
+        return [rank["losses"] for rank in seen[:: config["stages"]]]
+
+    def assert_same(found: list[list[float]], expected: list[list[float]]) -> None:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+    # two replicas of three steps an epoch; the first checkpoint is in the middle of the second
+    saved = {name: str(tmp_path / name / "checkpoints/step=4.ckpt") for name in ("ddp", "stages")}
+    expected = run("ddp", strategy="ddp", replicas=2)
+    assert_same(run("stages", replicas=2, stages=2), expected)
+    rest = [losses[4:] for losses in expected]
+    for name, config in {
+        "stages, then ddp": {"strategy": "ddp", "ckpt_path": saved["stages"]},
+        "stages, then replicas": {"stages": 1, "ckpt_path": saved["stages"]},
+        "ddp, then stages": {"stages": 2, "ckpt_path": saved["ddp"]},
+    }.items():
+        assert_same(run(name, replicas=2, **config), rest)
+    # with another number of replicas the data is divided in another way: as on one device
+    [alone] = run("one device", strategy="auto", ckpt_path=saved["stages"])
+    assert_same(run("one chain", stages=3, ckpt_path=saved["stages"]), [alone])

@@ -1,11 +1,17 @@
 """Every way to start the processes trains alike, and the script goes on alike on every rank."""
 
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import DEFAULTS, Training
+from test_exact_training import one_device as one_device_of
 from training_script import train
 
 pytestmark = [
@@ -88,3 +94,89 @@ def test_a_second_trainer_works_in_the_same_processes(ranks: list[dict[str, Any]
     assert driver["pid"] == ranks[0]["pid"]
     assert len(driver["losses"]) == STEPS
     assert_same(dict(driver["weights"]), dict(worker["weights"]))
+
+
+FOUR = {**DEFAULTS, "dtype": "float64", "replicas": 2, "stages": 2, "steps": 5}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def assert_trained(ranks: list[dict[str, Any]]) -> None:
+    """All four ranks hold what one device computes."""
+    losses, weights = one_device_of(FOUR)
+    for replica, rank in enumerate(ranks[::2]):
+        assert_same(rank["losses"], losses[replica])
+    for rank in ranks:
+        assert_same(dict(rank["weights"]), dict(weights))
+
+
+@pytest.mark.conformance
+def test_slurm_starts_the_processes(tmp_path: Path) -> None:
+    training = Training(tmp_path, **FOUR)
+    job = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "training",
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": free_port(),
+    }
+    ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(4)]
+    assert_trained(training.wait([training.start(environment=job | rank) for rank in ranks]))
+
+
+@pytest.mark.conformance
+def test_torchrun_starts_the_processes_of_several_nodes(tmp_path: Path) -> None:
+    training = Training(tmp_path, nodes=2, **FOUR)
+    port, agents = free_port(), []
+    for node in range(2):
+        training.launcher = [
+            *("-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"),
+            *("--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"),
+        ]
+        agents.append(training.start())
+    assert_trained(training.wait(agents))
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them: 10.87.0.1 and 10.87.0.2."""
+    names = [f"hybrid{os.getpid()}{letter}" for letter in "ab"]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    if not shutil.which("ip"):
+        pytest.skip("there is no `ip` to make network namespaces with")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        cable = ("type", "veth", "peer", "name", "cable1", "netns", names[1])
+        ip("link", "add", "cable0", "netns", names[0], *cable)
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.87.0.{number + 1}/24", "dev", f"cable{number}")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", f"cable{number}", "up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces can be made here: {error.stderr.decode()}")
+    else:
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.mark.conformance
+def test_two_hosts_train_together(hosts: list[str], tmp_path: Path) -> None:
+    training = Training(tmp_path, nodes=2, **FOUR)
+    job = {"MASTER_ADDR": "10.87.0.1", "MASTER_PORT": "29511"}
+    processes = [
+        training.start(("ip", "netns", "exec", host), job | {"NODE_RANK": str(node)})
+        for node, host in enumerate(hosts)
+    ]
+    assert_trained(training.wait(processes))

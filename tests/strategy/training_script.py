@@ -128,6 +128,7 @@ class Classifier(LightningModule):
         super().__init__()
         self.config = config
         self.net = NETWORKS[config["network"]]().to(getattr(torch, config["dtype"]))
+        self.automatic_optimization = config.get("optimizer") != "two"
         self.losses: list[float] = []
         self.forwards: Counter[str] = Counter()
         self.gradients: Counter[str] = Counter()
@@ -144,7 +145,7 @@ class Classifier(LightningModule):
     def ran(self, name: str, *_: Any) -> None:
         """A module ran in this process. (In its fifth training call it is surely at work.)"""
         self.forwards.update([name])
-        if torch.is_grad_enabled() and self.forwards[name] == 10:
+        if torch.is_grad_enabled() and self.forwards[name] == 10 and Path("config.json").exists():
             Path(f"writing{os.getpid()}").write_text(str(os.getpid()))
             Path(f"writing{os.getpid()}").rename(f"pid.{os.environ.get('LOCAL_RANK', '0')}")
             fault(self.config, "forward", 3)
@@ -157,13 +158,25 @@ class Classifier(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if not self.automatic_optimization:
+            return self.step_by_hand(batch)
         x, y = batch
         loss = nn.functional.cross_entropy(self.net(x), y)
         self.losses.append(loss.item())
         self.log("train", loss, sync_dist=True)
         fault(self.config, "training_step", batch_idx)
         return loss
+
+    def step_by_hand(self, batch: Any) -> None:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.losses.append(loss.item())
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -178,6 +191,12 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         fault(self.config, "configure_optimizers", 3)
+        if not self.automatic_optimization:
+            first, *others = self.net.parameters()
+            return [
+                torch.optim.AdamW([{"params": [first], "lr": 0.02}, {"params": others[::2]}]),
+                torch.optim.SGD(others[1::2], lr=0.01, momentum=0.9),
+            ]
         kind, options = OPTIMIZERS[self.config.get("optimizer", "sgd")]
         optimizer = kind(self.parameters(), weight_decay=1e-3, **options)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
