@@ -7,10 +7,10 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 # the random states of torch, numpy and Python together; a checkpoint has no use for them, ours has
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
 
 # asynchronous saving wraps another checkpoint IO, and only this class says so
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.profilers import PassThroughProfiler
 
 # The launchers: there are no public ones, and a worker must be caught between the launch of the
 # processes and the Trainer's handling of exceptions.
