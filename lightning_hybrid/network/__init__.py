@@ -10,11 +10,10 @@ from lightning_hybrid.network.partition import (
     network_partitions,
 )
 from lightning_hybrid.network.profile import PartitionProfile, Profile, count
-from lightning_hybrid.network.stage import COMPILE_OPTIONS, Stage, cut
+from lightning_hybrid.network.stage import Stage, compiled, cut
 from lightning_hybrid.network.tracing import trace
 
 __all__ = [
-    "COMPILE_OPTIONS",
     "NetworkGraph",
     "NetworkPartition",
     "PartitionProfile",
@@ -22,6 +21,7 @@ __all__ = [
     "Stage",
     "cached",
     "check",
+    "compiled",
     "count",
     "cut",
     "describe",

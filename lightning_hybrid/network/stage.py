@@ -16,8 +16,15 @@ from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import ANCHORED, NetworkGraph, size_from
 from lightning_hybrid.network.partition import NetworkPartition
 
-# Inductor has generators of its own: random layers shall draw what they draw uncompiled
-COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
+
+def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
+    """``code`` through ``torch.compile``, for each size by itself.
+
+    Inductor has generators of its own, but random layers are to draw what they draw uncompiled. And
+    for free sizes it cannot compile some networks that it can for fixed ones (a 3-D max pooling
+    before a convolution, for instance, in torch 2.13).
+    """
+    return torch.compile(code, dynamic=False, options={"fallback_random": True})
 
 
 class Stage(nn.Module):
@@ -58,7 +65,7 @@ class Stage(nn.Module):
         """From now on run through ``torch.compile``; the network's modules stay what they are."""
         if not self.compiled:
             self.compiled = True
-            self._code = torch.compile(self._code, options=COMPILE_OPTIONS)
+            self._code = compiled(self._code)
 
     def forward(self, values: list[Tensor]) -> list[Tensor]:
         """Run the layers of this stage."""

@@ -107,7 +107,7 @@ class _BatchNorm(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale, count = ctx.saved_tensors
         wide = gradient.to(_wide(x))

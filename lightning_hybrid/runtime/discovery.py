@@ -21,10 +21,10 @@ from lightning_hybrid.errors import (
     PlanError,
 )
 from lightning_hybrid.network import (
-    COMPILE_OPTIONS,
     NetworkGraph,
     NetworkPartition,
     check,
+    compiled,
     cut,
     find_boundary,
     network_partitions,
@@ -168,7 +168,7 @@ class Networks:
         self._cut.add(name)
         forward: Callable[..., Any] = type(module).forward
         if self._how.compiled:
-            forward = torch.compile(forward, options=COMPILE_OPTIONS)
+            forward = compiled(forward)
         watch(module, name, lambda n, m, a, k: call_in_chunks(forward, m, a, k, chunks))
         return module
 

@@ -138,8 +138,8 @@ def test_moving_a_stage_moves_what_it_uses_and_nothing_else(
 def test_a_compiled_stage_keeps_its_modules_and_its_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compiled = partial(torch.compile, backend="aot_eager")  # Inductor needs half a minute of g++
-    monkeypatch.setattr(torch, "compile", lambda code, options: compiled(code))
+    light = partial(torch.compile, backend="aot_eager")  # Inductor needs half a minute of g++
+    monkeypatch.setattr(torch, "compile", lambda code, dynamic, options: light(code))
     network = FunctionalDropout()
     graph = trace(network, (torch.ones(3, 4),))
     chain, names = cut(graph, network_partitions(graph), [1]), list(network.state_dict())
