@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 FAST = {name: REAL[name] for name in ("UNet", "VarAutoEncoder", "Encoder")} | PRECISIONS
-SLOW = {name: job for name, job in (REAL | COMPILED).items() if name not in FAST}
+SLOW = {name: job for name, job in REAL.items() if name not in FAST}
 SCRIPT = Path(__file__).with_name("stages_script.py")
 Ranks = list[dict[str, Any]]
 Runs = Callable[[int, int, str], Ranks]
@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     done: dict[Any, Ranks] = {}
 
     def run(replicas: int, stages: int, name: str) -> Ranks:
-        jobs = next(jobs for jobs in (FAST, SLOW, IN_REPLICAS) if name in jobs)
+        jobs = next(jobs for jobs in (FAST, SLOW, COMPILED, IN_REPLICAS) if name in jobs)
         key = replicas, stages, *jobs
         if key not in done:
             folder = tmp_path_factory.mktemp("stages")
