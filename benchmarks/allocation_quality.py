@@ -35,6 +35,8 @@ def small(rng: Rng, objective: Objective, contiguous: bool) -> Problem:
     cuts = None if objective == "profit" else rng.uniform(0.0, 0.2, n - 1)
     if objective == "profit":
         room = max(1.2 * loads.sum() / capacities.sum(), loads.max() / capacities.max())
+        # and for each device, the smallest too, a partition that it can take
+        room = max(room, *(np.sort(loads)[:m] / np.sort(capacities)))
         capacities *= room
     return make_problem(
         loads, capacities, cut_costs=cuts, objective=objective, contiguous=contiguous

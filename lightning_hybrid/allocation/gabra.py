@@ -40,6 +40,9 @@ from lightning_hybrid.errors import AllocationError
 _SMALL = 100_000
 """Assignments of a problem that is always searched to the end."""
 
+_FULL_WORK = 16_000
+"""Partitions times devices up to which the search has all its members and generations."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -76,11 +79,21 @@ def gabra(
         AllocationError: no feasible assignment was found, or the literal reading was asked to be
             contiguous.
     """
-    settings = settings or Settings()
+    settings = settings or _affordable(problem)
     if settings.literal and problem.contiguous:
         raise AllocationError("the literal GABRA knows no contiguity: use contiguous=False")
     evolution = _Evolution(problem, np.random.default_rng(seed), settings)
     return evolution.run()
+
+
+def _affordable(problem: Problem) -> Settings:
+    """The default numbers; fewer members and generations where each takes long."""
+    share = _FULL_WORK / (problem.n * problem.m)
+    usual = Settings()
+    return Settings(
+        population=min(usual.population, max(8, round(usual.population * share))),
+        generations=min(usual.generations, max(8, round(usual.generations * share))),
+    )
 
 
 class _Evolution:

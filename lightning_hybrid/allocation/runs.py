@@ -7,7 +7,9 @@ from lightning_hybrid.allocation.knapsack import SLACK, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 
 _EXCHANGES = 8
-"""Runs that the local search tries in the place of the slowest one."""
+"""Runs that the local search tries in the place of the slowest one, one after the other."""
+_WORK = 1_000_000
+"""What it may spend on that for one chromosome: tries, each taken as n x m steps."""
 
 
 class Runs:
@@ -129,14 +131,15 @@ class Runs:
             return genes
         order, ends = genes[0].tolist(), genes[1].tolist()
         ends, worst = self._evened(order, ends, rng)
-        better = bool(np.isfinite(worst))
-        while better:
+        better, tries = bool(np.isfinite(worst)), _WORK // (self.problem.n * self.problem.m)
+        while better and tries > 0:
             better = False
             slowest = int(np.argmax(self._times(order, ends)))
             for other in rng.permutation(self.problem.m)[:_EXCHANGES].tolist():
                 exchanged = self._exchanged(order, ends, slowest, other)
                 if exchanged is None:
                     continue
+                tries -= 1
                 new_ends, new_worst = self._evened(*exchanged, rng)
                 if new_worst < worst * (1 - SLACK):
                     order, ends, worst, better = exchanged[0], new_ends, new_worst, True
