@@ -181,7 +181,7 @@ def main() -> None:
     console.print("Free placements with cut costs,", with_cuts_free(max(1, instances // 10)))
     console.print(thousand())
     console.print("What the parts bring")
-    console.print(ablation(max(1, instances // 10)))
+    console.print(ablation(max(1, instances // 4)))
 
 
 if __name__ == "__main__":
