@@ -29,6 +29,7 @@ __all__ = [
     "hooks_silenced",
     "own_saved_tensors",
     "replace_unscaling",
+    "unrecorded",
     "unscales_by_itself",
     "unset_fake_temporarily",
 ]
@@ -113,3 +114,17 @@ def hooks_silenced(network: nn.Module) -> Iterator[None]:
         for table, hooks in kept:
             table.clear()
             table.update(hooks)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, torch's profiler does not note what begins.
+
+    A transfer on a group of its own that is still on its way when a profiler ends makes the process
+    crash later, in the collection of garbage (torch 2.13). There is no public switch.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)

@@ -21,6 +21,8 @@ from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_teardown_hook
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.states import TrainerStatus
 
 # how the learning-rate finder and the batch-size finder leave a run
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
@@ -31,8 +33,9 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TunerExit",
     "WrappingCheckpointIO",
+    "ask_strategy_whether_distributed",
     "call_teardown_hooks",
-    "keep_samplers",
+    "end_run",
     "random_states",
     "set_module_device",
     "set_num_threads",
@@ -50,11 +53,12 @@ def call_teardown_hooks(trainer: Trainer) -> None:
 
     The profiler is left out: it has seen no run, and some fail when they are to describe none.
     """
-    profiler, trainer.profiler = trainer.profiler, PassThroughProfiler()
+    attributes = vars(trainer)
+    profiler, attributes["profiler"] = attributes["profiler"], PassThroughProfiler()
     try:
         _call_teardown_hook(trainer)
     finally:
-        trainer.profiler = profiler
+        attributes["profiler"] = profiler
 
 
 def random_states() -> dict[str, Any]:
@@ -67,12 +71,29 @@ def set_random_states(states: dict[str, Any]) -> None:
     _set_rng_states(states)
 
 
-def keep_samplers(trainer: Trainer) -> None:
-    """With one replica: no distributed sampler, which would shuffle an unshuffled train loader.
+def end_run(trainer: Trainer) -> None:
+    """What the Trainer does when it meets a :class:`TunerExit`, which our launcher meets first."""
+    _call_teardown_hook(trainer)
+    trainer._teardown()
+    trainer.state.status = TrainerStatus.FINISHED
+    trainer.state.stage = None
 
-    The flag is an argument of the Trainer, but a strategy that is made inside cannot give it.
+
+def ask_strategy_whether_distributed(kind: type[Any]) -> None:
+    """Have strategies of this kind say themselves whether their data is divided over replicas.
+
+    Lightning takes every subclass of its ``DDPStrategy`` for distributed and has no way to ask.
+    With one replica it would replace the user's sampler by one that shuffles, and refuse to look
+    for a batch size. Its own strategies are not touched.
     """
-    trainer._accelerator_connector.use_distributed_sampler = False
+    theirs: property = vars(_AcceleratorConnector)["is_distributed"]
+
+    def is_distributed(self: _AcceleratorConnector) -> bool:
+        if isinstance(self.strategy, kind):
+            return bool(self.strategy.is_distributed)
+        return bool(theirs.__get__(self))
+
+    setattr(_AcceleratorConnector, "is_distributed", property(is_distributed))  # noqa: B010 (mypy)
 
 
 def set_module_device(module: LightningModule, root_device: device) -> None:

@@ -15,15 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from lightning_hybrid.compat_lightning import (
@@ -31,12 +28,10 @@ from lightning_hybrid.compat_lightning import (
     SubprocessScriptLauncher,
     TunerExit,
     call_teardown_hooks,
-    random_states,
+    end_run,
     set_num_threads,
-    set_random_states,
 )
 from lightning_hybrid.errors import RemoteError
-from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.faults import GRACE_S, is_hearsay, is_loss
 from lightning_hybrid.runtime.mesh import Place
 
@@ -67,33 +62,24 @@ class Part:
         strategy = cast("HybridGabraStrategy", trainer.strategy)
         try:
             return self._run(trainer, strategy, arguments, keywords)
-        except TunerExit:
-            raise
         except BaseException as error:
             _raise_first(strategy, error)
 
     def _run(
         self, trainer: Trainer, strategy: "HybridGabraStrategy", arguments: Any, keywords: Any
     ) -> Any:
-        result, early = None, False
+        result, parted = None, False
         try:
             result = self._function(*arguments, **keywords)
-            parted = False
         except Parted:
             parted = True
-        except TunerExit:  # no fault: a tuner has seen enough, and the Trainer handles this
-            strategy.teardown()
-            parted, early = False, True
-        if not parted:
-            strategy.finish(collect_results(trainer, result, early=early))
-        else:
+        except TunerExit:  # no fault: a tuner has seen enough
+            end_run(trainer)
+        if parted:
             results = strategy.serve()
-            adopt_results(trainer, results)
-            result, early = results.returned, results.early
-            if not early:
-                call_teardown_hooks(trainer)
-        if early:
-            raise TunerExit
+            call_teardown_hooks(trainer)
+            return results.returned
+        strategy.finish(result)
         return result
 
 
@@ -252,68 +238,3 @@ def _report_briefly(place: Place, first: str, *, whole: bool, at_once: bool) -> 
         print(text, file=sys.stderr, flush=True)
 
     sys.excepthook = hook
-
-
-@dataclass(frozen=True)
-class Results:
-    """What a driver's run leaves for the later lines of the script on its workers.
-
-    Attributes:
-        returned: what ``fit/validate/test/predict`` returns.
-        callback_metrics: the Trainer's.
-        logged_metrics: likewise.
-        callbacks: the state of each callback, in their order.
-        loops: the state of the fit loop (epoch, step).
-        state: the Trainer's state.
-        should_stop: the Trainer's.
-        random: states of the generators, so that later draws are the same on all ranks.
-        early: a tuner has ended the run when it had seen enough.
-        plans: the plans of the networks, by name; filled in by the strategy.
-    """
-
-    returned: Any
-    callback_metrics: Mapping[str, torch.Tensor]
-    logged_metrics: Mapping[str, torch.Tensor]
-    callbacks: Sequence[Mapping[str, Any]]
-    loops: Mapping[str, Any]
-    state: Any
-    should_stop: bool
-    random: Mapping[str, Any]
-    early: bool = False
-    plans: dict[str, Plan] = field(default_factory=dict)
-
-
-def collect_results(trainer: Trainer, returned: Any, *, early: bool = False) -> Results:
-    """On a driver: the results of a run that went well."""
-    cpu = torch.device("cpu")
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return Results(
-        returned=move_data_to_device(returned, cpu),
-        callback_metrics=move_data_to_device(dict(trainer.callback_metrics), cpu),
-        logged_metrics=move_data_to_device(dict(trainer.logged_metrics), cpu),
-        callbacks=[callback.state_dict() for callback in callbacks],
-        loops=trainer.fit_loop.state_dict(),
-        state=trainer.state,
-        should_stop=trainer.should_stop,
-        random=random_states(),
-        early=early,
-    )
-
-
-def adopt_results(trainer: Trainer, results: Results) -> None:
-    """On a worker: what its driver has collected.
-
-    Callbacks get their state by attribute: most of them write attributes into ``state_dict``
-    (``best_model_path``), and their ``load_state_dict`` is made for another run, not for this one.
-    """
-    trainer.callback_metrics.update(results.callback_metrics)
-    trainer.logged_metrics.update(results.logged_metrics)
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback, state in zip(callbacks, results.callbacks):
-        for name, value in state.items():
-            if name in vars(callback):
-                setattr(callback, name, value)
-    trainer.fit_loop.load_state_dict(dict(results.loops))
-    trainer.state = results.state
-    trainer.should_stop = results.should_stop
-    set_random_states(dict(results.random))

@@ -7,7 +7,7 @@ strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
 
 import os
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -33,20 +33,17 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
-from lightning_hybrid.compat_lightning import (
-    WrappingCheckpointIO,
-    keep_samplers,
-    set_module_device,
-)
+from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
 from lightning_hybrid.errors import PlanError, RemoteError
 from lightning_hybrid.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
     Parted,
-    Results,
 )
+from lightning_hybrid.performance_log import PerformanceLog
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.results import Results, Snapshot, adopt_results, collect_results
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.driver import Driver
@@ -60,6 +57,7 @@ from lightning_hybrid.runtime.faults import (
 )
 from lightning_hybrid.runtime.hosts import choose_interface
 from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
+from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
 from lightning_hybrid.runtime.signals import make_impatient, make_patient
 from lightning_hybrid.runtime.transport import broadcast_object, meet
@@ -72,6 +70,8 @@ NAMES = {
     "hybrid_gabra_notebook": "fork",
 }
 """Registered names, and how each starts its processes."""
+
+_BUSY, _DEVICE = "busy_s", "device"  # reports of workers
 
 T = TypeVar("T")
 Count = int | Literal["auto"]
@@ -110,6 +110,8 @@ class HybridGabraStrategy(DDPStrategy):
             (a minute or so per stage on a CPU); the module, its hooks and its checkpoints stay
             what they are.
         plan: a :class:`Plan` or a path to one; skips profiling and search.
+        log_performance: whether the loggers get the time of a step, the throughput, the bubble, the
+            speed-up (Eq. 14) and the plan; :mod:`lightning_hybrid.performance_log` defines them.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -139,6 +141,7 @@ class HybridGabraStrategy(DDPStrategy):
         network: str | list[str] | None = None,
         compile_stages: bool = False,
         plan: Plan | str | Path | None = None,
+        log_performance: bool = False,
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -181,6 +184,10 @@ class HybridGabraStrategy(DDPStrategy):
         self._mesh: Mesh | None = None
         self._networks: Networks | None = None
         self._watch: Watch | None = None
+        self._before: Snapshot | None = None
+        self._log_performance = log_performance
+        self._stopwatch: Stopwatch | None = None
+        self._performance: PerformanceLog | None = None
 
     # ------------------------------------------------------------------ sizes, ranks
 
@@ -241,6 +248,11 @@ class HybridGabraStrategy(DDPStrategy):
     @property
     def world_size(self) -> int:
         return self.num_replicas
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the data is divided: with one replica it is not, whatever its stages."""
+        return self.num_replicas > 1
 
     @property
     def global_rank(self) -> int:
@@ -304,6 +316,8 @@ class HybridGabraStrategy(DDPStrategy):
         self._watch = Watch(self._mesh)
         self._mesh.init_default_group(self._process_group_backend, self.root_device)
         self._phase = _Phase.TOGETHER
+        assert self.lightning_module is not None
+        self._refuse_callbacks(self.lightning_module.trainer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._phase is _Phase.RUNNING:
@@ -341,14 +355,13 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._mesh is not None
         assert self.model is not None
         assert self.lightning_module is not None
-        self._refuse_callbacks(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
+        self._stopwatch = Stopwatch(self.root_device) if self._log_performance else None
+        self._before = Snapshot(trainer)
         if not self._mesh.place.is_driver:
             raise Parted
         self._phase = _Phase.RUNNING
         self.accelerator.setup(trainer)
-        if self.num_replicas == 1:
-            keep_samplers(trainer)
         assert self._mesh.drivers is not None
         broadcast_module(self.lightning_module, self._mesh.drivers)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -357,7 +370,9 @@ class HybridGabraStrategy(DDPStrategy):
         self.model_to_device()
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         seed = broadcast_object(self._mesh.drivers, seed)
-        self._driver = Driver(self.lightning_module, self._mesh, self.root_device, seed, options)
+        self._driver = Driver(
+            self.lightning_module, self._mesh, self.root_device, seed, options, self._stopwatch
+        )
         self._networks = Networks(
             self.lightning_module,
             self._driver,
@@ -373,6 +388,7 @@ class HybridGabraStrategy(DDPStrategy):
             ),
             self._plans,
         )
+        self._observe(trainer, fitting)
         if fitting:
             self.setup_optimizers(trainer)
             self._refuse_optimizers()
@@ -394,6 +410,32 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._mesh is not None
         share = fitting and self._layer_sync is not None and self.num_replicas > 1
         return StageOptions(self._compile_stages, self._mesh.statistics() if share else None)
+
+    def _observe(self, trainer: Trainer, fitting: bool) -> None:
+        """Let callbacks see the devices of the workers too, and measure if that is asked for."""
+        if self._shape()[1] > 1:
+            vars(self.accelerator)["get_device_stats"] = self._device_stats
+        if self._stopwatch is not None and fitting and self.is_global_zero:
+            self._performance = PerformanceLog(
+                trainer, self._plans, self.num_replicas, self._read_busy_s
+            )
+
+    def _read_busy_s(self) -> list[float]:
+        assert self._driver is not None
+        assert self._stopwatch is not None
+        return [*self._driver.reports(_BUSY), self._stopwatch.read()]
+
+    def _own_device_stats(self) -> dict[str, Any]:
+        assert self.accelerator is not None
+        return type(self.accelerator).get_device_stats(self.accelerator, self.root_device)
+
+    def _device_stats(self, device: Any) -> dict[str, Any]:
+        """What DeviceStatsMonitor logs: the driver's, and each worker's by its stage."""
+        assert self._driver is not None
+        stats = self._own_device_stats()
+        for stage, others in enumerate(self._driver.reports(_DEVICE)):
+            stats |= {f"stage{stage}.{name}": value for name, value in others.items()}
+        return stats
 
     def _make_plan(self, *arguments: Any) -> Plan:
         if self._given_plan is not None:
@@ -424,11 +466,19 @@ class HybridGabraStrategy(DDPStrategy):
 
     def _refuse_callbacks(self, trainer: Trainer) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks if self._shape()[1] > 1 else ():
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        replicas, stages = self._shape()
+        for callback in callbacks:
+            name = type(callback).__name__
+            if isinstance(callback, BatchSizeFinder) and replicas > 1:
                 raise PlanError(
-                    f"{type(callback).__name__} averages weights on the rank that it runs on, and "
-                    "does not see those of the other stages yet. Leave it out, or use "
+                    f"{name} tries batches until one does not fit, and {replicas} replicas would "
+                    "not agree on which. Look for the size with data_parallel_size=1 on "
+                    f"{stages} device{'s' if stages > 1 else ''}, then train with it."
+                )
+            if isinstance(callback, ModelPruning) and stages > 1:
+                raise PlanError(
+                    f"{name} replaces parameters by others while they are trained on other ranks. "
+                    "Prune the trained network with torch.nn.utils.prune after fit, or use "
                     "pipeline_parallel_size=1."
                 )
 
@@ -452,16 +502,26 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._mesh is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         options = self._stage_options(fitting)
-        worker = Worker(self.lightning_module, self._mesh, self.root_device, options)
+        reports: dict[str, Callable[[], Any]] = {_DEVICE: self._own_device_stats}
+        if self._stopwatch is not None:
+            reports[_BUSY] = self._stopwatch.read
+        worker = Worker(
+            self.lightning_module, self._mesh, self.root_device, options, self._stopwatch, reports
+        )
         self._stop_watching()  # what becomes of its driver, a worker hears from it
         results: Results = worker.serve()
         self._plans.update(results.plans)
         self.lightning_module.cpu()
+        assert self._before is not None
+        adopt_results(self.lightning_module.trainer, results, self._before)
         return results
 
-    def finish(self, results: Results) -> None:
+    def finish(self, returned: Any) -> None:
         """On a driver: end the run on its workers too."""
         assert self._driver is not None
+        assert self._before is not None
+        assert self.lightning_module is not None
+        results = collect_results(self.lightning_module.trainer, returned, self._before)
         results.plans.update(self._plans)
         self._driver.end(results, weights=results.state.fn == TrainerFn.FITTING)
         self._driver = self._networks = None
@@ -509,6 +569,8 @@ class HybridGabraStrategy(DDPStrategy):
                 self._driver.broadcast_buffers()
                 self._driver.gather_weights()
             self._driver.close()
+            vars(self.accelerator).pop("get_device_stats", None)
+            self._performance = None
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
             vars(self.precision_plugin).pop("clip_grad_by_value", None)
             if self._scaler is not None:
@@ -603,6 +665,23 @@ class HybridGabraStrategy(DDPStrategy):
         make_patient()
         assert self._driver is not None
         self._driver.broadcast_buffers()
+        if self._performance is not None:
+            self._performance.pause()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._performance is not None:
+            self._performance.resume()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._performance is not None:
+            self._performance.batch_starts(batch)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._performance is not None:
+            self._performance.end()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -650,4 +729,10 @@ class HybridGabraStrategy(DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_driver": None, "_networks": None, "_mesh": None, "_watch": None}
+        return state | {
+            "_driver": None,
+            "_networks": None,
+            "_mesh": None,
+            "_watch": None,
+            "_stopwatch": None,
+        }

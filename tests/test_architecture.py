@@ -21,6 +21,8 @@ WITH_LIGHTNING = {
     "lightning_hybrid/launcher.py",
     "lightning_hybrid/checkpoints.py",
     "lightning_hybrid/compat_lightning.py",
+    "lightning_hybrid/performance_log.py",
+    "lightning_hybrid/results.py",
 }
 WITH_PRIVATE_NAMES = {"lightning_hybrid/compat.py", "lightning_hybrid/compat_lightning.py"}
 # what each part may import of the others, from the inside out

@@ -13,7 +13,7 @@ class Op(IntEnum):
     CUT = 1
     """Make the stages of a network or of a variant of it; a :class:`Cut` follows. Answered."""
     TAKE_OPTIMIZERS = 2
-    """[fresh] Take optimizers as the driver's are now; if they are not fresh, keep known state."""
+    """[fresh] Take optimizers as the driver's are now; keep known state of those whose bit is 0."""
     FORWARD = 3
     """[network, call, draw, key, exchange, draws] A new key is followed by its :class:`CallKey`."""
     BACKWARD = 4
@@ -58,6 +58,8 @@ class Op(IntEnum):
     """[optimizer] A factor follows. Answered with whether a gradient is not finite."""
     CHECK = 24
     """Answered with word that all went well up to here."""
+    REPORT = 25
+    """The name of a report follows. Answered with what this rank has to say."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from lightning_hybrid.runtime.optimizers import (
     OptimizerLink,
     ship,
 )
+from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.random import draw_number
 from lightning_hybrid.runtime.remote import Kind, RemoteTensors
 from lightning_hybrid.runtime.replicas import Copies
@@ -63,6 +64,8 @@ _OUTDATES: dict[Op, tuple[Kind, ...]] = {
 }
 """What a command changes on the workers."""
 
+_ALL = -1  # every bit
+
 
 class Driver:
     """Drives one replica through one run.
@@ -73,6 +76,7 @@ class Driver:
         device: the driver's own.
         seed: of the random numbers inside networks.
         options: how stages compute.
+        watch: adds up the time in which this rank computes.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Driver:
         device: torch.device,
         seed: int,
         options: StageOptions,
+        watch: Stopwatch | None = None,
     ) -> None:
         self._options = options
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
@@ -90,7 +95,7 @@ class Driver:
         self._heartbeat: Heartbeat | None = None
         if self._links is not None:
             self._heartbeat = Heartbeat(self._links.control, self._workers, mesh.timeout)
-        self._trace = Trace(mesh.place.rank, str(mesh.place))
+        self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
         self._networks: list[DrivenNetwork] = []
         self._optimizers: list[OptimizerLink] = []
         self._names = {id(p): name for name, p in module.named_parameters()}
@@ -162,7 +167,7 @@ class Driver:
         self._networks.append(driven)
         self._rest.close()
         self._rest = self._copies_of_the_rest()
-        self.ship_optimizers(fresh=number == 0)
+        self.ship_optimizers(fresh=0 if number else _ALL)
         self.remote.add(self.module, (name for owned in remote for name in owned))
         return driven
 
@@ -329,18 +334,20 @@ class Driver:
                 ),
                 self.remote.flush,
                 lambda index=index: self._remote_state(index),  # type: ignore[misc]
-                self.ship_optimizers,
+                # what a state does not hold, the optimizer has no more
+                lambda index=index: self.ship_optimizers(fresh=1 << index),  # type: ignore[misc]
             )
             for index, optimizer in enumerate(optimizers)
         ]
-        self.ship_optimizers(fresh=True)
+        self.ship_optimizers(fresh=_ALL)
 
     @conversation
-    def ship_optimizers(self, *, fresh: bool = False) -> None:
+    def ship_optimizers(self, *, fresh: int = 0) -> None:
         """Give the workers the optimizers as they are now, and drop the state they need here.
 
         Args:
-            fresh: these are new ones; else the workers keep the state that they have already.
+            fresh: bit k: optimizer k has the state that is sent; else the workers keep the state
+                that they have already.
         """
         if not self._networks or self._links is None:
             return
@@ -349,7 +356,7 @@ class Driver:
         for worker in self._workers:
             owned = {name for network in self._networks for name in network.remote[worker - 1]}
             data = ship(optimizers, parameters, owned)
-            self._links.control.tell(worker, Op.TAKE_OPTIMIZERS, int(fresh), payload=data)
+            self._links.control.tell(worker, Op.TAKE_OPTIMIZERS, fresh, payload=data)
             for optimizer in optimizers:
                 for name in owned & parameters.keys():
                     optimizer.state.pop(parameters[name], None)
@@ -500,6 +507,11 @@ class Driver:
         assert self._mesh.drivers is not None
         if not meet(self._mesh.drivers, failed=failure is not None):
             raise failure or RemoteError(read_fault(self._mesh))
+
+    @conversation
+    def reports(self, name: str) -> list[Any]:
+        """What each worker, in the order of their stages, answers to a question of this name."""
+        return self._ask(Op.REPORT, payload=name)
 
     # ------------------------------------------------------------------ the end
 

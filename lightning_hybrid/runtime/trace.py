@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_hybrid.runtime.performance import Stopwatch
+
 VARIABLE = "LIGHTNING_HYBRID_TRACE"
 
 
@@ -20,9 +22,11 @@ class Trace:
     Args:
         rank: number of the rank, the "process" of the trace.
         name: what to call it.
+        watch: adds up the time of all spans, if that is asked for.
     """
 
-    def __init__(self, rank: int, name: str) -> None:
+    def __init__(self, rank: int, name: str, watch: Stopwatch | None = None) -> None:
+        self._watch = watch
         folder = os.environ.get(VARIABLE)
         self._path = Path(folder) / f"rank{rank}.json" if folder else None
         self._rank, self._name = rank, name
@@ -35,14 +39,18 @@ class Trace:
     @contextmanager
     def span(self, name: str, microbatch: int) -> Iterator[None]:
         """Record the time spent inside, on the row "compute"."""
-        if self._path is None:
+        if self._path is None and self._watch is None:
             yield
             return
+        mark = self._watch.start() if self._watch else None
         start = time.time()
         try:
             yield
         finally:
-            self.add(f"{name} {microbatch}", "compute", start, time.time())
+            if self._watch and mark is not None:
+                self._watch.stop(mark)
+            if self.on:
+                self.add(f"{name} {microbatch}", "compute", start, time.time())
 
     def add(self, name: str, row: str, start: float, end: float) -> None:
         """Record a span with given ends, in seconds since the epoch (one clock per host)."""

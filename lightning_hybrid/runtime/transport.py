@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.compat import unrecorded
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.runtime.mesh import Group
 
@@ -231,7 +232,8 @@ def meet(group: Group, *, failed: bool = False) -> bool:
 
 def _start(call: Any, *arguments: Any, peer: str) -> dist.Work:
     try:
-        work: dist.Work = call(*arguments)
+        with unrecorded():
+            work: dist.Work = call(*arguments)
     except RuntimeError as error:
         raise _lost(peer, error) from None
     return work

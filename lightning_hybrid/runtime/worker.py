@@ -1,6 +1,8 @@
 """A worker: it owns one earlier stage of each network and obeys its driver."""
 
 import traceback
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
+from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.scaling import unscale
 from lightning_hybrid.runtime.signals import left_to_the_driver
@@ -34,6 +37,7 @@ _ANSWERED = {
     Op.GIVE_OPTIMIZER,
     Op.NAME_GRADIENTS,
     Op.GIVE_GRADIENTS,
+    Op.REPORT,
     Op.END,
 }
 
@@ -47,15 +51,24 @@ class Worker:
         mesh: the groups.
         device: where the stages go.
         options: how they compute.
+        watch: adds up the time in which this rank computes.
+        reports: what the driver may ask this rank for, by name.
     """
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, device: torch.device, options: StageOptions
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+        options: StageOptions,
+        watch: Stopwatch | None = None,
+        reports: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
     ) -> None:
         self._options = options
         self._module, self._mesh, self._device = module, mesh, device
         self._links = Links(mesh, device)
-        self._trace = Trace(mesh.place.rank, str(mesh.place))
+        self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
+        self._reports = reports
         self._networks: list[StagedNetwork] = []
         self._optimizers: list[Optimizer] = []
         self._parameters = dict(module.named_parameters())
@@ -181,8 +194,8 @@ class Worker:
 
     def _take_optimizers(self, data: bytes, fresh: int, *_: int) -> None:
         before, self._optimizers = self._optimizers, unship(data, self._parameters)
-        for old, new in zip(() if fresh else before, self._optimizers):
-            for parameter, state in old.state.items():
+        for index, (old, new) in enumerate(zip(before, self._optimizers)):
+            for parameter, state in () if fresh >> index & 1 else old.state.items():
                 new.state.setdefault(parameter, state)
 
     def _zero_grad(self, _: None, index: int, set_to_none: int, *__: int) -> None:
@@ -257,6 +270,9 @@ class Worker:
 
     def _give_optimizer(self, _: None, index: int, *__: int) -> dict[str, dict[str, Any]]:
         return state_of(self._optimizers[index], self._names)
+
+    def _report(self, name: str, *_: int) -> Any:
+        return self._reports[name]()
 
     def _check(self, *_: Any) -> None:
         """Answered with word that all went well up to here."""

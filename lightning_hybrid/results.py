@@ -1,0 +1,181 @@
+"""What a driver's run leaves for the later lines of the script on its workers.
+
+A worker has run neither the loops nor the callbacks. It gets what the driver's run has returned
+and logged, and the plain data (numbers, texts, lists, tensors) that the run has changed in the
+LightningModule, the data module, the callbacks and the loggers: ``checkpoint.best_model_path``,
+``timer.time_elapsed()``, ``model.batch_size`` after a search for it, ``model.history``.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_hybrid.compat_lightning import random_states, set_random_states
+from lightning_hybrid.planning.plan import Plan
+
+LIMIT_BYTES = 16 * 2**20
+"""An attribute larger than this is a data set or the like, and stays where it is."""
+
+# what has an identity: a copy of it on another rank would be a second one
+_NOT_PLAIN = (nn.Module, nn.Parameter, Optimizer, DataLoader, Trainer, Strategy, Callback, Logger)
+_Key = tuple[str, str]  # owner ("module", "callback 0"), attribute
+
+
+@dataclass(frozen=True)
+class Results:
+    """The driver's results.
+
+    Attributes:
+        returned: what ``fit/validate/test/predict`` returns.
+        callback_metrics: the Trainer's.
+        logged_metrics: likewise.
+        attributes: changed plain data by owner and name, each pickled.
+        loops: the state of the fit loop (epoch, step).
+        state: the Trainer's state.
+        should_stop: the Trainer's.
+        random: states of the generators, so that later draws are the same on all ranks.
+        plans: the plans of the networks, by name; filled in by the strategy.
+    """
+
+    returned: Any
+    callback_metrics: Mapping[str, Tensor]
+    logged_metrics: Mapping[str, Tensor]
+    attributes: Mapping[_Key, bytes]
+    loops: Mapping[str, Any]
+    state: Any
+    should_stop: bool
+    random: Mapping[str, Any]
+    plans: dict[str, Plan] = field(default_factory=dict)
+
+
+class Snapshot:
+    """The plain data of a Trainer's surroundings when drivers and workers part."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._digests = {key: _digest(data) for key, data in _plain_data(trainer)}
+
+    def changes(self, trainer: Trainer) -> dict[_Key, bytes]:
+        """What is different now, pickled."""
+        return {
+            key: data
+            for key, data in _plain_data(trainer)
+            if self._digests.get(key) != _digest(data)
+        }
+
+
+def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Results:
+    """On a driver: the results of a run that went well."""
+    cpu = torch.device("cpu")
+    return Results(
+        returned=move_data_to_device(returned, cpu),
+        callback_metrics=move_data_to_device(dict(trainer.callback_metrics), cpu),
+        logged_metrics=move_data_to_device(dict(trainer.logged_metrics), cpu),
+        attributes=before.changes(trainer),
+        loops=trainer.fit_loop.state_dict(),
+        state=trainer.state,
+        should_stop=trainer.should_stop,
+        random=random_states(),
+    )
+
+
+def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
+    """On a worker: what its driver has collected, but for what this rank has changed itself."""
+    trainer.callback_metrics.update(results.callback_metrics)
+    trainer.logged_metrics.update(results.logged_metrics)
+    own = before.changes(trainer)
+    owners = dict(_owners(trainer))
+    for (owner, name), data in results.attributes.items():
+        if (owner, name) not in own and owner in owners:
+            vars(owners[owner])[name] = pickle.loads(data)
+    trainer.fit_loop.load_state_dict(dict(results.loops))
+    trainer.state = results.state
+    trainer.should_stop = results.should_stop
+    set_random_states(dict(results.random))
+
+
+def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    yield "module", trainer.lightning_module
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if datamodule is not None:
+        yield "datamodule", datamodule
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    yield from ((f"callback {i}", callback) for i, callback in enumerate(callbacks))
+    yield from ((f"logger {i}", logger) for i, logger in enumerate(trainer.loggers))
+
+
+def _plain_data(trainer: Trainer) -> Iterator[tuple[_Key, bytes]]:
+    for owner, thing in _owners(trainer):
+        for name, value in vars(thing).items():
+            if _is_of_interest(thing, name, value):
+                data = _pickled(value)
+                if data is not None:
+                    yield (owner, name), data
+
+
+def _is_of_interest(owner: Any, name: str, value: Any) -> bool:
+    if isinstance(owner, Callback):
+        return True
+    if isinstance(owner, Logger):  # versions and paths; a worker's own writers write nothing
+        return isinstance(value, str | int | Path)
+    # in modules a private name is the framework's, but for the hyper-parameters; flags are set by
+    # `train()` and `eval()` for all modules together
+    return name == "_hparams" or not (name.startswith("_") or name == "training")
+
+
+def _pickled(value: Any) -> bytes | None:
+    """``None``: not plain data, or too much of it."""
+    file = _LimitedFile()
+    try:
+        _PlainPickler(file, protocol=5).dump(value)
+    except Exception:  # an object may refuse to be pickled in any way it likes
+        return None
+    return file.getvalue()
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
+class _LimitedFile(BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > LIMIT_BYTES:
+            raise OverflowError
+        return super().write(data)
+
+
+class _PlainPickler(pickle.Pickler):
+    """Refuses what has an identity; tensors travel by way of the CPU."""
+
+    def persistent_id(self, value: object) -> None:
+        if isinstance(value, _NOT_PLAIN):
+            raise pickle.PicklingError(type(value).__name__)
+
+    def reducer_override(self, value: Any) -> Any:
+        """A tensor as its numbers, on the CPU and without a graph; everything else as usual.
+
+        (As torch pickles it there are addresses in it, so that equal tensors have other digests.)
+        """
+        if isinstance(value, Tensor):
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            numbers = flat.view(torch.uint8).numpy().tobytes()
+            return _tensor, (numbers, value.dtype, tuple(value.shape))
+        return NotImplemented
+
+
+def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not numbers:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(numbers), dtype=dtype).reshape(shape)

@@ -1,0 +1,196 @@
+"""Loggers get each value once, from replica 0, and hyper-parameters once."""
+
+import csv
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightning.pytorch.loggers import (
+    CSVLogger,
+    Logger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+from rows_callbacks import _Epochs
+from suite import ONE_OF_TWO, TWO_OF_TWO, Row, Run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from lightning_hybrid import HybridGabraStrategy
+
+Values = dict[str, list[tuple[int, float]]]
+
+
+class _Logs(_Epochs):
+    """Logs steps, epochs, validation, hyper-parameters; reads back what has been stored."""
+
+    needs: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"width": 8})
+
+    def make_logger(self, folder: Path) -> Logger:
+        raise NotImplementedError
+
+    def stored(self, logger: Any, folder: Path) -> Any:
+        """Hyper-parameters and values, as another program would read them."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.logger.log_metrics({"by_hand": float(batch_idx)}, step=self.trainer.global_step)
+        return loss
+
+    def exercise(self, run: Run) -> Any:
+        if self.needs and not find_spec(self.needs):
+            return super().exercise(run)
+        logger = self.make_logger(run.folder)
+        trainer = run.trainer(logger=logger)
+        trainer.fit(self)
+        trainer.test(self, verbose=False)
+        # on all ranks, after replica 0 has closed its files
+        trainer.strategy.barrier()
+        return self.stored(logger, run.folder)
+
+
+class LogsToCSV(_Logs):
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+
+    def make_logger(self, folder: Path) -> Logger:
+        return CSVLogger(folder, version=0)
+
+    def stored(self, logger: Any, folder: Path) -> Any:
+        place = folder / "lightning_logs" / "version_0"
+        with (place / "metrics.csv").open() as file:
+            rows = [{k: _number(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+        return [rows, (place / "hparams.yaml").read_text(), Path(logger.log_dir).name]
+
+
+class LogsToTensorBoard(_Logs):
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+
+    def make_logger(self, folder: Path) -> Logger:
+        return TensorBoardLogger(folder, version=0)
+
+    def stored(self, logger: Any, folder: Path) -> Any:
+        place = folder / "lightning_logs" / "version_0"
+        return [scalars(place), (place / "hparams.yaml").read_text()]
+
+
+class LogsToMLflow(_Logs):
+    needs = "mlflow"
+    fast = ()
+
+    def make_logger(self, folder: Path) -> Logger:
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        return MLFlowLogger("runs", tracking_uri=f"sqlite:///{folder / 'runs.db'}")
+
+    def stored(self, logger: Any, folder: Path) -> Any:
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{folder / 'runs.db'}")
+        [experiment] = client.search_experiments(filter_string="name = 'runs'")
+        [run] = client.search_runs([experiment.experiment_id])
+        values = {
+            name: [(v.step, v.value) for v in client.get_metric_history(run.info.run_id, name)]
+            for name in sorted(run.data.metrics)
+        }
+        return [run.data.params, values, run.info.status]
+
+
+class LogsToWandb(_Logs):
+    """Offline; what is stored is counted by the summary that it writes."""
+
+    needs = "wandb"
+    fast = ()
+
+    def make_logger(self, folder: Path) -> Logger:
+        return WandbLogger("run", save_dir=folder, offline=True)
+
+    def stored(self, logger: Any, folder: Path) -> Any:
+        from wandb.proto.wandb_internal_pb2 import Record as Stored
+        from wandb.sdk.internal.datastore import DataStore
+
+        [file] = folder.glob("wandb/offline-run-*/*.wandb")
+        store = DataStore()
+        store.open_for_scan(str(file))
+        config, rows = {}, []
+        while (data := store.scan_data()) is not None:
+            record = Stored()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "config":
+                config |= {u.key: u.value_json for u in record.config.update if u.key != "_wandb"}
+            if record.WhichOneof("record_type") == "history":
+                items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
+                rows.append({k: json.loads(v) for k, v in items.items() if k[0] != "_"})
+        return [config, rows]
+
+
+class LogsPerformance(Row):
+    """The strategy's own values, where they belong and within their bounds."""
+
+    shapes = fast = (ONE_OF_TWO, TWO_OF_TWO)
+    control = False
+    arguments: ClassVar = {"log_performance": True}
+    options: ClassVar = {
+        "max_steps": -1,
+        "max_epochs": 3,
+        "log_every_n_steps": 2,
+        "num_sanity_val_steps": 0,
+    }
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(*batch)
+
+    def exercise(self, run: Run) -> Any:
+        loggers: list[Logger] = [
+            CSVLogger(run.folder, name="csv", version=0),
+            TensorBoardLogger(run.folder, name="tb", version=0),
+        ]
+        trainer = run.trainer(logger=loggers)
+        trainer.fit(self)
+        if isinstance(trainer.strategy, HybridGabraStrategy) and trainer.is_global_zero:
+            check_performance(run.folder, trainer.global_step, trainer.world_size)
+        return None
+
+
+def check_performance(folder: Path, steps: int, replicas: int) -> None:
+    """Every second step but the first, which is not measured, and the rest at the end."""
+    text = (folder / "csv" / "version_0" / "hparams.yaml").read_text()
+    for words in ("hybrid/stages: 2", f"hybrid/replicas: {replicas}", "hybrid/schedule: gpipe"):
+        assert words in text
+    with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("hybrid/step_s")]
+    expected = [*range(3, steps + 1, 2)]
+    expected += [steps] if expected[-1:] != [steps] else []
+    assert [int(row["step"]) + 1 for row in rows] == expected
+    for row in rows:
+        step_s, busy = float(row["hybrid/step_s"]), 1 - float(row["hybrid/bubble"])
+        assert step_s > 0
+        assert 0 < busy < 1
+        assert abs(float(row["hybrid/speedup"]) - 2 * replicas * busy) < 1e-9
+        samples = float(row["hybrid/samples_per_s"]) * step_s
+        assert abs(samples - 4 * replicas) < 1e-6
+    in_tensorboard = scalars(folder / "tb" / "version_0")
+    assert [step + 1 for step, _ in in_tensorboard["hybrid/step_s"]] == expected
+
+
+def scalars(folder: Path) -> Values:
+    """The values that TensorBoard would show."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in sorted(events.Tags()["scalars"])
+    }
+
+
+def _number(text: str) -> float:
+    return float(text)
