@@ -195,7 +195,8 @@ class WatchesLearningRate(_Epochs):
 class UnfreezesBackbone(_Epochs):
     """Frozen at first; its parameters join the optimizer in the second epoch."""
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
+    # plain `ddp` does not average what was frozen when it began: its replicas drift apart
+    shapes = fast = (ONE_OF_TWO,)
     idle = True  # nothing of the first stage is trained when the gradients begin to be watched
 
     def build(self) -> None:

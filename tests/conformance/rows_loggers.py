@@ -3,6 +3,9 @@
 import csv
 import json
 import os
+import struct
+import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,6 +39,9 @@ class _Logs(_Epochs):
     def make_logger(self, folder: Path) -> Logger:
         raise NotImplementedError
 
+    def close(self, logger: Any) -> None:
+        """Write what is left."""
+
     def stored(self, logger: Any, folder: Path) -> Any:
         """Hyper-parameters and values, as another program would read them."""
         raise NotImplementedError
@@ -52,8 +58,8 @@ class _Logs(_Epochs):
         trainer = run.trainer(logger=logger)
         trainer.fit(self)
         trainer.test(self, verbose=False)
-        # on all ranks, after replica 0 has closed its files
-        trainer.strategy.barrier()
+        self.close(logger)
+        trainer.strategy.barrier()  # files are closed on replica 0 and read on all ranks
         return self.stored(logger, run.folder)
 
 
@@ -87,7 +93,13 @@ class LogsToMLflow(_Logs):
 
     def make_logger(self, folder: Path) -> Logger:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-        return MLFlowLogger("runs", tracking_uri=f"sqlite:///{folder / 'runs.db'}")
+        ready = folder / "ready"
+        # the tables are made with the logger; a script's other ranks start only after that
+        while os.environ.get("LOCAL_RANK", "0") != "0" and not ready.exists():
+            time.sleep(0.1)
+        logger = MLFlowLogger("runs", tracking_uri=f"sqlite:///{folder / 'runs.db'}")
+        ready.touch()
+        return logger
 
     def stored(self, logger: Any, folder: Path) -> Any:
         from mlflow.tracking import MlflowClient
@@ -103,7 +115,7 @@ class LogsToMLflow(_Logs):
 
 
 class LogsToWandb(_Logs):
-    """Offline; what is stored is counted by the summary that it writes."""
+    """Offline."""
 
     needs = "wandb"
     fast = ()
@@ -111,15 +123,16 @@ class LogsToWandb(_Logs):
     def make_logger(self, folder: Path) -> Logger:
         return WandbLogger("run", save_dir=folder, offline=True)
 
+    def close(self, logger: Any) -> None:
+        logger.experiment.finish()
+
     def stored(self, logger: Any, folder: Path) -> Any:
         from wandb.proto.wandb_internal_pb2 import Record as Stored
-        from wandb.sdk.internal.datastore import DataStore
 
         [file] = folder.glob("wandb/offline-run-*/*.wandb")
-        store = DataStore()
-        store.open_for_scan(str(file))
-        config, rows = {}, []
-        while (data := store.scan_data()) is not None:
+        config: dict[str, str] = {}
+        rows = []
+        for data in log_records(file.read_bytes()):
             record = Stored()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "config":
@@ -190,6 +203,25 @@ def scalars(folder: Path) -> Values:
         name: [(event.step, event.value) for event in events.Scalars(name)]
         for name in sorted(events.Tags()["scalars"])
     }
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format, as W&B writes it: 7 bytes, then blocks of 32 KiB.
+
+    A record is a checksum (4 bytes), a length (2), a kind (1: whole, 2: first, 3: middle, 4: last
+    part) and the content; a block's rest too short for that is empty.
+    """
+    block, place, parts = 32768, 7, b""
+    while place + 7 <= len(data):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
 
 
 def _number(text: str) -> float:
