@@ -151,7 +151,8 @@ class _RaisesLate(_Epochs):
 
 
 class SavesOnException(_RaisesLate):
-    shapes = fast = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO,)
+    fast = ()
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [ModelCheckpoint(folder, save_on_exception=True, filename="{step}")]
@@ -159,6 +160,7 @@ class SavesOnException(_RaisesLate):
 
 class SavesOnlyOnException(_RaisesLate):
     shapes = (ONE_OF_TWO,)
+    fast = ()
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [OnExceptionCheckpoint(folder)]
@@ -196,7 +198,8 @@ class UnfreezesBackbone(_Epochs):
     """Frozen at first; its parameters join the optimizer in the second epoch."""
 
     # plain `ddp` does not average what was frozen when it began: its replicas drift apart
-    shapes = fast = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO,)
+    fast = ()
     idle = True  # nothing of the first stage is trained when the gradients begin to be watched
 
     def build(self) -> None:
@@ -258,6 +261,7 @@ class TunesLearningRate(_Tuned):
 
 class FindsBatchSize(_Tuned):
     shapes = (ONE_OF_TWO,)
+    fast = ()
     control = False  # Lightning refuses it under `ddp`, on one device too
 
     def callbacks(self, folder: Path) -> list[Callback]:
