@@ -277,10 +277,10 @@ def test_a_rank_that_is_busy_with_user_code_does_not_outlive_the_others(
     fault = {"where": "training_step", "rank": 1, "step": 3, "busy": True}
     training, process = start(replicas=2, stages=1, fault=fault, **LAUNCHES[launch])
     wait_for((training.folder / "busy").exists, training)
-    pids = ready(training, 1)
+    wait_for((training.folder / "pid.0").exists, training)
     members = family(process.pid)
     since = time.monotonic()
-    os.kill(pids[0], signal.SIGKILL)
+    os.kill(int((training.folder / "pid.0").read_text()), signal.SIGKILL)
     end(training, process, members, since)
     assert process.returncode
 
