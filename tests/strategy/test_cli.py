@@ -32,7 +32,7 @@ def strategy_of(*arguments: str) -> HybridGabraStrategy:
 
 
 def config(folder: Path, **trainer: Any) -> Path:
-    path = folder / "config.yaml"  # JSON is YAML
+    path = folder / "given.yaml"  # JSON is YAML; the CLI saves its own as config.yaml
     path.write_text(json.dumps({"trainer": trainer, "model": {"width": 5}}))
     return path
 
