@@ -147,7 +147,10 @@ class _RaisesLate(_Epochs):
         with contextlib.suppress(Exception):
             run.trainer().fit(self)
         run.trainers.clear()  # a worker is not told what its failed driver has logged
-        return checkpoints(run.folder)
+        found = checkpoints(run.folder)
+        # nor of its weights: after a failure a script goes on from the checkpoint
+        self.load_state_dict(next(reversed(found.values()))[0])
+        return found
 
 
 class SavesOnException(_RaisesLate):
