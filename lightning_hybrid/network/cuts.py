@@ -36,9 +36,8 @@ class Cuts:
                 spans[name] = spans.get(name, (index, index))[0], index
             changed |= layer.mutated_names
         self._last_use.update({node: count for node in graph.outputs if node in self._made})
-        parameters = frozenset().union(*(layer.parameters for layer in graph.layers), frozenset())
-        # buffers that only are read may be used on both sides of a cut
-        self._spans = {n: s for n, s in spans.items() if n in parameters or n in changed}
+        # what only is read may be used on both sides of a cut
+        self._spans = {n: s for n, s in spans.items() if n in changed}
         calls = [{i for i, y in enumerate(graph.layers) if y.module in m} for m in graph.memories]
         self._memories = [(min(called), max(called)) for called in calls if called]
         self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
@@ -66,7 +65,7 @@ class Cuts:
         for name, (first, last) in self._spans.items():
             if first < position <= last:
                 one, other = _called(self.graph.layers[first]), _called(self.graph.layers[last])
-                return f"{name!r} is tied: used by {one} before the cut and by {other} after it"
+                return f"{name!r} changes, and is used by {one} before the cut and {other} after it"
         for first, last in self._memories:
             if first < position <= last:
                 one, other = _called(self.graph.layers[first]), _called(self.graph.layers[last])

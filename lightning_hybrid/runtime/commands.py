@@ -52,6 +52,8 @@ class Op(IntEnum):
     """[add] Gradients follow, to be set or added."""
     CLEAR_GRADIENTS = 21
     """Set the gradients of the parameters named to ``None``."""
+    GIVE_BORROWED = 23
+    """Answer with the gradients of borrowed parameters, as tensors, and forget them here."""
     TAKE_GROUPS = 22
     """[optimizer] Its parameter groups follow."""
     UNSCALE = 23

@@ -202,6 +202,8 @@ class Networks:
         self._cut.add(name)
         remote = [p for part in parts[:-1] for p in part.parameters()]
         inner = {n: m for n, m in self._watched.items() if _inside(n, name) and n != name}
+        for here in parts[-1].network_modules:  # with tied weights they share some with the others
+            inner = {n: m for n, m in inner.items() if m is not here}
         self._watch({n: m for n, m in inner.items() if _share(m, remote)}, _refuse_part)
         watch(module, name, lambda n, m, a, k: self._call(network, plan, a, k))
         return network.tensors()

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.compat import as_they_are, backward_reaches, graph_is_kept
-from lightning_hybrid.errors import HybridError, RemoteError
+from lightning_hybrid.errors import HybridError, NetworkError, RemoteError
 from lightning_hybrid.network import NetworkGraph, Stage
+from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.calls import (
     BackwardMode,
     Call,
@@ -45,7 +46,9 @@ from lightning_hybrid.runtime.scaling import unscale
 from lightning_hybrid.runtime.signals import conversation
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
+    borrowed_parameters,
     check_ownership,
+    own_parameters,
     tensors_of,
     write_tensors,
 )
@@ -106,6 +109,7 @@ class Driver:
         self._stale: set[int] = set()  # networks whose gradients are not averaged yet
         self._owner: dict[str, tuple[int, int]] = {}  # of remote tensors: network, worker
         self.remote = RemoteTensors(self)
+        self._borrowing = Borrowing(self, self._hand_out, self._collect_borrowed)
 
     # ------------------------------------------------------------------ the network
 
@@ -140,17 +144,19 @@ class Driver:
         self._order_cut(number, name, graph, boundaries, schedule)
         prefix = f"{name}." if name else ""
         tensors = tensors_of(self.module)
-        remote = [
-            tuple(prefix + n for n in (*part.parameter_names, *part.buffer_names))
-            for part in stages[:-1]
-        ]
-        for worker, owned in zip(self._workers, remote):
+        borrowed = borrowed_parameters(stages)
+        self._refuse_compiled(name, borrowed[-1])
+        remote = []
+        for worker, part, lent in zip(self._workers, stages, borrowed):
+            names = {n: prefix + n for n in (*part.parameter_names, *part.buffer_names)}
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
-            self._links.control.send_tensors(worker, {n: tensors[n] for n in owned})
-            self._owner |= dict.fromkeys(owned, (number, worker))
+            self._links.control.send_tensors(worker, {n: tensors[n] for n in names.values()})
+            remote.append(tuple(full for n, full in names.items() if n not in lent))
+            self._owner |= dict.fromkeys(remote[-1], (number, worker))
         last = stages[-1]
         last.move(self.device)
-        copies = Copies(last.parameters(), last.buffers(), self._mesh.copies, self._trace)
+        own = own_parameters(last, borrowed[-1])
+        copies = Copies(own, last.buffers(), self._mesh.copies, self._trace)
         engine = Engine(
             [last],
             self._mesh.place,
@@ -162,14 +168,44 @@ class Driver:
             self._trace,
             self._options,
         )
-        driven = DrivenNetwork(self, number, name, network, engine, graph, microbatches, remote)
+        driven = DrivenNetwork(
+            self, number, name, network, engine, graph, microbatches, remote, borrowed[-1]
+        )
         driven.stages = tuple(stages)
         self._networks.append(driven)
         self._rest.close()
         self._rest = self._copies_of_the_rest()
         self.ship_optimizers(fresh=0 if number else _ALL)
         self.remote.add(self.module, (name for owned in remote for name in owned))
+        self._borrowing.add([[prefix + n for n in sorted(names)] for names in borrowed[1:]])
         return driven
+
+    def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
+        for parameter in borrowed if self._options.compiled else ():
+            raise NetworkError(
+                f"compile_stages=True: the last stage of network {name!r} shares {parameter!r} "
+                "with an earlier one, and torch.compile would not hear of its changes. Cut "
+                "elsewhere (HybridGabraStrategy(allocation=[...])), or leave compile_stages out."
+            )
+
+    def refresh_borrowed(self) -> None:
+        """A forward follows: tied parameters must have one value in all stages."""
+        self._borrowing.refresh()
+
+    def _hand_out(self, worker: int, values: Mapping[str, Tensor]) -> None:
+        assert self._links is not None
+        self._links.control.tell(worker, Op.TAKE_WEIGHTS)
+        self._links.control.send_tensors(worker, dict(values))
+
+    @conversation
+    def _collect_borrowed(self) -> Mapping[str, Tensor]:
+        assert self._links is not None
+        self._ask(Op.GIVE_BORROWED)
+        found: dict[str, Tensor] = {}
+        for worker in self._workers:
+            for name, value in self._links.control.receive_tensors(worker).items():
+                found[name] = found[name] + value if name in found else value
+        return found
 
     def add_variant(
         self,
@@ -283,10 +319,12 @@ class Driver:
         `loss.backward()` is over. Counting calls, and not open ones, gives all replicas the same
         answer.
         """
-        return self.synchronize and self._calls_in_step == 1 and not self.remote.in_graph
+        alone = not self.remote.in_graph and not self._borrowing
+        return self.synchronize and self._calls_in_step == 1 and alone
 
     def note_gradients(self, network: int, *, averaged: bool) -> None:
         """A backward has added to the gradients of a network."""
+        self._borrowing.note_backward()
         if not averaged:
             self._stale.add(network)
 
@@ -295,10 +333,15 @@ class Driver:
         if self.synchronize and not self._workers:
             self._rest.arm()
 
+    def _settle_gradients(self) -> None:
+        """Have the gradients where they belong: those of penalties and of tied parameters."""
+        self.remote.flush()
+        self._borrowing.settle()
+
     @conversation
     def after_backward(self) -> None:
         """Average over the replicas what the backward passes have not averaged on their way."""
-        self.remote.flush()
+        self._settle_gradients()
         if not self.synchronize:
             return
         for network in sorted(self._stale):
@@ -332,7 +375,7 @@ class Driver:
                 lambda set_to_none, index=index: self._tell_optimizer(  # type: ignore[misc]
                     Op.ZERO_GRAD, index, int(set_to_none)
                 ),
-                self.remote.flush,
+                self._settle_gradients,
                 lambda index=index: self._remote_state(index),  # type: ignore[misc]
                 # what a state does not hold, the optimizer has no more
                 lambda index=index: self.ship_optimizers(fresh=1 << index),  # type: ignore[misc]
@@ -450,6 +493,7 @@ class Driver:
 
     # ------------------------------------------------------------------ what windows ask for
 
+    @conversation
     def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
         """Remote tensors as they are now."""
         assert self._links is not None
@@ -564,6 +608,7 @@ class DrivenNetwork(StagedNetwork):
         graph: packs and unpacks arguments and outputs.
         microbatches: into how many slices a batch is split.
         remote: per worker, names in the LightningModule of the tensors that it owns.
+        borrowed: names in the network of what its last stage uses and an earlier one owns.
     """
 
     def __init__(
@@ -576,8 +621,9 @@ class DrivenNetwork(StagedNetwork):
         graph: NetworkGraph,
         microbatches: int,
         remote: Sequence[tuple[str, ...]],
+        borrowed: frozenset[str],
     ) -> None:
-        super().__init__(number, name, module, engine)
+        super().__init__(number, name, module, engine, borrowed)
         self.driver, self.remote = driver, tuple(remote)
         self.graphs: list[NetworkGraph] = []
         self._followed: list[tuple[list[int], list[object]]] = []
@@ -659,6 +705,7 @@ class DrivenNetwork(StagedNetwork):
         while self._dropped:
             self._free(self._dropped.popleft())
         self.driver.remote.adopt_replaced()
+        self.driver.refresh_borrowed()
         slices = self.graphs[variant].split(leaves, self._microbatches)
         key = self._key(variant, slices, grad)
         index = self._numbers.get(key)

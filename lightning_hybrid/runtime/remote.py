@@ -125,6 +125,7 @@ class RemoteTensors:
         self._present: set[str] | None = None
         self._assigned: dict[str, Tensor | None] = {}
         self._busy = False
+        self._writes = 0
         self.in_graph = False
 
     def add(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -198,6 +199,7 @@ class RemoteTensors:
             for remote in self._tensors[kind].values():
                 remote.seen = self._age[kind]
                 remote.settle()
+        self._writes += 1
 
     def adopt_replaced(self) -> None:
         """Before a forward: bring the owners the buffers that were replaced here.
@@ -230,6 +232,16 @@ class RemoteTensors:
                 each.value.copy_(values[each.name])
                 each.seen = age
                 each.settle()
+
+    def read_all(self, names: Iterable[str]) -> None:
+        """Have these parameters here as the owners have them."""
+        with as_they_are():
+            for name in names:
+                self.read(self._tensors[Kind.PARAMETER][name])
+
+    def state(self, kind: Kind) -> object:
+        """Equal as long as neither the owners nor this rank have changed anything."""
+        return self._age[kind], self._writes
 
     def touch(self, remote: Remote) -> None:
         """It was written to."""
@@ -340,3 +352,4 @@ class RemoteTensors:
                 remote.settle()
         for kind, values in changed.items():
             self._owners.take(kind, values)
+            self._writes += 1

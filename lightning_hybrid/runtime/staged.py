@@ -23,10 +23,20 @@ class StagedNetwork:
         name: dotted name in the LightningModule; empty for the LightningModule itself.
         module: the whole network. Only the tensors of this rank's stage are up to date.
         engine: this rank's stage at work.
+        borrowed: names in the network of parameters that an earlier stage owns and this one uses
+            too: their values come from there, and their gradients go there.
     """
 
-    def __init__(self, number: int, name: str, module: nn.Module, engine: Engine) -> None:
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        module: nn.Module,
+        engine: Engine,
+        borrowed: frozenset[str] = frozenset(),
+    ) -> None:
         self.number, self.name, self.module, self.engine = number, name, module, engine
+        self.borrowed = borrowed
         self.calls: dict[int, Call] = {}
         self.keys: list[CallKey] = []
         self._traffic: list[Traffic] = []
@@ -99,7 +109,23 @@ class StagedNetwork:
         """Names, in the LightningModule, of the tensors that this rank owns."""
         stage = self.engine.stages[0]
         prefix = f"{self.name}." if self.name else ""
-        return [prefix + name for name in (*stage.parameter_names, *stage.buffer_names)]
+        names = (*stage.parameter_names, *stage.buffer_names)
+        return [prefix + name for name in names if name not in self.borrowed]
+
+
+def borrowed_parameters(stages: Sequence[Stage]) -> list[frozenset[str]]:
+    """Per stage, the names of the parameters that an earlier one uses too, and owns."""
+    owned: set[str] = set()
+    borrowed = []
+    for stage in stages:
+        borrowed.append(frozenset(owned & {*stage.parameter_names}))
+        owned |= {*stage.parameter_names}
+    return borrowed
+
+
+def own_parameters(stage: Stage, borrowed: frozenset[str]) -> list[nn.Parameter]:
+    """Those that the stage has to itself."""
+    return [value for name, value in stage.named_parameters() if name not in borrowed]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,13 @@ from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.scaling import unscale
 from lightning_hybrid.runtime.signals import left_to_the_driver
-from lightning_hybrid.runtime.staged import StagedNetwork, tensors_of, write_tensors
+from lightning_hybrid.runtime.staged import (
+    StagedNetwork,
+    borrowed_parameters,
+    own_parameters,
+    tensors_of,
+    write_tensors,
+)
 from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.transport import ConnectionLost
 
@@ -38,6 +44,7 @@ _ANSWERED = {
     Op.NAME_GRADIENTS,
     Op.GIVE_GRADIENTS,
     Op.REPORT,
+    Op.GIVE_BORROWED,
     Op.END,
 }
 
@@ -115,6 +122,8 @@ class Worker:
                 self._links.control.tell(DRIVER, 0, payload=(self._failure, answer))
             if operation in (Op.GIVE_WEIGHTS, Op.GIVE_GRADIENTS) and self._failure is None:
                 self._send_asked(operation, payload)
+            if operation is Op.GIVE_BORROWED and self._failure is None:
+                self._send_borrowed()
             if operation is Op.END and self._failure is None:
                 self._links.control.flush()
                 return payload
@@ -142,7 +151,9 @@ class Worker:
             self._networks[order.network].engine.stages.append(stage)
             return
         stage.move(self._device)
-        copies = Copies(stage.parameters(), stage.buffers(), self._mesh.copies, self._trace)
+        borrowed = borrowed_parameters(stages)[self._mesh.place.stage]
+        own = own_parameters(stage, borrowed)
+        copies = Copies(own, stage.buffers(), self._mesh.copies, self._trace)
         engine = Engine(
             [stage],
             self._mesh.place,
@@ -154,7 +165,7 @@ class Worker:
             self._trace,
             self._options,
         )
-        self._networks.append(StagedNetwork(order.network, order.name, network, engine))
+        self._networks.append(StagedNetwork(order.network, order.name, network, engine, borrowed))
 
     def _forward(self, key: CallKey | None, *arguments: int) -> None:
         number, call, draw, index, exchange, draws = arguments
@@ -243,6 +254,19 @@ class Worker:
                 parameter.grad.add_(value.to(parameter.device))
             else:
                 parameter.grad.copy_(value)
+
+    def _give_borrowed(self, *_: Any) -> None:
+        """Answered with word that all is well; the tensors follow."""
+
+    def _send_borrowed(self) -> None:
+        gradients: dict[str, torch.Tensor] = {}
+        for network in self._networks:
+            prefix = f"{network.name}." if network.name else ""
+            for name in sorted(network.borrowed):
+                parameter = self._parameters[prefix + name]
+                if parameter.grad is not None:
+                    gradients[prefix + name], parameter.grad = parameter.grad, None
+        self._links.control.send_tensors(DRIVER, gradients)
 
     def _clear_gradients(self, names: list[str], *_: int) -> None:
         for name in names:

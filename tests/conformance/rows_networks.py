@@ -356,6 +356,43 @@ class HasOneLayer(_AutomaticSizes):
         return cross_entropy(self(x), y)
 
 
+class TiesAcrossStages(Row):
+    """One matrix in every stage; it is clipped, and changed by hand."""
+
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
+    fast = shapes
+    cuts: ClassVar = {2: ["net.third"], 3: ["net.second", "net.third"]}
+    options: ClassVar = {"gradient_clip_val": 0.5}
+    trains = False  # its gradient arises in every stage, before all go to the owner
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.second = nn.Linear(6, 6)
+            self.third = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 3)
+            self.second.weight = self.third.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.second(torch.tanh(self.first(x))))
+            return self.head(torch.tanh(self.third(x)))
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(self.net.third.weight.norm().item())
+        if self.trainer.global_step == 3:
+            with torch.no_grad():
+                self.net.first.weight.mul_(0.5)
+
+
+class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
+    fast = ()
+    options: ClassVar = {"accumulate_grad_batches": 2}
+
+
 class TiesWeights(Row):
     """One matrix in two layers: both are in one stage."""
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from rows_networks import TiesWeights
+from rows_networks import TiesAcrossStages
 from suite import ONE_OF_TWO, Row
 from torch import Tensor, nn
 
@@ -27,9 +27,11 @@ class RefusedTooFewCuts(_Refused):
     refused = ("stages(2)", "1 cut points")
 
 
-class RefusedCutBetweenTiedWeights(TiesWeights):
-    arguments: ClassVar = {"allocation": ["net.again"]}
-    refused = ("'net.again'", "tied", "'into.weight'")
+class RefusedTiedWeightsCompiled(TiesAcrossStages):
+    shapes = (ONE_OF_TWO,)
+    fast = ()
+    arguments: ClassVar = {"compile_stages": True}
+    refused = ("compile_stages=True", "'first.weight'")
     control = False
 
 
