@@ -1,12 +1,13 @@
 """What a driver can ask of its workers: the operations of a frame and what goes with them."""
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Any
 
 from lightning_hybrid.runtime.calls import Precision
 
 
+@unique
 class Op(IntEnum):
     """The first number of a frame; behind it stand up to six arguments (in brackets)."""
 
@@ -52,7 +53,7 @@ class Op(IntEnum):
     """[add] Gradients follow, to be set or added."""
     CLEAR_GRADIENTS = 21
     """Set the gradients of the parameters named to ``None``."""
-    GIVE_BORROWED = 23
+    GIVE_BORROWED = 26
     """Answer with the gradients of borrowed parameters, as tensors, and forget them here."""
     TAKE_GROUPS = 22
     """[optimizer] Its parameter groups follow."""
