@@ -7,7 +7,7 @@ strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
 
 import os
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
@@ -41,6 +41,7 @@ from lightning_hybrid.launcher import (
     Parted,
 )
 from lightning_hybrid.performance_log import PerformanceLog
+from lightning_hybrid.planning.cluster import Cluster, given_speeds
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.results import Results, Snapshot, adopt_results, collect_results
@@ -60,6 +61,7 @@ from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
 from lightning_hybrid.runtime.signals import make_impatient, make_patient
+from lightning_hybrid.runtime.survey import measure_links, survey
 from lightning_hybrid.runtime.transport import broadcast_object, meet
 from lightning_hybrid.runtime.worker import Worker
 
@@ -106,6 +108,8 @@ class HybridGabraStrategy(DDPStrategy):
         objective: ``"makespan"``, the slowest device's time, or ``"profit"``, Eq. 5 of Akintoye et
             al. 2022 (constant on equal devices; kept for comparison).
         network: dotted name(s) of the module(s) to cut. ``None``: found.
+        device_capacity: relative speeds of the devices, one per rank; ``"auto"``: measured on all
+            ranks at the start of a run (a third of a second), if there is something to decide.
         compile_stages: run each stage through ``torch.compile``. The first steps take longer
             (a minute or so per stage on a CPU); the module, its hooks and its checkpoints stay
             what they are.
@@ -139,6 +143,7 @@ class HybridGabraStrategy(DDPStrategy):
         allocation: Literal["gabra", "exact"] | list[str] = "gabra",
         objective: Literal["makespan", "profit"] = "makespan",
         network: str | list[str] | None = None,
+        device_capacity: Literal["auto"] | Sequence[float] = "auto",
         compile_stages: bool = False,
         plan: Plan | str | Path | None = None,
         log_performance: bool = False,
@@ -176,6 +181,7 @@ class HybridGabraStrategy(DDPStrategy):
             objective=objective,
             seed=seed,
         )
+        self._capacity = None if device_capacity == "auto" else tuple(device_capacity)
         self._compile_stages = compile_stages
         self._plans: dict[str, Plan] = {}
         self._statistics: AbstractContextManager[Any] = nullcontext()
@@ -232,6 +238,8 @@ class HybridGabraStrategy(DDPStrategy):
     @property
     def place(self) -> Place:
         """Where this rank stands in the mesh of replicas and stages."""
+        if self._mesh is not None:  # ranks may have changed places
+            return self._mesh.place
         environment = self.cluster_environment
         return Place(environment.global_rank() if environment else 0, *self._shape())
 
@@ -280,6 +288,8 @@ class HybridGabraStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         # complain now, before any process is started
         self._shape()
+        if self._capacity is not None:
+            given_speeds(self._capacity, self.num_nodes * self.num_processes)
         self._refuse_what_cannot_work()
         if self._start_method == "popen":
             self._launcher = HybridSubprocessLauncher(
@@ -312,12 +322,26 @@ class HybridGabraStrategy(DDPStrategy):
             serve=place.rank == 0 and not agent_serves,
             backend=self._process_group_backend,
             timeout=self._timeout or timedelta(minutes=30),
+            survey=self._survey if self._is_open else None,
+            capacity=self._capacity,
         )
         self._watch = Watch(self._mesh)
+        if self._mesh.cluster is not None:
+            self.set_world_ranks()
+            measure_links(self._mesh, self.root_device)
         self._mesh.init_default_group(self._process_group_backend, self.root_device)
         self._phase = _Phase.TOGETHER
         assert self.lightning_module is not None
         self._refuse_callbacks(self.lightning_module.trainer)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether there is anything to decide for which devices must be known."""
+        given = self._given_plan is not None or not isinstance(self._settings.allocation, str)
+        return self._shape()[1] > 1 and (self._capacity is not None or not given)
+
+    def _survey(self, world: Any) -> Cluster:
+        return survey(world, self.root_device, *self._shape(), self._capacity)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._phase is _Phase.RUNNING:
@@ -442,6 +466,9 @@ class HybridGabraStrategy(DDPStrategy):
             return self._given_plan
         replicas, stages = self._shape()
         assert self._process_group_backend is not None
+        assert self._mesh is not None
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return make_plan(
             *arguments,
             settings=self._settings,
@@ -449,6 +476,8 @@ class HybridGabraStrategy(DDPStrategy):
             stages=stages,
             backend=self._process_group_backend,
             device=self.root_device,
+            cluster=self._mesh.cluster,
+            optimizers=self.optimizers if fitting else None,
         )
 
     def _refuse_what_cannot_work(self) -> None:

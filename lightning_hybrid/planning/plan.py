@@ -29,6 +29,9 @@ class StagePlan:
     """Share of the whole network's computation, between 0 and 1."""
     device: int
     """Index of the device within the replica."""
+    memory_bytes: int | None = None
+    """Held while it trains: parameters, gradients, optimizer state and the activations of the
+    micro-batches in flight; None when nothing was profiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,9 @@ class Plan:
     devices: tuple[int, ...] = ()
     """Device of each stage, counted within the replica. The last stage is the driver's, and the
     driver is device 0. Empty: stage k on device k + 1, the last on device 0."""
+    capacities: tuple[float, ...] = ()
+    """Relative speed of each device of a replica, as many as there are stages: that of the slowest
+    of its copies. Empty: all equal, or not known."""
     copies: tuple[int, ...] = ()
     """Copies of each stage. Empty: as many as there are replicas."""
     rows: tuple[StagePlan, ...] = ()
@@ -84,6 +90,7 @@ class Plan:
         derived = {
             "cuts": tuple(self.cuts),
             "devices": tuple(self.devices) or (*range(1, self.stages), 0),
+            "capacities": tuple(self.capacities),
             "copies": tuple(self.copies) or (self.replicas,) * self.stages,
             "rows": tuple(self.rows),
         }
@@ -98,9 +105,9 @@ class Plan:
                 f"stages({self.stages}) need {self.stages - 1} different cuts, "
                 f"the plan has {len(self.cuts)}: {list(self.cuts)}"
             )
-        for name in ("devices", "copies", "rows"):
+        for name in ("devices", "copies", "capacities", "rows"):
             value = getattr(self, name)
-            if len(value) != self.stages and not (name == "rows" and not value):
+            if len(value) != self.stages and not (name in ("rows", "capacities") and not value):
                 raise PlanError(f"stages({self.stages}) != {len(value)} {name}")
 
     def _check_placement(self) -> None:
@@ -172,10 +179,15 @@ class Plan:
             {"stage": stage, "device": device, "copies": copies}
             for stage, (device, copies) in enumerate(shape)
         ]
+        if len(set(self.capacities)) > 1:
+            for line, device in zip(table, self.devices):
+                line["speed"] = self.capacities[device]
         for line, row in zip(table, self.rows):
             first, last = row.partitions[0], row.partitions[-1]
             line["partitions"] = first if first == last else f"{first} .. {last}"
             line |= {"layers": row.layers, "parameters": row.parameters, "load": row.load}
+            if row.memory_bytes is not None:
+                line["memory"] = f"{row.memory_bytes / 1e9:.2f} GB"
         return table
 
     def describe(self) -> str:

@@ -6,22 +6,27 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_hybrid.allocation.knapsack import Objective
 from lightning_hybrid.network import (
     NetworkGraph,
     NetworkPartition,
+    Profile,
     cached,
     count,
     find_boundary,
     measure,
 )
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import plan_stages
+from lightning_hybrid.schedules import SCHEDULES
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
-"""What a link between two ranks is taken to carry: assumed, not measured. It weighs the bytes that
-cross a cut against the seconds of computation; gloo is a loopback or 10 Gbit/s, NCCL a PCIe bus."""
+"""What a link between two ranks is taken to carry where it was not measured. It weighs the bytes
+that cross a cut against the seconds of computation; gloo is 10 Gbit/s, NCCL a PCIe bus."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ def make_plan(
     stages: int,
     backend: str,
     device: torch.device,
+    cluster: Cluster | None = None,
+    optimizers: Sequence[Optimizer] | None = None,
 ) -> Plan:
     """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
 
@@ -69,6 +76,9 @@ def make_plan(
         stages: number of stages.
         backend: ``"gloo"`` or ``"nccl"``.
         device: where to measure.
+        cluster: the devices; None: they are taken to be equal, and large enough.
+        optimizers: that will train it; None: it is not trained in this run, so that it needs room
+            for its parameters alone.
 
     Raises:
         NetworkError: a cut point is unknown, or the network may not be cut there.
@@ -91,6 +101,9 @@ def make_plan(
             leaves,
             device,
         )
+    needed, limits = _memory(
+        graph, partitions, profile, microbatches, cluster, optimizers, settings
+    )
     sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
     plan = plan_stages(
         [partition.name for partition in partitions],
@@ -105,8 +118,36 @@ def make_plan(
         schedule=settings.schedule,
         method=method,
         objective=settings.objective,
-        bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S[backend],
+        capacities=None if cluster is None else cluster.capacities,
+        bandwidth_bytes_per_s=(cluster and cluster.bandwidth_bytes_per_s)
+        or BANDWIDTH_BYTES_PER_S[backend],
+        memory_bytes=needed,
+        memory_limits=limits,
         cut_points=first,
         seed=settings.seed,
     )
     return replace(plan, predicted_step_s=None) if first is not None else plan
+
+
+def _memory(
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    profile: Profile,
+    microbatches: int,
+    cluster: Cluster | None,
+    optimizers: Sequence[Optimizer] | None,
+    settings: PlanSettings,
+) -> tuple[list[int] | None, tuple[int, ...] | None]:
+    """What each partition holds, and what the devices may take, as far as that is known."""
+    if optimizers is None:
+        needed = [p.parameter_bytes for p in profile.partitions]
+    elif not profile.is_measured:
+        return None, None
+    else:
+        profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
+        most = in_flight(SCHEDULES[settings.schedule](2, microbatches))
+        needed = [p.memory_bytes(most) for p in profile.partitions]
+    limits = None if cluster is None else cluster.memory_limits
+    if limits is not None:
+        check_memory(profile, needed, limits, microbatches)
+    return needed, limits

@@ -25,15 +25,15 @@ class _Profile:
     cut_bytes: tuple[float, ...]
     parameters: tuple[int, ...]
     layers: tuple[int, ...]
+    memory_bytes: tuple[int, ...] | None
 
     def __post_init__(self) -> None:
         n = len(self.names)
-        for name in ("forward_s", "backward_s", "cut_bytes", "parameters", "layers"):
+        for name, value in vars(self).items():
             needed = n - 1 if name == "cut_bytes" else n
-            if len(getattr(self, name)) != needed:
+            if value is not None and len(value) != needed:
                 raise PlanError(
-                    f"{name} has {len(getattr(self, name))} entries, "
-                    f"{needed} are needed for {n} partitions"
+                    f"{name} has {len(value)} entries, {needed} are needed for {n} partitions"
                 )
 
 
@@ -53,6 +53,8 @@ def plan_stages(
     objective: Objective = "makespan",
     capacities: Sequence[float] | None = None,
     bandwidth_bytes_per_s: float = float("inf"),
+    memory_bytes: Sequence[int] | None = None,
+    memory_limits: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Plan:
@@ -79,6 +81,8 @@ def plan_stages(
         capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
             driver's and gets the last stage.
         bandwidth_bytes_per_s: Speed of the links between the devices.
+        memory_bytes: n sizes of what a partition holds while it trains; None: not known.
+        memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
         cut_points: Names of the first partition of each next stage, instead of a search.
         seed: Seed of the allocation.
 
@@ -93,6 +97,7 @@ def plan_stages(
         cut_bytes=tuple(cut_bytes),
         parameters=tuple(parameters),
         layers=tuple(layers),
+        memory_bytes=None if memory_bytes is None else tuple(memory_bytes),
     )
     if stages > len(names):
         raise PlanError(
@@ -107,15 +112,25 @@ def plan_stages(
     if cut_points is not None:
         ends, devices = _given(profile.names, cut_points, stages), [*range(1, stages), 0]
     else:
-        ends, devices = _search(profile, speeds, bandwidth_bytes_per_s, method, objective, seed)
+        ends, devices = _search(
+            profile, speeds, memory_limits, bandwidth_bytes_per_s, method, objective, seed
+        )
     order = [speeds[j] for j in devices]
+    room = None if memory_limits is None else [memory_limits[j] for j in devices]
 
     def predict_s(ends: Sequence[int]) -> float:
         timeline = _predict(profile, ends, order, bandwidth_bytes_per_s, schedule, microbatches)
         return timeline.makespan_s
 
+    def possible_s(ends: Sequence[int]) -> float:
+        if room is not None and profile.memory_bytes is not None:
+            held = _sums(profile.memory_bytes, ends)
+            if any(size > limit for size, limit in zip(held, room)):
+                return float("inf")
+        return predict_s(ends)
+
     if cut_points is None and objective == "makespan":
-        ends, _ = polish(ends, predict_s)
+        ends, _ = polish(ends, possible_s)
     return Plan(
         replicas=replicas,
         stages=stages,
@@ -123,6 +138,7 @@ def plan_stages(
         schedule=schedule,
         cuts=tuple(profile.names[end] for end in ends[:-1]),
         devices=tuple(devices),
+        capacities=tuple(speeds),
         rows=_rows(profile, ends, devices),
         predicted_step_s=predict_s(ends),
         objective=objective,
@@ -152,6 +168,7 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
 def _search(
     profile: _Profile,
     speeds: Sequence[float],
+    memory_limits: Sequence[int] | None,
     bandwidth_bytes_per_s: float,
     method: Literal["gabra", "exact"],
     objective: Objective,
@@ -170,6 +187,8 @@ def _search(
             loads,
             capacities,
             cut_costs=cut_costs,
+            memory=None if memory_limits is None else profile.memory_bytes,
+            memory_limits=memory_limits,
             method=method,
             objective=objective,
             last_device=0,  # the driver's
@@ -212,6 +231,7 @@ def _rows(profile: _Profile, ends: Sequence[int], devices: Sequence[int]) -> tup
             parameters=sum(profile.parameters[a:b]),
             load=load / total,
             device=device,
+            memory_bytes=None if profile.memory_bytes is None else sum(profile.memory_bytes[a:b]),
         )
         for (a, b), load, device in zip(pairwise([0, *ends]), loads, devices)
     )

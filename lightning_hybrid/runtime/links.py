@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hybrid.runtime.mesh import Mesh, Place
+from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.transport import Control, Link
 
 
@@ -20,11 +20,7 @@ class Links:
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         place = mesh.place
-        first = place.rank - place.position
-        names = [
-            str(Place(first + position, place.replicas, place.stages))
-            for position in range(place.stages)
-        ]
+        names = [str(place.at(position)) for position in range(place.stages)]
         self.previous = (place.position - 1) % place.stages
         self.next = (place.position + 1) % place.stages
         self.control = Control(mesh.control, names)

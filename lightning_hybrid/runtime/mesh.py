@@ -14,7 +14,8 @@ alone (rank = replica), because Lightning and torchmetrics call collectives on i
 none, so that a stray collective there raises instead of hanging.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.cluster import Cluster
 
 # One rank may prepare data for hours while the others wait for it before a run.
 NO_TIMEOUT = timedelta(days=3650)
@@ -31,6 +33,9 @@ _STORE_TIMEOUT = timedelta(minutes=10)
 Group = Any
 """A process group used by its own methods; those of gloo and NCCL have no public common type."""
 
+Survey = Callable[[Group], Cluster]
+"""Looks at all devices over the group of all ranks."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -39,6 +44,8 @@ class Place:
     rank: int
     replicas: int
     stages: int
+    order: tuple[int, ...] = ()
+    """for each seat its rank, where ranks have changed places; see `planning.cluster`"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.replicas * self.stages:
@@ -48,13 +55,23 @@ class Place:
             )
 
     @property
+    def seat(self) -> int:
+        """Index in the mesh, replica by replica: the rank, unless ranks have changed places."""
+        return self.order.index(self.rank) if self.order else self.rank
+
+    @property
     def replica(self) -> int:
-        return self.rank // self.stages
+        return self.seat // self.stages
 
     @property
     def position(self) -> int:
         """Index inside the replica: 0 is the driver, k the worker that owns stage k - 1."""
-        return self.rank % self.stages
+        return self.seat % self.stages
+
+    def at(self, position: int) -> "Place":
+        """The place of another rank of this replica."""
+        seat = self.seat - self.position + position
+        return replace(self, rank=self.order[seat] if self.order else seat)
 
     @property
     def is_driver(self) -> bool:
@@ -84,11 +101,14 @@ class Mesh:
 
     Args:
         place: this rank.
+        survey: looks at the devices of all ranks, over ``world``, and may make ranks change places.
         store: one store for all ranks.
         backend: of the links and of the stage groups, ``"gloo"`` or ``"nccl"``.
         timeout: of the links, the stage groups and the drivers' default group.
 
     Attributes:
+        place: this rank.
+        cluster: the devices of all ranks; ``None``: nobody has looked.
         world: gloo over all ranks, for barriers before and after a run.
         control: gloo over the ranks of one replica; commands, answers, headers. No time-out.
         drivers: gloo over the drivers (``None`` on workers), for objects and CPU tensors.
@@ -98,16 +118,26 @@ class Mesh:
             directions on one NCCL communicator wait for each other. ``None`` without stages.
     """
 
-    def __init__(self, place: Place, store: dist.Store, backend: str, timeout: timedelta) -> None:
-        self.place = place
+    def __init__(
+        self,
+        place: Place,
+        store: dist.Store,
+        backend: str,
+        timeout: timedelta,
+        survey: Survey | None = None,
+    ) -> None:
         self.store = store
         self.key: tuple[object, ...] = ()
         self.backend = backend
         self.timeout = timeout
         self._groups: list[Group] = []
         self._statistics: Group = None
-        replica, position = place.replica, place.position
         self.world = self._group("world", place.rank, place.replicas * place.stages, "gloo")
+        self.cluster = None if survey is None else survey(self.world)
+        if self.cluster is not None:
+            place = replace(place, order=self.cluster.order)
+        self.place = place
+        replica, position = place.replica, place.position
         self.control = self._group(f"control{replica}", position, place.stages, "gloo")
         self.copies = self._group(f"copies{position}", replica, place.replicas, backend)
         self.drivers: Group = None
@@ -188,7 +218,15 @@ class _Process:
 
 
 def join_mesh(
-    place: Place, address: str, port: int, *, serve: bool, backend: str, timeout: timedelta
+    place: Place,
+    address: str,
+    port: int,
+    *,
+    serve: bool,
+    backend: str,
+    timeout: timedelta,
+    survey: Survey | None = None,
+    capacity: Hashable = None,
 ) -> Mesh:
     """The mesh of this process: the one of the last run if it has the same shape, else a new one.
 
@@ -201,8 +239,10 @@ def join_mesh(
         serve: whether this rank hosts it (rank 0, unless the launcher's agent already does).
         backend: ``"gloo"`` or ``"nccl"``, for tensors between stages and between replicas.
         timeout: of those tensors' links.
+        survey: see :class:`Mesh`.
+        capacity: what the survey was told; another one needs another mesh.
     """
-    key = (place, backend, timeout)
+    key = (place, backend, timeout, survey is None, capacity)
     if _Process.mesh is not None and _Process.mesh.key == key:
         return _Process.mesh
     if _Process.mesh is not None:
@@ -213,7 +253,7 @@ def join_mesh(
         _Process.store = dist.TCPStore(address, port, None, serve, timeout=_STORE_TIMEOUT)
     _Process.generation += 1
     store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
-    _Process.mesh = Mesh(place, store, backend, timeout)
+    _Process.mesh = Mesh(place, store, backend, timeout, survey)
     _Process.mesh.key = key
     return _Process.mesh
 

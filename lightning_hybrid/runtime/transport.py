@@ -218,6 +218,11 @@ def broadcast_object(group: Group, value: Any, source: int = 0) -> Any:
     return value if here else pickle.loads(buffer.numpy().tobytes())
 
 
+def gather_objects(group: Group, value: Any) -> list[Any]:
+    """The objects of all ranks of a gloo ``group``, on every one of them."""
+    return [broadcast_object(group, value, source) for source in range(group.size())]
+
+
 def meet(group: Group, *, failed: bool = False) -> bool:
     """Wait until every rank of ``group`` is here, and hear whether all are well.
 

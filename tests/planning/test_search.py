@@ -64,6 +64,28 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
     assert slow.cuts in {("layer2",), ("layer4",)}
 
 
+def test_memory_is_a_hard_limit() -> None:
+    memory = [6, 6, 6, 1, 1, 1]
+    assert plan(memory_bytes=memory, memory_limits=[20, 20]).cuts == ("layer3",)
+    found = plan(memory_bytes=memory, memory_limits=[20, 12])  # stage 0 is on device 1
+    assert found.cuts == ("layer2",)
+    assert [row.memory_bytes for row in found.rows] == [12, 9]
+
+
+def test_the_plan_records_the_speeds_and_predicts_with_them() -> None:
+    found = plan(capacities=[0.5, 1.0])
+    forward_s, backward_s = (
+        (row.load * 12 for row in found.rows),
+        (row.load * 24 for row in found.rows),
+    )
+    (f0, f1), (b0, b1) = forward_s, backward_s
+    assert found.capacities == (0.5, 1.0)
+    expected = simulate(gpipe(2, 4), [f0, f1 / 0.5], [b0, b1 / 0.5]).makespan_s
+    assert found.predicted_step_s == pytest.approx(expected)
+    assert "speed" in found.describe()
+    assert "speed" not in plan().describe()
+
+
 def test_given_cut_points_are_taken() -> None:
     found = plan(stages=3, cut_points=("layer1", "head"))
     assert found.cuts == ("layer1", "head")
@@ -88,6 +110,11 @@ def test_the_papers_objective_gives_a_plan_too() -> None:
         ({"stages": 3, "cut_points": ("head", "layer1")}, "in the order of the network"),
         ({"cut_points": ()}, "need 1 cut points .* given: none"),
         ({"schedule": "magic"}, "'magic' is none of gpipe"),
+        ({"memory_bytes": [1], "memory_limits": [9, 9]}, "memory_bytes has 1 entries, 6 are"),
+        (
+            {"memory_bytes": [4, 4, 4, 4, 4, 4], "memory_limits": [7, 19]},
+            r"stages\(2\) cannot be placed",
+        ),
         ({"capacities": [1.0]}, r"stages\(2\) != 1 capacities"),
         ({"cut_bytes": [1.0]}, "cut_bytes has 1 entries, 5 are needed for 6 partitions"),
         ({"forward_s": [-1.0] * 6, "backward_s": [0.0] * 6}, r"cannot be placed: loads\[0\]"),

@@ -232,6 +232,7 @@ def strategy(config: dict[str, Any]) -> Any:
         allocation=config.get("allocation") or [f"net.{name}" for name in cuts],
         start_method=config.get("start_method", "popen"),
         timeout=timedelta(seconds=config.get("timeout_s", 1800)),
+        device_capacity=config.get("device_capacity", "auto"),
     )
 
 
@@ -271,6 +272,8 @@ def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "best": trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path,
         "plan": str(getattr(trainer.strategy, "plan", None)),
+        "place": str(getattr(trainer.strategy, "place", "")),
+        "cluster": getattr(getattr(trainer.strategy, "_mesh", None), "cluster", None),
     }
 
 

@@ -1,0 +1,186 @@
+"""The devices of a run: how fast each is, how much it holds, and which stage it gets."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_hybrid.errors import PlanError
+
+TOLERANCE = {"cpu": 0.2, "cuda": 0.05}
+"""Speeds that differ by less than this share count as equal. Processors are shared with whatever
+else the machine does, and a plan should not change with it; nobody shares a GPU."""
+GRID = 0.05
+"""Speeds are rounded to multiples of this, for the same reason."""
+WORTHWHILE = 1.05
+"""Ranks change places only if the devices then do this much more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one rank says of its device."""
+
+    host: str
+    name: str
+    """``cpu``, or the model of a GPU"""
+    memory_bytes: int | None
+    """free for this run; on a CPU that of the whole host. None: not known"""
+    cores: tuple[int, ...] = ()
+    """of the host that the process may run on; empty on an accelerator"""
+    threads: int = 0
+    """that compute; 0 on an accelerator"""
+    units_per_s: float = 0.0
+    """work done in a second by the wall clock; 0: not measured"""
+    units_per_own_s: float = 0.0
+    """the same by the clock of the profile, which stands still while others have the processor"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The devices of all ranks, and the seats that the ranks take.
+
+    Seat ``r * stages + k`` is position k of replica r: position 0 is the driver's, with the last
+    stage, position k has stage k - 1. Rank 0 always has seat 0.
+    """
+
+    replicas: int
+    stages: int
+    speeds: tuple[float, ...]
+    """by rank; 1 is the device that is profiled, rank 0's, undisturbed"""
+    memory_bytes: tuple[int | None, ...]
+    """by rank: what it may take"""
+    order: tuple[int, ...]
+    """for each seat its rank"""
+    bandwidth_bytes_per_s: float | None = None
+    """of the slowest link between neighbouring stages; None: not measured"""
+
+    @property
+    def capacities(self) -> tuple[float, ...]:
+        """Speed by position: of the slowest of the copies, since the others wait for it."""
+        return tuple(min(self.speeds[rank] for rank in ranks) for ranks in self._positions())
+
+    @property
+    def memory_limits(self) -> tuple[int, ...] | None:
+        """Bytes by position, of the smallest of the copies; None: not known of all."""
+        if None in self.memory_bytes:
+            return None
+        known = [amount or 0 for amount in self.memory_bytes]
+        return tuple(min(known[rank] for rank in ranks) for ranks in self._positions())
+
+    def _positions(self) -> list[tuple[int, ...]]:
+        return [self.order[position :: self.stages] for position in range(self.stages)]
+
+
+def make_cluster(
+    devices: Sequence[Device], replicas: int, stages: int, given: Sequence[float] | None
+) -> Cluster:
+    """Put the ranks on their seats.
+
+    Args:
+        devices: of all ranks.
+        replicas: number of replicas.
+        stages: number of stages.
+        given: relative speeds of the ranks; None: as measured.
+
+    Raises:
+        PlanError: the given speeds are of another number, or not all finite and positive.
+    """
+    speeds = measured_speeds(devices) if given is None else given_speeds(given, len(devices))
+    on_host = [sum(other.host == d.host for other in devices) for d in devices]
+    return Cluster(
+        replicas=replicas,
+        stages=stages,
+        speeds=speeds,
+        memory_bytes=tuple(
+            # the ranks of a host share its memory
+            amount // sharers if (amount := d.memory_bytes) is not None and d.threads else amount
+            for d, sharers in zip(devices, on_host)
+        ),
+        order=seats(speeds, replicas, stages),
+    )
+
+
+def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
+    """Check speeds that the user gave; relative to the first rank's, whose device is profiled.
+
+    Raises:
+        PlanError: they are of another number than the devices, or not all finite and positive.
+    """
+    if len(values) != count:
+        raise PlanError(
+            f"device_capacity has {len(values)} entries {list(values)}, and there are {count} "
+            "devices: give one relative speed per device, in the order of the ranks, or 'auto'."
+        )
+    for rank, value in enumerate(values):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise PlanError(
+                f"device_capacity[{rank}]={value!r}, the relative speed of rank {rank}, must be a "
+                "finite number of more than 0. (Take a device out by Trainer(devices=...).)"
+            )
+    return tuple(value / values[0] for value in values)
+
+
+def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
+    """Speeds relative to the profile's clock on rank 0, rid of what is only noise.
+
+    * Ranks that have to share too few cores share their speed.
+    * Speeds that are nearly those of the fastest so far are one class and share their median.
+    * What is left is rounded.
+    """
+    own = devices[0].units_per_own_s
+    rates = [device.units_per_s / own for device in devices]
+    for sharers in _crowded(devices):
+        mean = statistics.mean(rates[rank] for rank in sharers)
+        rates = [mean if rank in sharers else rate for rank, rate in enumerate(rates)]
+    speeds = [0.0] * len(rates)
+    waiting = sorted(range(len(rates)), key=lambda rank: -rates[rank])
+    while waiting:
+        first = waiting[0]
+        tolerance = TOLERANCE["cpu" if devices[first].threads else "cuda"]
+        alike = [rank for rank in waiting if rates[rank] >= rates[first] * (1 - tolerance)]
+        middle = statistics.median(rates[rank] for rank in alike)
+        for rank in alike:
+            speeds[rank] = max(1, round(middle / GRID)) * GRID
+        waiting = [rank for rank in waiting if rank not in alike]
+    return tuple(round(speed, 2) for speed in speeds)
+
+
+def _crowded(devices: Sequence[Device]) -> list[list[int]]:
+    """Ranks that may run on the same cores of a host, which are fewer than their threads.
+
+    Who has a core at a moment is then the scheduler's choice, and would be measured.
+    """
+    places = [(device.host, device.cores) for device in devices]
+    groups = [
+        [rank for rank, other in enumerate(places) if other == place]
+        for place in dict.fromkeys(places)
+        if place[1]
+    ]
+    return [
+        ranks
+        for ranks in groups
+        if sum(devices[rank].threads for rank in ranks) > len(devices[ranks[0]].cores)
+    ]
+
+
+def seats(speeds: Sequence[float], replicas: int, stages: int) -> tuple[int, ...]:
+    """For each seat its rank: the copies of a stage on devices that are as equal as can be.
+
+    All replicas have the same cuts and wait for each other in every step, so a stage is as fast as
+    its slowest copy. What the devices then do together, the sum of those minima over the stages, is
+    largest when they are sorted by speed and dealt out block by block: one block, one stage. Rank 0
+    keeps its seat, which makes its block the drivers'. If the gain is small, all stay where they
+    are: neighbours in rank are often neighbours in the machine.
+    """
+    as_they_are = tuple(range(replicas * stages))
+    ranked = sorted(as_they_are, key=lambda rank: (-speeds[rank], rank))
+    blocks = [sorted(ranked[k * replicas : (k + 1) * replicas]) for k in range(stages)]
+    blocks.sort(key=lambda block: block[0])  # rank 0 sits on seat 0
+    dealt = tuple(rank for replica in zip(*blocks) for rank in replica)
+    gain = _together(speeds, dealt, stages) / _together(speeds, as_they_are, stages)
+    return dealt if gain >= WORTHWHILE else as_they_are
+
+
+def _together(speeds: Sequence[float], order: Sequence[int], stages: int) -> float:
+    return sum(min(speeds[rank] for rank in order[k::stages]) for k in range(stages))

@@ -1,0 +1,109 @@
+"""What a network holds while it trains, and whether the devices can take it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.network.profile import PartitionProfile, Profile
+from lightning_hybrid.schedules import Kind, Schedule
+
+_TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "SGD": lambda o: int(o["momentum"] != 0),
+    "Adam": lambda o: 2 + o["amsgrad"],  # also AdamW, which is one
+    "Adamax": lambda o: 2,
+    "NAdam": lambda o: 2,
+    "RAdam": lambda o: 2,
+    "Adadelta": lambda o: 2,
+    "Adagrad": lambda o: 1,
+    "Adafactor": lambda o: 0,  # a row and a column
+    "ASGD": lambda o: 1,
+    "RMSprop": lambda o: 1 + (o["momentum"] > 0) + o["centered"],
+    "Rprop": lambda o: 2,
+    "Muon": lambda o: 1,
+}
+"""Tensors of a parameter's size that torch's optimizers keep for it."""
+_ASSUMED = 2
+"""The same for all others, as for Adam."""
+
+
+def optimizer_bytes(network: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, int]:
+    """State that optimizers will keep, in bytes by name of the network's parameters.
+
+    Nothing runs: before the first step there is no state to look at.
+    """
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    sizes: dict[str, int] = {}
+    for optimizer in optimizers:
+        kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+        known = next((_TENSORS[kind] for kind in kinds if kind in _TENSORS), None)
+        for group in optimizer.param_groups:
+            count = known(group) if known else _ASSUMED
+            for parameter in group["params"]:
+                if id(parameter) in names:
+                    sizes[names[id(parameter)]] = count * parameter.nbytes
+    return sizes
+
+
+def in_flight(schedule: Schedule) -> int:
+    """The most micro-batches that any stage has taken forward and not yet backward."""
+    most = 0
+    for forward, backward in zip(schedule.forward, schedule.backward):
+        held = 0
+        for instruction in (*forward, *backward):
+            held += (instruction.kind is Kind.FORWARD) - (instruction.kind is Kind.BACKWARD)
+            most = max(most, held)
+    return most
+
+
+def check_memory(
+    profile: Profile, needed: Sequence[int], limits: Sequence[int], microbatches: int
+) -> None:
+    """Complain if no placement can hold the network.
+
+    Args:
+        profile: of its partitions.
+        needed: bytes that each of them holds.
+        limits: bytes that each device of a replica may take, by its index.
+        microbatches: number of micro-batches, all of them in flight at once.
+
+    Raises:
+        PlanError: one partition is larger than any device, or all are larger than all devices.
+    """
+    largest = max(range(len(needed)), key=needed.__getitem__)
+    roomiest = max(range(len(limits)), key=limits.__getitem__)
+    advice = (
+        "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
+        "use larger devices{more}."
+    )
+    if needed[largest] > limits[roomiest]:
+        raise PlanError(
+            f"network partition {profile.partitions[largest].name!r} needs "
+            f"{_spelled([profile.partitions[largest]], microbatches)}, more than any device has: "
+            f"the largest, device {roomiest} of a replica, has {_gb(limits[roomiest])} free. "
+            + advice.format(more="")
+        )
+    if sum(needed) > sum(limits):
+        each = ", ".join(map(_gb, limits))
+        raise PlanError(
+            f"the network needs {_spelled(profile.partitions, microbatches)}, more than the "
+            f"{len(limits)} devices of a replica have free together: {_gb(sum(limits))} ({each}). "
+            + advice.format(more=", or more stages (pipeline_parallel_size)")
+        )
+
+
+def _spelled(partitions: Sequence[PartitionProfile], microbatches: int) -> str:
+    def total(name: str) -> str:
+        return _gb(sum(getattr(p, f"{name}_bytes") for p in partitions))
+
+    return (
+        f"{_gb(sum(p.memory_bytes(microbatches) for p in partitions))} (parameters "
+        f"{total('parameter')}, gradients {total('gradient')}, optimizer {total('optimizer')}, "
+        f"activations {total('activation')} for each of {microbatches} micro-batches in flight)"
+    )
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

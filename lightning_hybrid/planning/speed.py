@@ -1,0 +1,95 @@
+"""How fast a device is, and how much memory it has left.
+
+The benchmark is a matrix product and a pass over memory, in equal parts on a CPU: what layers are
+made of. It counts how often that can be done in a *window* of time, not how long one takes: a
+process that may run half of the time does one as fast as ever, and half as many.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from lightning_hybrid.network.measure import clock_of, device_name
+from lightning_hybrid.planning.cluster import Device
+
+WINDOW_S = 0.1
+"""The period of Linux' CPU quotas, and many turns of its scheduler."""
+WINDOWS = 3
+"""Their median counts."""
+
+
+def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> Device:
+    """What can be said of a device, with what `measure_speed` says of it."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    on_cpu = device.type == "cpu"
+    return Device(
+        host=socket.gethostname(),
+        name=device_name(device),
+        memory_bytes=_free_memory() if on_cpu else torch.cuda.mem_get_info(device)[0],
+        cores=tuple(sorted(cores)) if on_cpu else (),
+        threads=torch.get_num_threads() if on_cpu else 0,
+        units_per_s=speed[0],
+        units_per_own_s=speed[1],
+    )
+
+
+def measure_speed(device: torch.device) -> tuple[float, float]:
+    """Units of work in a second of a device: by the wall clock, and by the clock of the profile.
+
+    Takes ``WINDOWS * WINDOW_S`` and a warm-up. On a host that several ranks share all of them must
+    run it at the same time, or it tells the speed of a machine that they will not have.
+    """
+    unit, clock = _unit(device), clock_of(device)
+    unit()
+    clock()
+    windows = [_window(unit, clock) for _ in range(WINDOWS)]
+    wall, own = (statistics.median(column) for column in zip(*windows))
+    return wall, own
+
+
+def _window(unit: Callable[[], object], clock: Callable[[], float]) -> tuple[float, float]:
+    start_s, start = time.perf_counter(), clock()
+    count = 0
+    while time.perf_counter() - start_s < WINDOW_S:
+        unit()
+        clock()  # on an accelerator: until it is done
+        count += 1
+    return count / (time.perf_counter() - start_s), count / (clock() - start)
+
+
+def _unit(device: torch.device) -> Callable[[], object]:
+    width, length = (384, 2**22) if device.type == "cpu" else (2048, 2**25)
+    a, b = (torch.ones(width, width, device=device) for _ in range(2))
+    long = torch.ones(length, device=device)
+
+    @torch.inference_mode()
+    def run() -> None:
+        torch.mm(a, b)
+        long.mul_(1.0)
+
+    return run
+
+
+def _free_memory() -> int | None:
+    """Bytes that a process may still take on this host; None where it does not say."""
+    amounts = []
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                amounts.append(int(line.split()[1]) * 1024)
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            left, taken = (int((Path(folder) / name).read_text()) for name in (limit, used))
+            amounts.append(max(0, left - taken))
+    return min(amounts, default=None)

@@ -1,0 +1,66 @@
+"""All ranks look at their devices at the same time, and hear what the others have seen."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log2
+from time import perf_counter
+
+import torch
+
+from lightning_hybrid.planning.cluster import Cluster, make_cluster
+from lightning_hybrid.planning.speed import look_at, measure_speed
+from lightning_hybrid.runtime.links import Links
+from lightning_hybrid.runtime.mesh import Group, Mesh
+from lightning_hybrid.runtime.transport import TensorSpec, gather_objects, meet
+
+LINK_BYTES = 4 * 2**20
+"""What is sent to see how fast a link is."""
+LINK_REPEATS = 4
+
+
+def survey(
+    world: Group,
+    device: torch.device,
+    replicas: int,
+    stages: int,
+    given: Sequence[float] | None,
+) -> Cluster:
+    """Look at the devices of all ranks; every rank calls this together.
+
+    Args:
+        world: group of all ranks.
+        device: of this rank.
+        replicas: number of replicas.
+        stages: number of stages.
+        given: relative speeds of the ranks; None: measure them.
+    """
+    speed = (0.0, 0.0)
+    if given is None:
+        meet(world)  # those on one host must feel each other
+        speed = measure_speed(device)
+    devices = gather_objects(world, look_at(device, speed))
+    return make_cluster(devices, replicas, stages, given)
+
+
+def measure_links(mesh: Mesh, device: torch.device) -> None:
+    """Note in the mesh what its slowest link carries when all are in use; all ranks together.
+
+    The best of a few times counts, since a busy machine only ever makes one longer, and a power
+    of two at that, so that a plan does not change from run to run. Over gloo only: NCCL makes a
+    communicator at the first use of a link, in an order that all neighbours must agree on.
+    """
+    if mesh.cluster is None or mesh.place.stages == 1 or mesh.backend != "gloo":
+        return
+    links = Links(mesh, device)
+    load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
+    best_s = float("inf")
+    for _ in range(LINK_REPEATS):
+        arrival = links.activations_in.post([TensorSpec.of(load)])
+        meet(mesh.world)
+        start_s = perf_counter()
+        links.activations_out.send([load])
+        arrival.wait()
+        links.activations_out.flush()
+        best_s = min(best_s, perf_counter() - start_s)
+    slowest = min(gather_objects(mesh.world, LINK_BYTES / best_s))
+    mesh.cluster = replace(mesh.cluster, bandwidth_bytes_per_s=2.0 ** round(log2(slowest)))

@@ -1,0 +1,78 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.network.profile import PartitionProfile, Profile
+from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
+from lightning_hybrid.schedules import gpipe
+
+GB = 10**9
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Rprop, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_optimizer_bytes_are_those_that_it_keeps(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    network = nn.Linear(32, 32, bias=False)
+    optimizer = kind(network.parameters(), **options)
+    expected = optimizer_bytes(network, [optimizer])
+    network(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[network.weight].values()
+    kept = sum(t.nbytes for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
+    assert expected == {"weight": kept}
+
+
+def test_parameters_of_other_networks_do_not_count() -> None:
+    network, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam([*network.parameters(), *other.parameters()])
+    assert optimizer_bytes(network, [optimizer]) == {"weight": 2 * 16}
+
+
+def test_fill_and_drain_holds_all_micro_batches() -> None:
+    assert in_flight(gpipe(3, 5)) == 5
+
+
+def profile() -> tuple[Profile, list[int]]:
+    rows = tuple(
+        PartitionProfile(name, 1, 0.1, 0.1, 0.1, 1, GB, GB, activation * GB, 2 * GB)
+        for name, activation in (("stem", 1), ("head", 3))
+    )
+    return Profile(rows, 2, "cpu"), [row.memory_bytes(2) for row in rows]
+
+
+def test_a_partition_larger_than_any_device_is_named() -> None:
+    found, needed = profile()
+    assert needed == [6 * GB, 10 * GB]
+    with pytest.raises(PlanError, match="network partition 'head' needs 10 GB") as error:
+        check_memory(found, needed, [8 * GB, 9 * GB], 2)
+    text = str(error.value)
+    assert "optimizer 2 GB, activations 3 GB for each of 2 micro-batches" in text
+    assert "the largest, device 1 of a replica, has 9 GB free" in text
+    assert "Make the batch smaller" in text
+
+
+def test_a_network_larger_than_all_devices_is_told_how_much_there_is() -> None:
+    found, needed = profile()
+    with pytest.raises(PlanError, match="the network needs 16 GB") as error:
+        check_memory(found, needed, [11 * GB, 4 * GB], 2)
+    assert "2 devices of a replica have free together: 15 GB (11 GB, 4 GB)" in str(error.value)
+    assert "more stages" in str(error.value)
+    check_memory(found, needed, [11 * GB, 6 * GB], 2)
