@@ -1,5 +1,6 @@
 """Which partition goes to which device: the knapsack problem, GABRA, and exact solvers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,7 @@ def allocate(
     objective: Objective = "makespan",
     contiguous: bool = True,
     last_device: int | None = None,
+    device_order: Sequence[int] | None = None,
     seed: int = 0,
 ) -> Allocation:
     """Place n network partitions on m devices, at least one on each.
@@ -52,6 +54,7 @@ def allocate(
             `knapsack` for the difference.
         contiguous: Whether each device gets one run of partitions, the devices in any order.
         last_device: Device that must hold the last partition, as the driver does; None: any.
+        device_order: The devices in the order of the chain, where that is not free; None: any.
         seed: Seed of the genetic algorithm; the same seed gives the same result.
 
     Raises:
@@ -69,6 +72,7 @@ def allocate(
         objective=objective,
         contiguous=contiguous,
         last_device=last_device,
+        device_order=device_order,
     )
     if method == "exact":
         assignment = solve_exactly(problem)

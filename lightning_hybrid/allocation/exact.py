@@ -26,7 +26,33 @@ def solve_exactly(problem: Problem) -> Ints:
     Raises:
         AllocationError: no assignment satisfies the limits, or finding the best takes too long.
     """
-    return _chain(problem) if problem.contiguous else _highs(problem)
+    if not problem.contiguous:
+        return _highs(problem)
+    return _chain(problem) if problem.order is None else _ordered(problem, problem.order)
+
+
+def _ordered(problem: Problem, order: tuple[int, ...]) -> Ints:
+    """The same as `_chain` where the devices have a given order: one state per device.
+
+    `best[r][k]` is the least cost of the first k partitions on the first r devices.
+    """
+    combine = np.add if problem.objective == "profit" else np.maximum
+    best = [np.where(np.arange(problem.n + 1) == 0, 0.0, np.inf)]
+    starts = []
+    for device in order:
+        costs = combine(best[-1][:, None], _run_costs(problem, device))
+        starts.append(costs.argmin(axis=0))
+        best.append(costs.min(axis=0))
+    if not np.isfinite(best[-1][-1]):
+        raise AllocationError(
+            "no contiguous assignment in the given order of the devices keeps each within its "
+            "limits: use larger devices, smaller partitions, or more devices"
+        )
+    assignment, k = np.empty(problem.n, dtype=np.int64), problem.n
+    for device, start in zip(reversed(order), reversed(starts)):
+        assignment[start[k] : k] = device
+        k = int(start[k])
+    return assignment
 
 
 def _chain(problem: Problem) -> Ints:

@@ -73,6 +73,8 @@ class Problem:
     """Whether the partitions of a device must follow each other."""
     last_device: int | None = None
     """Device that must hold the last partition; None: any."""
+    order: tuple[int, ...] | None = None
+    """The devices in the order of their runs, if that is given; None: any order."""
 
     @property
     def n(self) -> int:
@@ -85,6 +87,8 @@ class Problem:
     @cached_property
     def classes(self) -> tuple[int, ...]:
         """For each device the first device that it could change places with."""
+        if self.order is not None:
+            return tuple(range(self.m))
         last = np.arange(self.m) == self.last_device
         traits = list(map(tuple, np.vstack([self.capacities, self.limits, last]).T))
         return tuple(traits.index(trait) for trait in traits)
@@ -143,7 +147,8 @@ class Problem:
     def size(self) -> int:
         """Number of assignments, the limits not looked at."""
         if self.contiguous:
-            return comb(self.n - 1, self.m - 1) * factorial(self.m)
+            orders = factorial(self.m) if self.order is None else 1
+            return comb(self.n - 1, self.m - 1) * orders
         return int(self.m**self.n)
 
     def _sums(self, assignments: Ints, weights: Floats) -> Floats:
@@ -165,6 +170,7 @@ def make_problem(
     objective: Objective = "makespan",
     contiguous: bool = True,
     last_device: int | None = None,
+    device_order: Sequence[int] | None = None,
 ) -> Problem:
     """Check the numbers and make a problem of them; the arguments are those of `allocate`.
 
@@ -183,6 +189,13 @@ def make_problem(
         )
     if last_device is not None and not 0 <= last_device < m:
         raise AllocationError(f"last_device({last_device}) is none of the devices 0..{m - 1}")
+    if device_order is not None:
+        if not contiguous or sorted(device_order) != list(range(m)):
+            raise AllocationError(
+                f"device_order{tuple(device_order)} must name each of the devices 0..{m - 1} once, "
+                "and goes with contiguous=True"
+            )
+        last_device = device_order[-1]
     cuts = numbers("cut_costs", [0.0] * (n - 1) if cut_costs is None else cut_costs, count=n - 1)
     limited: list[tuple[str, Floats, Floats]] = []
     if objective == "profit":
@@ -203,6 +216,7 @@ def make_problem(
         objective=objective,
         contiguous=contiguous,
         last_device=last_device,
+        order=None if device_order is None else tuple(device_order),
     )
 
 

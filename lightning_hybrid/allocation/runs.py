@@ -151,7 +151,7 @@ class Runs:
     ) -> tuple[list[int], list[int]] | None:
         """Two runs with their devices in each other's place; None if that changes nothing."""
         classes, last = self.problem.classes, self.problem.last_device
-        if classes[order[first]] == classes[order[second]]:
+        if self.problem.order is not None or classes[order[first]] == classes[order[second]]:
             return None
         if last is not None and last in (order[first], order[second]):
             return None
@@ -218,6 +218,8 @@ class Runs:
 
     def _pinned(self, order: Ints) -> Ints:
         """The order with the device of the last partition, if one is asked for, at the end."""
+        if self.problem.order is not None:
+            return np.array(self.problem.order)
         if self.problem.last_device is None:
             return order
         order = order.copy()

@@ -110,7 +110,7 @@ def plan_stages(
     if len(speeds) != stages:
         raise PlanError(f"stages({stages}) != {len(speeds)} capacities {speeds}")
     if cut_points is not None:
-        ends, devices = _given(profile.names, cut_points, stages), [*range(1, stages), 0]
+        ends, devices = _given(profile.names, cut_points, stages), _order(stages)
     else:
         ends, devices = _search(
             profile, speeds, memory_limits, bandwidth_bytes_per_s, method, objective, seed
@@ -191,13 +191,18 @@ def _search(
             memory_limits=memory_limits,
             method=method,
             objective=objective,
-            last_device=0,  # the driver's
+            device_order=_order(len(speeds)),
             seed=seed,
         )
     except AllocationError as error:
         raise PlanError(f"stages({len(speeds)}) cannot be placed: {error}") from error
     starts = [i for i, (a, b) in enumerate(pairwise(found.assignment), 1) if a != b]
     return [*starts, len(loads)], [found.assignment[i] for i in (0, *starts)]
+
+
+def _order(stages: int) -> list[int]:
+    """The device of each stage, as ranks are seated: the last stage is the driver's."""
+    return [*range(1, stages), 0]
 
 
 def _sums(values: Sequence[float], ends: Sequence[int]) -> list[float]:

@@ -1,0 +1,188 @@
+"""One of two devices at half speed: measured capacities against an even split.
+
+Claim: the step with measured capacities is at least 1.15 times faster. 3D-ResAttNet-18, two
+processes with one thread each, 3 micro-batches, fill and drain. The process of the worker (stage 0)
+may run half of the time: by a CPU quota of its own (Linux, as root), or, where that cannot be set,
+by a busy neighbour pinned to the same core. *Even* tells the strategy that both devices are equal,
+*measured* lets it look. The runs alternate.
+
+With s the time of the whole network for one micro-batch, the even split takes (0.5 + 3 * 1) s, and
+one by speed, two thirds and one third, 4 * 2/3 s: at best a ratio of 1.31.
+
+    python benchmarks/slow_device.py [--rounds 4] [--steps 8]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hybrid import HybridGabraStrategy
+from models import ResAttNet3D
+
+BATCH, MICROBATCHES, SIDE = 6, 3, 48
+WARM_UP = 2
+SLOWED = "1"  # local rank
+PERIOD_US = 10_000  # short beside what a stage takes, so that waiting saves up nothing
+GROUP_V1, GROUP_V2 = (
+    Path("/sys/fs/cgroup/cpu/lightning_hybrid_slow"),
+    Path("/sys/fs/cgroup/lightning_hybrid_slow"),
+)
+
+
+class Volumes(Dataset[tuple[Tensor, int]]):
+    """The same few volumes over and over: reading is not what is measured."""
+
+    def __init__(self, steps: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.volumes = torch.randn(BATCH, 1, SIDE, SIDE, SIDE, generator=generator)
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps * BATCH
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.volumes[index % BATCH], index % 2
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = ResAttNet3D(18)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+class Clock(Callback):
+    """Time from the start of one step to the start of the next."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
+
+
+def train(kind: str, steps: int, out: str) -> None:
+    if os.environ.get("LOCAL_RANK") == SLOWED:
+        be_slow(os.environ["SLOW_BY"])
+    elif os.environ["SLOW_BY"] == "neighbour":
+        os.sched_setaffinity(0, {0})
+    torch.manual_seed(0)
+    clock = Clock()
+    strategy = HybridGabraStrategy(
+        pipeline_parallel_size=2,
+        num_microbatches=MICROBATCHES,
+        device_capacity="auto" if kind == "measured" else [1.0, 1.0],
+    )
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    trainer.fit(Module(), DataLoader(Volumes(steps + WARM_UP), batch_size=BATCH))
+    if trainer.is_global_zero:
+        times = [b - a for a, b in zip(clock.starts[WARM_UP:], clock.starts[WARM_UP + 1 :])]
+        assert strategy.plan is not None
+        Path(out).write_text(json.dumps({"steps": times, "plan": strategy.plan.to_json()}))
+
+
+def be_slow(by: str) -> None:
+    """Let this process run half of the time from now on."""
+    if by == "neighbour":
+        os.sched_setaffinity(0, {1})
+    else:
+        (Path(by) / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextmanager
+def slow_group() -> Iterator[str]:
+    """A control group with half of a processor; else a busy neighbour on core 1."""
+    v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    group = GROUP_V2 if v2 else GROUP_V1
+    try:
+        group.mkdir(exist_ok=True)
+        if v2:
+            (group / "cpu.max").write_text(f"{PERIOD_US // 2} {PERIOD_US}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(PERIOD_US // 2))
+    except OSError:
+        neighbour = subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while 1: 0"])
+        try:
+            yield "neighbour"
+        finally:
+            neighbour.kill()
+        return
+    try:
+        yield str(group)
+    finally:
+        group.rmdir()
+
+
+def run(kind: str, steps: int, by: str, cache: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/out.json"
+        command = [sys.executable, __file__, "--run", kind, "--steps", str(steps), "--out", out]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "SLOW_BY": by}
+        environment["LIGHTNING_HYBRID_CACHE"] = cache
+        silent = subprocess.DEVNULL
+        subprocess.run(command, env=environment, stdout=silent, stderr=silent, check=True)
+        seen: dict[str, Any] = json.loads(Path(out).read_text())
+        return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--run", choices=["even", "measured"])
+    parser.add_argument("--out", default="")
+    arguments = parser.parse_args()
+    if arguments.run:
+        train(arguments.run, arguments.steps, arguments.out)
+        return
+    medians: dict[str, list[float]] = {"even": [], "measured": []}
+    with slow_group() as by, tempfile.TemporaryDirectory() as cache:
+        print(f"the worker is slowed by {by}")
+        for number in range(arguments.rounds):
+            for kind, times in medians.items():
+                seen = run(kind, arguments.steps, by, cache)
+                times.append(statistics.median(seen["steps"]))
+                plan = json.loads(seen["plan"])
+                print(
+                    f"round {number} {kind:8}: {times[-1]:.3f} s (predicted "
+                    f"{plan['predicted_step_s']:.3f} s), capacities {plan['capacities']}, "
+                    f"stage 0 has {plan['rows'][0]['load']:.0%} of the load"
+                )
+    even, measured = (statistics.median(times) for times in medians.values())
+    print(f"median step: even {even:.3f} s, measured {measured:.3f} s, ", end="")
+    print(f"ratio {even / measured:.3f} (claim: at least 1.15; at best 1.31)")
+
+
+if __name__ == "__main__":
+    main()
