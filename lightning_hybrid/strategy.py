@@ -240,6 +240,11 @@ class HybridGabraStrategy(DDPStrategy):
         """Where this rank stands in the mesh of replicas and stages."""
         if self._mesh is not None:  # ranks may have changed places
             return self._mesh.place
+        return self._own_place
+
+    @property
+    def _own_place(self) -> Place:
+        """The place of this rank before any have changed theirs."""
         environment = self.cluster_environment
         return Place(environment.global_rank() if environment else 0, *self._shape())
 
@@ -308,7 +313,7 @@ class HybridGabraStrategy(DDPStrategy):
             reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        environment, place = self.cluster_environment, self.place
+        environment, place = self.cluster_environment, self._own_place
         assert environment is not None
         agent_serves = (
             isinstance(environment, TorchElasticEnvironment)
