@@ -20,7 +20,6 @@ from typing import get_args
 from .checks import Leniency
 from .errors import DataError, FolderError, listing
 from .labels import TASKS
-from .profiles import find_mixture
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import read_manifest, write_manifest
@@ -245,7 +244,7 @@ def _check(options: Namespace) -> int:
         show(listing(found.problems))
     show_groups(demographics(found.records))
     written = [manifest, problems, people, shared]
-    if any(record.used for record in found.records) and not find_mixture(found.records):
+    if any(record.used for record in found.records):
         from .montage import write_montage  # imports MONAI and matplotlib, which takes seconds
 
         write_montage(options.out / "montage.png", found.records)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -37,28 +38,36 @@ def is_stripped(values: np.ndarray[Any, Any], voxel_mm3: float) -> str:
     return "no" if litres >= _HEAD_LITRES or empty < _NOISY else ""
 
 
-def find_mixture(records: Sequence[ScanRecord]) -> Problem | None:
-    """Say it if the used scans are not all of one kind."""
-    used = [record for record in records if record.used]
+def refuse_mixture(
+    records: Sequence[ScanRecord],
+) -> tuple[list[ScanRecord], list[Problem]]:
+    """The records, those of the rarer kind marked as bad, with a problem for each of them."""
+    checked, problems = list(records), []
     for name, true, false in (
         ("registered", "registered", "not registered"),
         ("stripped", "without a skull", "with skull"),
     ):
-        counts = Counter(getattr(record, name) for record in used)
-        if counts["yes"] and counts["no"]:
-            fewer = min(("yes", "no"), key=lambda word: counts[word])
-            odd = next(record for record in used if getattr(record, name) == fewer)
-            return Problem(
-                "MIXED_INPUT",
-                f"{counts['yes']} scans are {true} and {counts['no']} are {false}: a network would "
-                "learn the preparation",
-                "prepare all scans alike, or give each kind a folder of its own",
-                odd.path,
-                odd.subject,
-                odd.image_id,
-                counts[fewer],
-            )
-    return None
+        counts = Counter(getattr(record, name) for record in checked if record.used)
+        if not counts["yes"] or not counts["no"]:
+            continue
+        fewer = min(("yes", "no"), key=lambda word: counts[word])
+        what, others = (true, false) if fewer == "yes" else (false, true)
+        for number, record in enumerate(checked):
+            if record.used and getattr(record, name) == fewer:
+                checked[number] = replace(record, problem="MIXED_INPUT")
+                problems.append(
+                    Problem(
+                        "MIXED_INPUT",
+                        f"the scan is {what}, like {counts[fewer]} in all, and "
+                        f"{max(counts['yes'], counts['no'])} are {others}: a network would learn "
+                        "the preparation",
+                        "prepare all scans alike, or give each kind a folder of its own",
+                        record.path,
+                        record.subject,
+                        record.image_id,
+                    )
+                )
+    return checked, problems
 
 
 def choose_profile(asked: Profile | Literal["auto"], records: Sequence[ScanRecord]) -> Profile:
@@ -67,9 +76,10 @@ def choose_profile(asked: Profile | Literal["auto"], records: Sequence[ScanRecor
     Raises:
         DataError: they are a mixture, or not what was asked for.
     """
-    mixture = find_mixture(records)
-    if mixture is not None:
-        raise DataError(mixture.code, mixture.detail, mixture.path, mixture.action)
+    _, mixture = refuse_mixture(records)
+    if mixture:
+        first = mixture[0]
+        raise DataError(first.code, first.detail, first.path, first.action)
     used = [record for record in records if record.used]
     stripped = any(record.stripped == "yes" for record in used)
     registered = any(record.registered == "yes" for record in used)

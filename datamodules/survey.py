@@ -14,7 +14,7 @@ from .checks import STRICT, Leniency, check_records
 from .errors import DataError, FolderError, Problem, tally
 from .labelling import label_records
 from .labels import Task
-from .profiles import find_mixture
+from .profiles import refuse_mixture
 from .progression import LabelRule
 from .records import ScanRecord, count_line
 from .sources import Layout, data_folders, read_source
@@ -106,9 +106,8 @@ def survey(
     problems = [*reading.problems, *problems]
     if store is not None:
         records, bad, warnings = check_records(records, store, leniency=leniency, progress=progress)
-        problems += bad
-        mixture = find_mixture(records)
-        problems += [mixture] if mixture else []
+        records, mixed = refuse_mixture(records)
+        problems += [*bad, *mixed]
     diagnoses = (reading.clinical.path,) if reading.clinical else ()
     tables = tuple(dict.fromkeys((*reading.tables, *diagnoses)))
     return Survey(root, reading.layout, tables, records, problems, warnings, reading.notes)

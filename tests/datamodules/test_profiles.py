@@ -14,7 +14,7 @@ from test_adni_datamodule import prepared
 from datamodules.cli import main
 from datamodules.errors import DataError, ProblemsError
 from datamodules.montage import write_montage
-from datamodules.profiles import choose_profile, find_mixture, is_stripped
+from datamodules.profiles import choose_profile, is_stripped, refuse_mixture
 from datamodules.synth import CohortSpec, generate
 from datamodules.transforms import StandardiseHeadd
 
@@ -48,10 +48,11 @@ def test_a_mixture_is_refused_with_the_odd_one_out(tiny_cohort, tmp_path):
     records = prepared(tiny_cohort, tmp_path / "cache").records
     number = next(i for i, record in enumerate(records) if record.used)
     records[number] = replace(records[number], stripped="no")
-    mixture = find_mixture(records)
-    assert mixture is not None
-    assert (mixture.code, mixture.path) == ("MIXED_INPUT", records[number].path)
-    assert "22 scans are without a skull and 1 are with skull" in mixture.detail
+    marked, problems = refuse_mixture(records)
+    assert [(p.code, p.path) for p in problems] == [("MIXED_INPUT", records[number].path)]
+    assert "with skull, like 1 in all, and 22 are without a skull" in problems[0].detail
+    assert [r.image_id for r in marked if r.problem] == [records[number].image_id]
+    assert choose_profile("auto", marked) == "stripped"
     with pytest.raises(DataError, match="MIXED_INPUT"):
         choose_profile("auto", records)
 
@@ -64,6 +65,8 @@ def test_a_mixed_folder_stops_before_the_first_step(download, tmp_path):
     nib.save(nib.Nifti1Image(noisy.astype(np.float32), image.affine), scan)
     with pytest.raises(ProblemsError, match="MIXED_INPUT"):
         prepared(download, tmp_path / "cache")
+    without = prepared(download, tmp_path / "cache", on_bad="skip")
+    assert str(scan) not in {record.path for record in without.records if record.used}
 
 
 def test_noise_of_the_air_does_not_count_as_head():
