@@ -20,15 +20,20 @@ from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
+# hears of every operation below autograd; torch documents it and has no public place for it
+from torch.utils._python_dispatch import TorchDispatchMode
+
 __all__ = [
     "BatchNorm",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "as_they_are",
     "backward_reaches",
     "graph_is_kept",
     "hooks_silenced",
     "own_saved_tensors",
     "replace_unscaling",
+    "swap_memory",
     "unrecorded",
     "unscales_by_itself",
     "unset_fake_temporarily",
@@ -128,3 +133,17 @@ def unrecorded() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange all that two tensor objects hold; hooks stay with the objects.
+
+    `torch.utils.swap_tensors` does this, but refuses tensors that somebody has weak references to
+    (recurrent layers have some to their own weights), and loses hooks.
+    """
+    hooks, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(tensor, other)
+    if hooks is not None:
+        tensor._backward_hooks = hooks
+    if late is not None:
+        tensor._post_accumulate_grad_hooks = late

@@ -4,6 +4,7 @@
 
     HybridError                     something this package noticed
     ├── NetworkError                about the network of the LightningModule
+    │   ├── DeferredError           weights made in configure_model are not here, or cannot be made
     │   ├── NetworkNotFoundError    no call of a module that owns parameters was seen
     │   └── StitchError             the stages do not compute what the network computes
     ├── AllocationError             no valid placement of the partitions on the devices
@@ -18,6 +19,10 @@ class HybridError(RuntimeError):
 
 class NetworkError(HybridError):
     """The network cannot be traced, cut or called as asked."""
+
+
+class DeferredError(NetworkError):
+    """Weights that were made in ``configure_model`` are on another rank, or cannot be made."""
 
 
 class NetworkNotFoundError(NetworkError):

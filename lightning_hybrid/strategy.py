@@ -40,6 +40,7 @@ from lightning_hybrid.launcher import (
     HybridSubprocessLauncher,
     Parted,
 )
+from lightning_hybrid.network.deferred import Deferral
 from lightning_hybrid.performance_log import PerformanceLog
 from lightning_hybrid.planning.cluster import Cluster, given_speeds
 from lightning_hybrid.planning.plan import Plan
@@ -57,6 +58,13 @@ from lightning_hybrid.runtime.faults import (
     say_at_next_meeting,
 )
 from lightning_hybrid.runtime.hosts import choose_interface
+from lightning_hybrid.runtime.large import (
+    Unfilled,
+    gather_after_run,
+    make_what_no_network_owns,
+    outline,
+    whole,
+)
 from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
@@ -184,6 +192,8 @@ class HybridGabraStrategy(DDPStrategy):
         self._capacity = None if device_capacity == "auto" else tuple(device_capacity)
         self._compile_stages = compile_stages
         self._plans: dict[str, Plan] = {}
+        self._deferral: Deferral | None = None
+        self._outlined = False  # the checkpoint that is being loaded is an outline
         self._statistics: AbstractContextManager[Any] = nullcontext()
         self._failure = "this rank has failed"
         self._phase = _Phase.TOGETHER
@@ -384,7 +394,8 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._mesh is not None
         assert self.model is not None
         assert self.lightning_module is not None
-        self.model = self.precision_plugin.convert_module(self.model)
+        with self._building():
+            self.model = self.precision_plugin.convert_module(self.model)
         self._stopwatch = Stopwatch(self.root_device) if self._log_performance else None
         self._before = Snapshot(trainer)
         if not self._mesh.place.is_driver:
@@ -392,6 +403,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._phase = _Phase.RUNNING
         self.accelerator.setup(trainer)
         assert self._mesh.drivers is not None
+        make_what_no_network_owns(self.lightning_module)
         broadcast_module(self.lightning_module, self._mesh.drivers)
         fitting = trainer.state.fn == TrainerFn.FITTING
         options = self._stage_options(fitting)
@@ -400,7 +412,13 @@ class HybridGabraStrategy(DDPStrategy):
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         seed = broadcast_object(self._mesh.drivers, seed)
         self._driver = Driver(
-            self.lightning_module, self._mesh, self.root_device, seed, options, self._stopwatch
+            self.lightning_module,
+            self._mesh,
+            self.root_device,
+            seed,
+            options,
+            self._stopwatch,
+            share=self._deferral is not None,
         )
         self._networks = Networks(
             self.lightning_module,
@@ -549,6 +567,49 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._before is not None
         adopt_results(self.lightning_module.trainer, results, self._before)
         return results
+
+    # ------------------------------------------------------------------ networks too large
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """In ``configure_model``: weights are made by the rank that owns them, when that is known.
+
+        Each rank notes down how they are made; see :mod:`lightning_hybrid.network.deferred`.
+        """
+        module = self.lightning_module
+        if self._phase is _Phase.TOGETHER and self._mesh is not None and module is not None:
+            running = module.trainer.state.status == TrainerStatus.RUNNING
+            if running and self._shape()[1] > 1 and self._deferral is None:
+                self._deferral = Deferral(self.root_device)
+            building = self._building() if running else nullcontext()
+        else:
+            building = nullcontext()
+        with building, super().tensor_init_context(empty_init):
+            yield
+
+    def _building(self, *, loading: bool = False) -> AbstractContextManager[None]:
+        """Inside, what is done to weights that are not made yet is noted down."""
+        if self._deferral is None:
+            return nullcontext()
+        assert self.lightning_module is not None
+        return self._deferral.building(self.lightning_module, loading=loading)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state dict of the whole LightningModule, on rank 0; empty on all other ranks.
+
+        Needed for a network that is made in ``configure_model``: it is whole on no rank. Call it on
+        all ranks: in a hook (which run on the drivers), or after ``fit``, ``validate``, ``test`` or
+        ``predict``, where every rank has kept its stage.
+        """
+        assert self.lightning_module is not None
+        if self._driver is not None:
+            return self.lightning_module_state_dict()
+        values = {} if self._mesh is None else gather_after_run(self.lightning_module, self._mesh)
+        if not self.is_global_zero:
+            return {}
+        with whole(self.lightning_module, values):
+            state: dict[str, Any] = self.lightning_module.state_dict()
+            return state
 
     def finish(self, returned: Any) -> None:
         """On a driver: end the run on its workers too."""
@@ -737,14 +798,16 @@ class HybridGabraStrategy(DDPStrategy):
         """The whole module's, on the driver of replica 0; the others have nothing to save."""
         assert self.lightning_module is not None
         if self._driver is None:
+            if self._deferral is not None:
+                return self.full_state_dict()
             return self.lightning_module.state_dict() if self.is_global_zero else {}
         if self._phase is _Phase.RUNNING:  # else a callback saves what is left after a failure
             self._driver.check()
             self._driver.broadcast_buffers()
         if not self.is_global_zero:
             return {}
-        self._driver.gather_weights()
-        return self.lightning_module.state_dict()
+        with self._driver.whole():
+            return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -752,13 +815,42 @@ class HybridGabraStrategy(DDPStrategy):
             return {}
         return optimizer.state_dict()
 
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """With a network that is whole on no rank, rank 0 alone reads, and all get the rest."""
+        self._outlined = False
+        if self._deferral is None or self._phase is not _Phase.TOGETHER:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = None
+        if self.place.rank == 0:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        outlined = self.broadcast(None if checkpoint is None else outline(checkpoint))
+        assert outlined is not None
+        self._outlined = checkpoint is None
+        return checkpoint or outlined
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._driver is None:
-            super().load_model_state_dict(checkpoint, strict=strict)
+        if self._outlined:
+            with self._building(), Unfilled():  # type: ignore[no-untyped-call]
+                super().load_model_state_dict(checkpoint, strict=strict)
             return
-        with self._driver.remote.suspended():
+        if self._driver is None:
+            with self._building(loading=True):
+                super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        with self._driver.remote.suspended(), self._building(loading=True):
             super().load_model_state_dict(checkpoint, strict=strict)
         self._driver.scatter_weights()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._driver is not None
+        if self._deferral is not None:
+            self._driver.expect_optimizers()
+        if self._outlined:
+            states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+            checkpoint = {**checkpoint, "optimizer_states": states}
+        super().load_optimizer_state_dict(checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
@@ -769,4 +861,5 @@ class HybridGabraStrategy(DDPStrategy):
             "_mesh": None,
             "_watch": None,
             "_stopwatch": None,
+            "_deferral": None,
         }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.compat import hooks_silenced
 from lightning_hybrid.network.cuts import Cuts
+from lightning_hybrid.network.deferred import made
 from lightning_hybrid.network.effects import untouched
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
@@ -87,14 +88,15 @@ def _measure(
     values = [value.to(device) for value in values]
     profiles = []
     for partition, stage in zip(partitions, cut(graph, partitions, range(1, len(partitions)))):
-        at_home = [(p, p.data) for p in stage.parameters()]
-        stage.move(device)
-        own = [p for p in stage.parameters() if p.requires_grad]
-        times, saved = _timed(stage, values, own, repeats, device)
-        with torch.no_grad():
-            values = stage(values)
-        for parameter, data in at_home:
-            parameter.data = data
+        with made([*stage.parameters(), *stage.buffers()]):
+            at_home = [(p, p.data) for p in stage.parameters()]
+            stage.move(device)
+            own = [p for p in stage.parameters() if p.requires_grad]
+            times, saved = _timed(stage, values, own, repeats, device)
+            with torch.no_grad():
+                values = stage(values)
+            for parameter, data in at_home:
+                parameter.data = data
         is_last = partition.stop == len(graph.layers)
         profiles.append(
             PartitionProfile(

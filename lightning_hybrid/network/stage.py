@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.cuts import Cuts
+from lightning_hybrid.network.deferred import make
 from lightning_hybrid.network.graph import ANCHORED, NetworkGraph, size_from
 from lightning_hybrid.network.partition import NetworkPartition
 
@@ -74,6 +75,7 @@ class Stage(nn.Module):
 
     def move(self, device: torch.device | str) -> None:
         """Move the network's parameters, buffers and constants that this stage uses."""
+        make([*self.parameters(), *self.buffers()])
         for _, parameter in self.named_parameters():
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:

@@ -38,6 +38,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
+from lightning_hybrid.runtime.large import is_whole
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.transport import broadcast_object
 
@@ -189,7 +190,8 @@ class Networks:
         plan = self._plan(name, graph, partitions, arguments, keywords)
         boundaries = [find_boundary(partitions, first) for first in plan.cuts]
         parts = cut(graph, partitions, boundaries)
-        check(graph, parts, *_where_the_network_is(module, arguments, keywords))
+        if is_whole(module):  # else an earlier run has checked it
+            check(graph, parts, *_where_the_network_is(module, arguments, keywords))
         network = self._driver.add_network(
             name,
             module,
@@ -223,7 +225,7 @@ class Networks:
             f"{'' if self._others_can_be_cut(name) else ', as under ddp over the replicas'}."
         )
         self._kept.add(name)
-        module.to(self._driver.device)
+        self._driver.keep(module)
         return list(module.parameters())
 
     def _call(
@@ -240,7 +242,8 @@ class Networks:
                 partitions = network_partitions(graph)
                 boundaries = [find_boundary(partitions, first) for first in plan.cuts]
                 stages = cut(graph, partitions, boundaries)
-                if self._driver.device.type == "cpu":  # else its stages are on several devices
+                # else its stages are on several devices, or on several ranks
+                if self._driver.device.type == "cpu" and is_whole(network.module):
                     check(graph, stages, arguments, keywords)
             self._driver.add_variant(network, graph, stages, boundaries, plan.schedule)
         return network(arguments, keywords)
@@ -293,8 +296,10 @@ class Networks:
         leaves = graph.bind(arguments, keywords)
         wanted = self._how.microbatches or _microbatches(leaves, stages)
         slices = graph.split(leaves, wanted)
-        if len(slices) > 1 and not splits_along_batch(
-            graph, graph.network, arguments, keywords, wanted
+        if (
+            len(slices) > 1
+            and is_whole(graph.network)
+            and not splits_along_batch(graph, graph.network, arguments, keywords, wanted)
         ):
             self._how.say(
                 f"The output of network {name!r} depends on how the batch is split, so each "

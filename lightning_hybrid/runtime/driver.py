@@ -7,7 +7,8 @@ the stages.
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.compat import as_they_are, backward_reaches, graph_is_kept
 from lightning_hybrid.errors import HybridError, NetworkError, RemoteError
 from lightning_hybrid.network import NetworkGraph, Stage
+from lightning_hybrid.network.deferred import is_deferred, is_unmade, make
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.calls import (
     BackwardMode,
@@ -31,6 +33,14 @@ from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
 from lightning_hybrid.runtime.faults import read_fault
 from lightning_hybrid.runtime.heartbeat import Heartbeat
+from lightning_hybrid.runtime.large import (
+    Claim,
+    leave_to_worker,
+    refuse_tied,
+    share_optimizers,
+    to_send,
+    whole,
+)
 from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import (
@@ -80,6 +90,8 @@ class Driver:
         seed: of the random numbers inside networks.
         options: how stages compute.
         watch: adds up the time in which this rank computes.
+        share: whether replicas may differ in weights that are not made yet, so that those of
+            replica 0 must travel.
     """
 
     def __init__(
@@ -90,7 +102,10 @@ class Driver:
         seed: int,
         options: StageOptions,
         watch: Stopwatch | None = None,
+        *,
+        share: bool = False,
     ) -> None:
+        self._share, self._share_optimizers = share, False
         self._options = options
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
         self._workers = range(1, mesh.place.stages)
@@ -138,22 +153,27 @@ class Driver:
 
         Raises:
             RemoteError: a worker cannot make its stage.
+            DeferredError: stages share a weight that is made in ``configure_model``.
         """
         assert self._links is not None
         number = len(self._networks)
-        self._order_cut(number, name, graph, boundaries, schedule)
         prefix = f"{name}." if name else ""
         tensors = tensors_of(self.module)
         borrowed = borrowed_parameters(stages)
+        refuse_tied(name, tensors, borrowed)
+        self._order_cut(number, name, graph, boundaries, schedule)
         self._refuse_compiled(name, borrowed[-1])
         remote = []
         for worker, part, lent in zip(self._workers, stages, borrowed):
             names = {n: prefix + n for n in (*part.parameter_names, *part.buffer_names)}
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
-            self._links.control.send_tensors(worker, {n: tensors[n] for n in names.values()})
+            self._links.control.send_tensors(worker, to_send(tensors, names.values()))
             remote.append(tuple(full for n, full in names.items() if n not in lent))
             self._owner |= dict.fromkeys(remote[-1], (number, worker))
+            leave_to_worker(tensors, remote[-1], self._mesh.place, worker)
         last = stages[-1]
+        mine = [prefix + n for n in (*last.parameter_names, *last.buffer_names)]
+        Claim(self.module, mine, (), self._mesh.place).settle(())
         last.move(self.device)
         own = own_parameters(last, borrowed[-1])
         copies = Copies(own, last.buffers(), self._mesh.copies, self._trace)
@@ -176,8 +196,16 @@ class Driver:
         self._rest.close()
         self._rest = self._copies_of_the_rest()
         self.ship_optimizers(fresh=0 if number else _ALL)
-        self.remote.add(self.module, (name for owned in remote for name in owned))
+        owned_there = (name for owned in remote for name in owned)
+        self.remote.add(self.module, (n for n in owned_there if not is_unmade(tensors[n])))
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in borrowed[1:]])
+        if self._share:
+            self.tell(Op.SHARE, number, int(self._share_optimizers))
+            copies.broadcast_weights()
+            self._rest.broadcast_weights()
+            if self._share_optimizers:
+                optimizers = [link.optimizer for link in self._optimizers]
+                share_optimizers(optimizers, self._names, self._mesh.copies, self.device)
         return driven
 
     def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
@@ -206,6 +234,19 @@ class Driver:
             for name, value in self._links.control.receive_tensors(worker).items():
                 found[name] = found[name] + value if name in found else value
         return found
+
+    def keep(self, module: nn.Module) -> None:
+        """Take in a network that is not cut."""
+        make((*module.parameters(), *module.buffers()))
+        module.to(self.device)
+        self._rest.close()
+        self._rest = self._copies_of_the_rest()
+        if self._share:
+            self._rest.broadcast_weights()
+
+    def expect_optimizers(self) -> None:
+        """Only replica 0 has loaded the state of optimizers."""
+        self._share_optimizers = self._share
 
     def add_variant(
         self,
@@ -248,8 +289,8 @@ class Driver:
     def _copies_of_the_rest(self) -> Copies:
         """The copies of what no network owns: temperatures, loss weights, small networks."""
         cut = {id(t) for network in self._networks for t in network.tensors()}
-        parameters = [p for p in self.module.parameters() if id(p) not in cut]
-        buffers = [b for b in self.module.buffers() if id(b) not in cut]
+        parameters = [p for p in self.module.parameters() if not (id(p) in cut or is_unmade(p))]
+        buffers = [b for b in self.module.buffers() if not (id(b) in cut or is_unmade(b))]
         if self._networks or self._settled:  # until then everything waits on the CPU
             for tensor in (*parameters, *buffers):
                 tensor.data = tensor.data.to(self.device)
@@ -468,16 +509,27 @@ class Driver:
 
     # ------------------------------------------------------------------ weights
 
-    @conversation
     def gather_weights(self) -> None:
-        """Bring the weights of the workers' stages into the module."""
+        """Bring the weights of the workers' stages into the module, where it has room for them."""
+        tensors = tensors_of(self.module)
+        self._fetch([name for name in self._owner if not is_unmade(tensors[name])])
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the module holds the weights of all stages."""
+        with whole(self.module, self._fetch(list(self._owner))):
+            yield
+
+    @conversation
+    def _fetch(self, names: list[str]) -> dict[str, Tensor]:
+        """Weights of workers, written into the module where it has room for them."""
         if not self._networks or self._links is None:
-            return
+            return {}
         self.remote.adopt_replaced()
-        self._ask(Op.GIVE_WEIGHTS)
-        for worker in self._workers:
-            write_tensors(self.module, self._links.control.receive_tensors(worker))
+        values = self.give(Kind.PARAMETER, names)
+        write_tensors(self.module, values)
         self.remote.adopt_fetched()
+        return values
 
     @conversation
     def scatter_weights(self) -> None:
@@ -488,7 +540,8 @@ class Driver:
             owned = [name for network in self._networks for name in network.remote[worker - 1]]
             self._links.control.tell(worker, Op.TAKE_WEIGHTS)
             with as_they_are():
-                self._links.control.send_tensors(worker, {name: tensors[name] for name in owned})
+                self._links.control.send_tensors(worker, to_send(tensors, owned))
+            leave_to_worker(tensors, owned, self._mesh.place, worker)
         self.remote.adopt_fetched()
 
     # ------------------------------------------------------------------ what windows ask for
@@ -570,7 +623,8 @@ class Driver:
             for worker in self._workers:
                 assert self._links is not None
                 self._links.control.tell(worker, Op.TAKE_WEIGHTS)
-                self._links.control.send_tensors(worker, tensors_of(self.module))
+                everyones = {n: t for n, t in tensors_of(self.module).items() if not is_deferred(t)}
+                self._links.control.send_tensors(worker, everyones)
         self._ask(Op.END, payload=results)
         if self._links is not None:
             self._links.control.flush()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.runtime.mesh import Group
 from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.transport import wait
@@ -131,6 +132,14 @@ class Copies:
         for work in [self._group.broadcast([buffer]) for buffer in self._buffers]:
             wait(work, _ANOTHER_REPLICA)
 
+    def broadcast_weights(self) -> None:
+        """Give every copy the weights and buffers of replica 0."""
+        if self._size == 1:
+            return
+        self.broadcast_buffers()
+        for parameter in self._parameters:
+            wait(self._group.broadcast([parameter.detach()]), _ANOTHER_REPLICA)
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks.values():
@@ -178,10 +187,14 @@ class Copies:
 
 
 def broadcast_module(module: nn.Module, group: Group) -> None:
-    """Give every rank of a gloo ``group`` the weights and buffers of its first."""
+    """Give every rank of a gloo ``group`` the weights and buffers of its first.
+
+    Those that no rank has made yet follow when they are; see :meth:`Copies.broadcast_weights`.
+    """
     if group.size() == 1:
         return
-    tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
+    everything = (*module.parameters(), *module.buffers())
+    tensors = [t.detach() for t in everything if not is_unmade(t)]
     copies = [t.cpu().contiguous() for t in tensors]
     for work in [group.broadcast([copy]) for copy in copies if copy.numel()]:
         wait(work, _ANOTHER_REPLICA)

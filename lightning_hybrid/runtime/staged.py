@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_hybrid.compat import as_they_are
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage
+from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.runtime.calls import Call, CallKey, Traffic
 from lightning_hybrid.runtime.engine import Engine
 
@@ -135,11 +136,12 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def write_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy ``values`` into the parameters and buffers of these names."""
+    """Copy ``values`` into the parameters and buffers of these names, where they have memory."""
     tensors = tensors_of(module)
     with torch.no_grad(), as_they_are():
         for name, value in values.items():
-            tensors[name].copy_(value)
+            if not is_unmade(tensors[name]):
+                tensors[name].copy_(value)
 
 
 def check_ownership(name: str, first: Sequence[Stage], other: Sequence[Stage]) -> None:

@@ -12,7 +12,7 @@ Two kinds of traffic, on groups of their own (:mod:`lightning_hybrid.runtime.mes
 import pickle
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,14 @@ from torch import Tensor
 
 from lightning_hybrid.compat import unrecorded
 from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.network.deferred import value_of
 from lightning_hybrid.runtime.mesh import Group
 
 FRAME = 8
 """Integers in a frame: operation, six arguments, number of pickled bytes behind it."""
 
 # Sends whose buffers must live until they have left. Older ones have: the peer has answered since.
-_KEPT_SENDS = 64
+_KEPT_SENDS, _KEPT_BYTES = 64, 2**26
 
 
 _SOMEBODY = "a rank of"
@@ -172,16 +173,20 @@ class Control:
             self.tell(peer, 0, payload={name: TensorSpec.of(t) for name, t in tensors.items()})
             for tensor in tensors.values():
                 if tensor.numel():
-                    self._send(peer, tensor.detach().cpu().contiguous())
+                    self._send(peer, value_of(tensor).cpu().contiguous())
 
     def receive_tensors(self, peer: int) -> dict[str, Tensor]:
         """The other end of :meth:`send_tensors`."""
+        return dict(self.receive_each(peer))
+
+    def receive_each(self, peer: int) -> Iterator[tuple[str, Tensor]]:
+        """Likewise, one by one: who takes none for long never has all of them."""
         _, _, specs = self.hear(peer)
-        tensors = {name: spec.empty(torch.device("cpu")) for name, spec in (specs or {}).items()}
-        for tensor in tensors.values():
+        for name, spec in (specs or {}).items():
+            tensor = spec.empty(torch.device("cpu"))
             if tensor.numel():
                 self._receive(peer, tensor)
-        return tensors
+            yield name, tensor
 
     def flush(self) -> None:
         """Wait until everything sent has left."""
@@ -192,30 +197,43 @@ class Control:
     def _send(self, peer: int, tensor: Tensor) -> None:
         work = _start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
         self._sends.append((work, tensor))
-        while len(self._sends) > _KEPT_SENDS:
+        while len(self._sends) > _KEPT_SENDS or self._kept_bytes() > _KEPT_BYTES:
             oldest, _ = self._sends.popleft()
             wait(oldest, self._names[peer])
+
+    def _kept_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self._sends)
 
     def _receive(self, peer: int, tensor: Tensor) -> None:
         name = self._names[peer]
         wait(_start(self._group.recv, [tensor], peer, 0, peer=name), name)
 
 
-def broadcast_object(group: Group, value: Any, source: int = 0) -> Any:
-    """Give every rank of a gloo ``group`` the object of the rank with index ``source``."""
+def broadcast_object(
+    group: Group, value: Any, source: int = 0, device: torch.device | None = None
+) -> Any:
+    """Give every rank of ``group`` the object of the rank with index ``source``.
+
+    Args:
+        group: of gloo; of another backend with the ``device`` that it works on.
+        value: the object; of no interest on the other ranks.
+        source: index of the rank that has it.
+        device: where the group's tensors live, by default the CPU.
+    """
     if group.size() == 1:
         return value
     here = group.rank() == source
     data = pickle.dumps(value, protocol=5) if here else b""
-    size = torch.tensor([len(data)])
+    size = torch.tensor([len(data)], device=device)
     options = dist.BroadcastOptions()
     options.rootRank = source
     wait(_start(group.broadcast, [size], options, peer=_A_RANK), _A_RANK)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
     if buffer is None:
         buffer = torch.empty(int(size), dtype=torch.uint8)
+    buffer = buffer.to(device or buffer.device)
     wait(_start(group.broadcast, [buffer], options, peer=_A_RANK), _A_RANK)
-    return value if here else pickle.loads(buffer.numpy().tobytes())
+    return value if here else pickle.loads(buffer.cpu().numpy().tobytes())
 
 
 def gather_objects(group: Group, value: Any) -> list[Any]:

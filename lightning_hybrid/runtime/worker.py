@@ -16,6 +16,7 @@ from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
 from lightning_hybrid.runtime.heartbeat import Heartbeat
+from lightning_hybrid.runtime.large import Claim, share_optimizers
 from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
@@ -82,6 +83,7 @@ class Worker:
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._modes: tuple[int, int] | None = None
         self._failure: str | None = None
+        self._claim: Claim | None = None
 
     def serve(self) -> Any:
         """Obey until the run ends.
@@ -150,6 +152,10 @@ class Worker:
         if order.network < len(self._networks):
             self._networks[order.network].engine.stages.append(stage)
             return
+        prefix = f"{order.name}." if order.name else ""
+        names = [prefix + n for n in (*stage.parameter_names, *stage.buffer_names)]
+        whole = [*network.named_parameters(), *network.named_buffers()]
+        self._claim = Claim(self._module, names, (prefix + n for n, _ in whole), self._mesh.place)
         stage.move(self._device)
         borrowed = borrowed_parameters(stages)[self._mesh.place.stage]
         own = own_parameters(stage, borrowed)
@@ -290,7 +296,18 @@ class Worker:
             self._links.control.send_tensors(DRIVER, {name: named[name] for name in asked})
 
     def _take_weights(self, *_: Any) -> None:
-        write_tensors(self._module, self._links.control.receive_tensors(DRIVER))
+        arrived = []
+        for name, value in self._links.control.receive_each(DRIVER):
+            write_tensors(self._module, {name: value})
+            arrived.append(name)
+        if self._claim is not None:
+            claim, self._claim = self._claim, None
+            claim.settle(arrived)
+
+    def _share(self, _: None, number: int, optimizers: int, *__: int) -> None:
+        self._networks[number].engine.copies.broadcast_weights()
+        if optimizers:
+            share_optimizers(self._optimizers, self._names, self._mesh.copies, self._device)
 
     def _give_optimizer(self, _: None, index: int, *__: int) -> dict[str, dict[str, Any]]:
         return state_of(self._optimizers[index], self._names)

@@ -1,0 +1,234 @@
+"""Networks that are whole on no rank: who makes which weights, who brings them where.
+
+Each rank makes the weights of its own stage (:mod:`lightning_hybrid.network.deferred`). What only
+the driver of replica 0 has, a loaded checkpoint, travels from there: to the workers of its replica
+when the network is cut, and to the other replicas from copy to copy of each stage.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_hybrid.compat import TorchDispatchMode
+from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.network.deferred import (
+    claim,
+    has_loaded,
+    is_away,
+    is_deferred,
+    is_unmade,
+    lent,
+    made,
+    make,
+    put_away,
+)
+from lightning_hybrid.network.structure import rebuild, tensors_in
+from lightning_hybrid.runtime.mesh import Group, Mesh, Place
+from lightning_hybrid.runtime.optimizers import state_of
+from lightning_hybrid.runtime.staged import tensors_of
+from lightning_hybrid.runtime.transport import Control, broadcast_object, wait
+
+_ANOTHER_REPLICA = "a rank of another replica"
+
+
+def where(place: Place, position: int) -> str:
+    """Says which rank of a replica owns something."""
+    return f"on {place.at(position)}"
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether every weight is here, or can be made here."""
+    return not any(is_away(t) for t in (*module.parameters(), *module.buffers()))
+
+
+def make_what_no_network_owns(module: nn.Module) -> None:
+    """Make the LightningModule's own tensors, and those of modules without parameters.
+
+    All others are weights of modules, and wait until a call tells whose stage they belong to.
+    """
+    make((*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    for part in module.modules():
+        if part is not module and next(part.parameters(), None) is None:
+            make(part.buffers())
+
+
+def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """What a worker cannot make by itself, of the tensors that it owns."""
+    owned = {name: tensors[name] for name in names}
+    return {name: t for name, t in owned.items() if not is_unmade(t) or has_loaded(t)}
+
+
+def leave_to_worker(
+    tensors: Mapping[str, Tensor], names: Iterable[str], place: Place, position: int
+) -> None:
+    """On a driver: free what a worker owns from here on."""
+    for name in names:
+        if is_deferred(tensors[name]):
+            put_away(tensors[name], name, where(place, position))
+
+
+def refuse_tied(
+    name: str, tensors: Mapping[str, Tensor], borrowed: Sequence[Iterable[str]]
+) -> None:
+    """A borrower needs its owner's weights from the start, and these have no memory yet.
+
+    Args:
+        name: of the network.
+        tensors: of the LightningModule, by name.
+        borrowed: per stage, names in the network of what an earlier one owns.
+
+    Raises:
+        DeferredError: a parameter made in ``configure_model`` is in several stages.
+    """
+    prefix = f"{name}." if name else ""
+    for stage, names in enumerate(borrowed):
+        for parameter in sorted(prefix + n for n in names if is_deferred(tensors[prefix + n])):
+            raise DeferredError(
+                f"stage {stage} of network {name!r} shares {parameter!r} with an earlier stage, "
+                f"and {parameter!r} is made in configure_model, by one rank alone. Cut elsewhere "
+                "(HybridGabraStrategy(allocation=[...])), so that one stage has both uses, or make "
+                "the network in __init__."
+            )
+
+
+class Claim:
+    """On the owner of a stage: take charge of its weights.
+
+    Args:
+        module: the LightningModule.
+        names: of the weights and buffers of the stage.
+        others: of those of the other stages.
+        place: this rank.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: Sequence[str], others: Iterable[str], place: Place
+    ) -> None:
+        tensors = tensors_of(module)
+        missing = {id(tensor) for tensor in claim(tensors[name] for name in names)}
+        self._missing = [name for name in names if id(tensors[name]) in missing]
+        self._place = place
+        for name in set(others) - set(names):
+            if is_deferred(tensors[name]):
+                put_away(tensors[name], name, f"on another rank of replica {place.replica}")
+
+    def settle(self, arrived: Iterable[str]) -> None:
+        """All that comes has come.
+
+        Raises:
+            DeferredError: a weight is on another rank still.
+        """
+        left = set(self._missing) - set(arrived)
+        if left and self._place.replica == 0:
+            raise DeferredError(
+                f"{sorted(left)[0]!r} is on another rank: an earlier run has cut the network at "
+                "other places. Give this run the same plan (HybridGabraStrategy(plan=...)), or a "
+                "checkpoint (ckpt_path=...)."
+            )
+
+
+@contextmanager
+def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the module has all weights: its own, and ``values`` where it has none."""
+    tensors = tensors_of(module)
+    with ExitStack() as stack:
+        for name, value in values.items():
+            if is_away(tensors[name]):
+                stack.enter_context(lent(tensors[name], value))
+        rest = {id(t): t for t in tensors_of(module).values() if is_unmade(t) and not is_away(t)}
+        stack.enter_context(made(rest.values()))
+        yield
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def outline(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint without the numbers of weights and optimizers, for ranks that need none."""
+    parts = ("state_dict", "optimizer_states")
+    return {
+        key: rebuild(value, _without_memory) if key in parts else value
+        for key, value in checkpoint.items()
+    }
+
+
+def _without_memory(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+class Unfilled(TorchDispatchMode):
+    """Inside, copying from an :func:`outline` changes nothing: the numbers come later."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def share_optimizers(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group, device: torch.device
+) -> None:
+    """Give every copy of a stage the optimizer states of replica 0's."""
+    if group.size() == 1:
+        return
+    parameters = {names[id(p)]: p for o in optimizers for g in o.param_groups for p in g["params"]}
+    for optimizer in optimizers:
+        own = state_of(optimizer, names) if group.rank() == 0 else {}
+        outlined = broadcast_object(group, rebuild(own, _without_memory), device=device)
+        numbers = iter([tensor for _, tensor in tensors_in(own)])
+
+        def arrive(value: Any, numbers: Iterator[Tensor] = numbers) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            tensor = next(numbers, None)
+            if tensor is None:
+                tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            moved = tensor.to(device).contiguous()
+            wait(group.broadcast([moved]), _ANOTHER_REPLICA)
+            return moved
+
+        for name, state in outlined.items():
+            arrived = rebuild(state, arrive)
+            if group.rank():
+                optimizer.state[parameters[name]] = _placed(arrived, parameters[name])
+
+
+def _placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
+    """As optimizers keep it: step counts on the CPU, all else beside the parameter."""
+    return {
+        key: value.to("cpu" if value.dim() == 0 else parameter.device)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }
+
+
+# ---------------------------------------------------------------- after a run
+
+
+def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """The weights of the other stages, on the driver of replica 0; all ranks call it together."""
+    place = mesh.place
+    if place.replica or place.stages == 1:
+        return {}
+    names = [str(place.at(position)) for position in range(place.stages)]
+    control = Control(mesh.control, names)
+    tensors = tensors_of(module)
+    if not place.is_driver:
+        mine = {n: t for n, t in tensors.items() if is_deferred(t) and not is_unmade(t)}
+        control.send_tensors(0, mine)
+        control.flush()
+        return {}
+    found: dict[str, Tensor] = {}
+    for worker in range(1, place.stages):
+        found |= control.receive_tensors(worker)
+    return found

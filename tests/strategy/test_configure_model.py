@@ -1,0 +1,116 @@
+"""A network made in ``configure_model`` is whole on no rank, and trains as on one device."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configure_model_script import CASES, SEED, Case, make_trainer
+from conftest import Training
+from lightning.pytorch import seed_everything
+
+pytestmark = [
+    pytest.mark.distributed,
+    # Lightning's advice on workers of loaders, and on weights_only
+    pytest.mark.filterwarnings("ignore"),
+]
+SCRIPT = Path(__file__).with_name("configure_model_script.py")
+SHAPES = {(1, 2): list(CASES), (1, 3): ["Plain"], (2, 2): ["Plain", "Accumulates"]}
+RUNS = [(shape, name) for shape, names in SHAPES.items() for name in names]
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]], Ranks]:
+    """Train the cases of a shape in one set of processes."""
+    done: dict[tuple[int, int], Ranks] = {}
+
+    def run(shape: tuple[int, int]) -> Ranks:
+        if shape not in done:
+            config = {"cases": SHAPES[shape]}
+            folder = tmp_path_factory.mktemp("configure_model")
+            replicas, stages = shape
+            training = Training(folder, script=SCRIPT, replicas=replicas, stages=stages, **config)
+            done[shape] = training.run()
+        return done[shape]
+
+    return run
+
+
+def one_device(name: str, folder: Path, replicas: int) -> tuple[Case, Case, dict[str, float]]:
+    """Plain Lightning; for two replicas it takes two batches before it steps.
+
+    Returns:
+        What was trained, what was trained on from a checkpoint, and the first one's test.
+    """
+    torch.set_num_threads(1)
+    seed_everything(SEED, verbose=False)
+    case = CASES[name]
+    module, again = case(), case()
+    batches = replicas * module.options.get("accumulate_grad_batches", 1)
+    trainer = make_trainer(case, folder, devices=1, accumulate_grad_batches=batches)
+    trainer.fit(module)
+    tested = trainer.test(module, verbose=False)[0]
+    trainer = make_trainer(case, folder, devices=1, accumulate_grad_batches=batches)
+    trainer.fit(again, ckpt_path=folder / "2.ckpt")
+    return module, again, tested
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def compared(state: dict[str, torch.Tensor], replicas: int) -> dict[str, torch.Tensor]:
+    """Running statistics are those of replica 0, as under DDP: one device has seen all batches."""
+    ours = ("running", "num_batches")
+    return {k: v for k, v in state.items() if replicas == 1 or not any(o in k for o in ours)}
+
+
+@pytest.mark.parametrize(("shape", "name"), RUNS)
+def test_trains_as_one_device(runs: Any, tmp_path: Path, shape: Any, name: str) -> None:
+    replicas, stages = shape
+    ranks = [rank[name] for rank in runs(shape)]
+    module, again, tested = one_device(name, tmp_path, replicas)
+    for replica in range(replicas):
+        driver = ranks[replica * stages]
+        assert_same(driver["seen"], module.seen[replica::replicas])
+        assert_same(driver["resumed"], again.seen[replica::replicas])
+    expected = compared(dict(module.state_dict()), replicas)
+    assert list(ranks[0]["whole"]) == list(module.state_dict())
+    assert_same(compared(ranks[0]["whole"], replicas), expected)
+    resumed = compared(dict(again.state_dict()), replicas)
+    assert_same(compared(ranks[0]["resumed whole"], replicas), resumed)
+    assert all(rank["whole"] == {} for rank in ranks[1:])
+    if replicas == 1:
+        assert_same([rank["test"] for rank in ranks], [[tested]] * len(ranks))
+    for rank in ranks:  # the generator stands where it stands on one device
+        assert torch.equal(rank["drawn"], module.drawn)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_rank_holds_the_whole_network(runs: Any, shape: Any) -> None:
+    replicas, stages = shape
+    ranks = [rank["Plain"] for rank in runs(shape)]
+    whole = sum(t.nbytes for t in ranks[0]["whole"].values())
+    names = {name for name, _ in CASES["Plain"]().named_parameters()}
+    for replica in range(replicas):
+        mine = ranks[replica * stages : (replica + 1) * stages]
+        assert sum(rank["held"] for rank in mine) < 1.2 * whole  # the temperature is everywhere
+        assert all(rank["held"] < 0.6 * whole for rank in mine)
+        owned = [set(rank["gradients"]) for rank in mine]
+        assert all(owned)
+        # all but four buffers and the temperature
+        assert sum(map(len, owned)) == len(set().union(*owned)) == len(ranks[0]["whole"]) - 5
+    assert names == {"temperature"}
+    assert len({rank["pid"] for rank in ranks}) == len(ranks)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_checkpoint_is_an_ordinary_one(runs: Any, shape: Any, tmp_path: Path) -> None:
+    replicas, _ = shape
+    found = runs(shape)[0]["Plain"]["checkpoint"]
+    one_device("Plain", tmp_path, replicas)
+    expected = torch.load(tmp_path / "2.ckpt", weights_only=True)
+    assert_same(compared(found["state_dict"], replicas), compared(expected["state_dict"], replicas))
+    assert_same(found["optimizer_states"], expected["optimizer_states"])
