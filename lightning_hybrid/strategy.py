@@ -568,7 +568,7 @@ class HybridGabraStrategy(DDPStrategy):
         adopt_results(self.lightning_module.trainer, results, self._before)
         return results
 
-    # ------------------------------------------------------------------ networks too large
+    # ------------------------------------------------------------------ made in configure_model
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

@@ -1,4 +1,4 @@
-"""Networks too large for one rank: their weights have no memory until a rank makes its own.
+"""Networks that are whole on no rank: weights have no memory until a rank makes its own.
 
 Inside `Deferral.building` every new tensor is on the meta device and a `Tape` takes down what is
 done to it; random generators go on as on one device (the numbers are drawn into scratch memory and
@@ -6,8 +6,7 @@ dropped). Afterwards the module's parameters and buffers are *unmade*: the objec
 stay, of a class that hears of every operation on them.
 
 * Looking (size, type, device) costs nothing.
-* Reading plays the tape into temporary memory. So even a whole network runs, slowly, without ever
-  being here as a whole.
+* Reading plays the tape into temporary memory. So even a whole network runs, slowly.
 * What is written to, and what enters a graph, is made for good.
 * `make` makes the tensors of a stage; `put_away` marks those that another rank has. Reading one of
   these is an error that says where it is.

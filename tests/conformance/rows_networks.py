@@ -61,6 +61,8 @@ class BuildsInSetup(Row):
 
 
 class BuildsInConfigureModel(Row):
+    gathered = True
+
     def build(self) -> None:
         self.net: Layers | None = None
 

@@ -35,6 +35,20 @@ class RefusedTiedWeightsCompiled(TiesAcrossStages):
     control = False
 
 
+class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
+    shapes = (ONE_OF_TWO,)
+    fast = ()
+    refused = ("'net.first.weight'", "configure_model", "__init__")
+    gathered = True
+
+    def build(self) -> None:
+        self.net: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = self.Net().double()
+
+
 class RefusedSingleLayer(Row):
     shapes = (ONE_OF_TWO,)
     cuts: ClassVar = {2: ["net.0"]}

@@ -64,7 +64,8 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
         result = module.exercise(run)
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    state = module.state_dict() if error else module.weights(run)
+    weights = {name: value.clone() for name, value in state.items()}
     return {
         "result": result,
         "error": error,

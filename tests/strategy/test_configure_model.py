@@ -17,7 +17,15 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).with_name("configure_model_script.py")
 SHAPES = {(1, 2): list(CASES), (1, 3): ["Plain"], (2, 2): ["Plain", "Accumulates"]}
-RUNS = [(shape, name) for shape, names in SHAPES.items() for name in names]
+SLOW = {(1, 3), (2, 2)}
+
+
+def marked(shape: tuple[int, int], *values: Any) -> Any:
+    return pytest.param(shape, *values, marks=pytest.mark.conformance if shape in SLOW else ())
+
+
+EACH = [marked(shape) for shape in SHAPES]
+RUNS = [marked(shape, name) for shape, names in SHAPES.items() for name in names]
 Ranks = list[dict[str, Any]]
 
 
@@ -88,7 +96,7 @@ def test_trains_as_one_device(runs: Any, tmp_path: Path, shape: Any, name: str) 
         assert torch.equal(rank["drawn"], module.drawn)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", EACH)
 def test_no_rank_holds_the_whole_network(runs: Any, shape: Any) -> None:
     replicas, stages = shape
     ranks = [rank["Plain"] for rank in runs(shape)]
@@ -106,7 +114,7 @@ def test_no_rank_holds_the_whole_network(runs: Any, shape: Any) -> None:
     assert len({rank["pid"] for rank in ranks}) == len(ranks)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", EACH)
 def test_the_checkpoint_is_an_ordinary_one(runs: Any, shape: Any, tmp_path: Path) -> None:
     replicas, _ = shape
     found = runs(shape)[0]["Plain"]["checkpoint"]
