@@ -21,7 +21,9 @@ class Watched:
         self.lines: list[str] = []
         self.settled = 0
         self.module = nn.ModuleDict(networks)
-        driver: Any = SimpleNamespace(device=torch.device("cpu"), settle=self.settle)
+        driver: Any = SimpleNamespace(
+            device=torch.device("cpu"), settle=self.settle, keep=lambda module: None
+        )
         mesh: Any = SimpleNamespace(place=Place(0, 1, 3), drivers=None)
         self.networks = Networks(
             self.module,
