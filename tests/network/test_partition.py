@@ -82,11 +82,11 @@ def test_no_cut_where_a_view_of_what_crosses_changes_later() -> None:
     assert "changes in place what crosses" in partition.refused[0][1]
 
 
-def test_tied_parameters_stay_together() -> None:
+def test_tied_parameters_may_be_cut_apart() -> None:
     partitions = network_partitions(trace(Tied(), (torch.ones(2, 4),)))
-    assert [p.name for p in partitions] == ["encode", "head"]
-    with pytest.raises(NetworkError, match=r"'middle': 'encode.weight' is tied: used by 'encode'"):
-        find_boundary(partitions, "middle")
+    users = [p.name for p in partitions if "encode.weight" in p.parameters]
+    assert len(users) == 2
+    assert partitions[find_boundary(partitions, "middle")].name == "middle"
 
 
 def test_opaque_module_with_parameters_is_heavy() -> None:
