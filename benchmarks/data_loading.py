@@ -40,9 +40,11 @@ def main() -> None:
     parser.add_argument("--divide", type=int, default=1, help="a smaller cohort: counts / this")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--cohort", type=Path, help="a download to read instead of a generated one")
     chosen = parser.parse_args()
-    cohort = chosen.folder / f"cohort-{chosen.divide}"
-    make_cohort(cohort, chosen.divide)
+    cohort = chosen.cohort or chosen.folder / f"cohort-{chosen.divide}"
+    if chosen.cohort is None:
+        make_cohort(cohort, chosen.divide)
     check(cohort, chosen.folder / f"state-{chosen.divide}")
     read(cohort, chosen.folder, chosen.divide, chosen.epochs, chosen.workers)
 
@@ -112,7 +114,6 @@ def read(cohort: Path, folder: Path, divide: int, epochs: int, workers: int) -> 
     say("Dataset, nothing kept", scans, [epoch(loader(Dataset(paths, fixed)))])
     warm: dict[str, Iterable[Any]] = {
         **cold,
-        "ADNIDataModule, augmented": module(cohort, state, workers).train_dataloader(),
         "ADNIDataModule, in memory": module(
             cohort, state, workers, augment=False, cache_in_memory=True
         ).train_dataloader(),
@@ -121,6 +122,8 @@ def read(cohort: Path, folder: Path, divide: int, epochs: int, workers: int) -> 
         start = time.perf_counter()
         warm["CacheDataset"] = loader(CacheDataset(paths, fixed, progress=False, num_workers=2))
         say("CacheDataset, filling", scans, [time.perf_counter() - start])
+    augmented = module(cohort, state, workers).train_dataloader()
+    say("ADNIDataModule, augmented, warm", scans, [epoch(augmented)])
     for one in warm.values():
         epoch(one)
     times: dict[str, list[float]] = {name: [] for name in warm}
