@@ -133,6 +133,8 @@ def tensors_of(network: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_numbers_and_generator_are_those_of_one_device(name: str) -> None:
+    if name == "vit":
+        pytest.importorskip("einops", reason="MONAI's patch embedding wants it")
     torch.manual_seed(5)
     expected = NETWORKS[name]()
     state = torch.get_rng_state()
