@@ -30,8 +30,6 @@ Values = dict[str, list[tuple[int, float]]]
 class _Logs(_Epochs):
     """Logs steps, epochs, validation, hyper-parameters; reads back what has been stored."""
 
-    needs: ClassVar[str] = ""
-
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"width": 8})

@@ -78,6 +78,7 @@ class Row(LightningModule):
         idle: whether a stage may own nothing that is trained.
         gathered: whether rank 0 alone has all weights afterwards, and has to ask for them.
         tolerance: absolute and relative.
+        needs: a package that may be missing; then the row is skipped.
         seen: what is noted while the user's steps run, on the ranks that run them.
     """
 
@@ -95,6 +96,7 @@ class Row(LightningModule):
     idle: ClassVar[bool] = False
     gathered: ClassVar[bool] = False
     tolerance: ClassVar[float] = 1e-10
+    needs: ClassVar[str] = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,6 +288,8 @@ class Conformance:
     def test_row(
         self, row: type[Row], records: "Callable[[type[Conformance], type[Row]], list[Record]]"
     ) -> None:
+        if row.needs:
+            pytest.importorskip(row.needs)
         ranks = records(type(self), row)
         if row.refused and self.stages > 1:
             assert_refused(ranks, row)
