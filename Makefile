@@ -42,4 +42,4 @@ lint: $(READY)
 	mypy
 
 bench: $(READY)
-	@for file in benchmarks/*.py; do $(call run,python $$file) || exit 1; done
+	python -m benchmarks

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from time import process_time
 
 import numpy as np
-from block_partition import block_partition
+from _block_partition import block_partition
 from rich.console import Console
 from rich.table import Table
 

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from _timing import Repeated, durations, optimizer_of, train
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.network import cut, find_boundary, network_partitions, trace
@@ -33,72 +32,22 @@ BATCH, MICROBATCHES, SIDE = 6, 3, 64
 WARM_UP = 3
 
 
-class Volumes(Dataset[tuple[Tensor, int]]):
-    """The same few volumes over and over: reading is not what is measured."""
-
-    def __init__(self, steps: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.volumes = torch.randn(BATCH, 1, SIDE, SIDE, SIDE, generator=generator)
-        self.steps = steps
-
-    def __len__(self) -> int:
-        return self.steps * BATCH
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.volumes[index % BATCH], index % 2
-
-
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-
-
-class Module(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = ResAttNet3D(18)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.parameters())
-
-
-class Clock(Callback):
-    """Time from the start of one step to the start of the next."""
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.starts.append(time.perf_counter())
-
-
-def report(starts: list[float], out: str) -> None:
-    steps = [b - a for a, b in zip(starts[WARM_UP:], starts[WARM_UP + 1 :])]
+def report(steps: list[float], out: str) -> None:
     Path(out).write_text(json.dumps(steps))
+
+
+def volumes(steps: int) -> Repeated:
+    return Repeated((1, SIDE, SIDE, SIDE), BATCH, steps + WARM_UP)
 
 
 def run_hybrid(steps: int, point: str, out: str) -> None:
     torch.manual_seed(0)
-    clock = Clock()
-    trainer = Trainer(
-        strategy=HybridGabraStrategy(
-            pipeline_parallel_size=2, num_microbatches=MICROBATCHES, allocation=[f"net.{point}"]
-        ),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
+    strategy = HybridGabraStrategy(
+        pipeline_parallel_size=2, num_microbatches=MICROBATCHES, allocation=[f"net.{point}"]
     )
-    trainer.fit(Module(), DataLoader(Volumes(steps + WARM_UP), batch_size=BATCH))
-    if trainer.is_global_zero:
-        report(clock.starts, out)
+    seconds = train(ResAttNet3D(18), strategy, volumes(steps), WARM_UP)
+    if seconds is not None:
+        report(seconds, out)
 
 
 class OneStage(nn.Module):
@@ -137,7 +86,7 @@ def run_torch(steps: int, point: str, out: str, rank: int) -> None:
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=nn.functional.cross_entropy)
     optimizer = optimizer_of(stages[rank].parameters())
     starts = []
-    for x, y in DataLoader(Volumes(steps + WARM_UP), batch_size=BATCH):
+    for x, y in volumes(steps).loader():
         starts.append(time.perf_counter())
         optimizer.zero_grad()
         if rank == 0:
@@ -147,7 +96,7 @@ def run_torch(steps: int, point: str, out: str, rank: int) -> None:
             schedule.step(target=y, losses=losses)
         optimizer.step()
     if rank == 1:
-        report(starts, out)
+        report(durations(starts, WARM_UP), out)
     dist.destroy_process_group()
 
 

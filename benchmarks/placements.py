@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from block_partition import block_partition
-from lightning.pytorch import LightningModule, Trainer
+from _block_partition import block_partition
+from _timing import Repeated, train
 from monai.networks.nets import DenseNet121
-from pipeline_overhead import Clock, report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.allocation import merge
@@ -44,6 +42,7 @@ from models import ResAttNet3D
 MICROBATCHES = 3
 SIZE = 2  # of a micro-batch
 WIDTH, LENGTH = 256, 128
+WARM_UP = 3
 
 
 class Transformer(nn.Module):
@@ -160,53 +159,15 @@ def predictions(chains: dict[str, Chain]) -> Table:
     return table
 
 
-class Inputs(Dataset[tuple[Tensor, int]]):
-    def __init__(self, shape: tuple[int, ...], steps: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(SIZE * MICROBATCHES, *shape, generator=generator)
-        self.steps = steps
-
-    def __len__(self) -> int:
-        return self.steps * len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.inputs[index % len(self.inputs)], index % 2
-
-
-class Module(LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-
-
 def run(name: str, point: str, steps: int, out: str) -> None:
     torch.manual_seed(0)
     build, shape = NETWORKS[name]
-    clock = Clock()
-    trainer = Trainer(
-        strategy=HybridGabraStrategy(
-            pipeline_parallel_size=2, num_microbatches=MICROBATCHES, allocation=[f"net.{point}"]
-        ),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
+    strategy = HybridGabraStrategy(
+        pipeline_parallel_size=2, num_microbatches=MICROBATCHES, allocation=[f"net.{point}"]
     )
-    loader = DataLoader(Inputs(shape, steps + 4), batch_size=SIZE * MICROBATCHES)
-    trainer.fit(Module(build()), loader)
-    if trainer.is_global_zero:
-        report(clock.starts, out)
+    seconds = train(build(), strategy, Repeated(shape, SIZE * MICROBATCHES, steps + 4), WARM_UP)
+    if seconds is not None:
+        Path(out).write_text(json.dumps(seconds))
 
 
 def median_step(name: str, point: str, steps: int) -> float:

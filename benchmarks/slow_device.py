@@ -19,16 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from _timing import Repeated, train
 
 from lightning_hybrid import HybridGabraStrategy
 from models import ResAttNet3D
@@ -43,72 +40,22 @@ GROUP_V1, GROUP_V2 = (
 )
 
 
-class Volumes(Dataset[tuple[Tensor, int]]):
-    """The same few volumes over and over: reading is not what is measured."""
-
-    def __init__(self, steps: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.volumes = torch.randn(BATCH, 1, SIDE, SIDE, SIDE, generator=generator)
-        self.steps = steps
-
-    def __len__(self) -> int:
-        return self.steps * BATCH
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.volumes[index % BATCH], index % 2
-
-
-class Module(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = ResAttNet3D(18)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-
-
-class Clock(Callback):
-    """Time from the start of one step to the start of the next."""
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.starts.append(time.perf_counter())
-
-
-def train(kind: str, steps: int, out: str) -> None:
+def measure(kind: str, steps: int, out: str) -> None:
     if os.environ.get("LOCAL_RANK") == SLOWED:
         be_slow(os.environ["SLOW_BY"])
     elif os.environ["SLOW_BY"] == "neighbour":
         os.sched_setaffinity(0, {0})
     torch.manual_seed(0)
-    clock = Clock()
     strategy = HybridGabraStrategy(
         pipeline_parallel_size=2,
         num_microbatches=MICROBATCHES,
         device_capacity="auto" if kind == "measured" else [1.0, 1.0],
     )
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
-    )
-    trainer.fit(Module(), DataLoader(Volumes(steps + WARM_UP), batch_size=BATCH))
-    if trainer.is_global_zero:
-        times = [b - a for a, b in zip(clock.starts[WARM_UP:], clock.starts[WARM_UP + 1 :])]
+    inputs = Repeated((1, SIDE, SIDE, SIDE), BATCH, steps + WARM_UP)
+    seconds = train(ResAttNet3D(18), strategy, inputs, WARM_UP)
+    if seconds is not None:
         assert strategy.plan is not None
-        Path(out).write_text(json.dumps({"steps": times, "plan": strategy.plan.to_json()}))
+        Path(out).write_text(json.dumps({"steps": seconds, "plan": strategy.plan.to_json()}))
 
 
 def be_slow(by: str) -> None:
@@ -164,7 +111,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     arguments = parser.parse_args()
     if arguments.run:
-        train(arguments.run, arguments.steps, arguments.out)
+        measure(arguments.run, arguments.steps, arguments.out)
         return
     medians: dict[str, list[float]] = {"even": [], "measured": []}
     with slow_group() as by, tempfile.TemporaryDirectory() as cache:

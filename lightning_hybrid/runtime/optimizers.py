@@ -158,11 +158,10 @@ class OptimizerLink:
 
         def open_closure() -> Any:
             self._windows_shut.close()
-            try:
-                return closure()
-            finally:
-                self._on_closed()
-                self._windows_shut.enter_context(as_they_are())
+            result = closure()  # an error in it ends the step, and nothing more is said to others
+            self._on_closed()
+            self._windows_shut.enter_context(as_they_are())
+            return result
 
         if "closure" in keywords:
             return arguments, {**keywords, "closure": open_closure}

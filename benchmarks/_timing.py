@@ -1,0 +1,87 @@
+"""What the benchmarks of training steps share: volumes, a classifier, a clock."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hybrid import HybridGabraStrategy
+
+
+class Repeated(Dataset[tuple[Tensor, int]]):
+    """The same few inputs over and over: reading is not what is measured.
+
+    Args:
+        shape: of an input.
+        batch: number of different inputs, which is the size of a batch.
+        steps: number of batches.
+    """
+
+    def __init__(self, shape: tuple[int, ...], batch: int, steps: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(batch, *shape, generator=generator)
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps * len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[index % len(self.inputs)], index % 2
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(self, batch_size=len(self.inputs))
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+class _Module(LightningModule):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.net = network
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self.parameters())
+
+
+class _Clock(Callback):
+    """When each step starts."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
+
+
+def durations(starts: list[float], warm_up: int) -> list[float]:
+    """From the start of one step to the start of the next, without the first ones."""
+    return [b - a for a, b in zip(starts[warm_up:], starts[warm_up + 1 :])]
+
+
+def train(
+    network: nn.Module, strategy: HybridGabraStrategy, inputs: Repeated, warm_up: int
+) -> list[float] | None:
+    """Train on two processes. Returns the seconds of each step, on rank 0."""
+    clock = _Clock()
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    trainer.fit(_Module(network), inputs.loader())
+    return durations(clock.starts, warm_up) if trainer.is_global_zero else None
