@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
@@ -61,6 +62,7 @@ from lightning_hybrid.runtime.hosts import choose_interface
 from lightning_hybrid.runtime.large import (
     Unfilled,
     gather_after_run,
+    gather_optimizer_after_run,
     make_what_no_network_owns,
     outline,
     whole,
@@ -564,6 +566,11 @@ class HybridGabraStrategy(DDPStrategy):
         results: Results = worker.serve()
         self._plans.update(results.plans)
         self.lightning_module.cpu()
+        if fitting:
+            for optimizer in worker.optimizers:
+                state = move_data_to_device(dict(optimizer.state), torch.device("cpu"))
+                optimizer.state.update(state)
+            self.optimizers = worker.optimizers
         assert self._before is not None
         adopt_results(self.lightning_module.trainer, results, self._before)
         return results
@@ -810,10 +817,12 @@ class HybridGabraStrategy(DDPStrategy):
             return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As on one device, on the driver of replica 0. After a run all ranks call it together."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        if self._driver is None or not self.is_global_zero:
-            return {}
-        return optimizer.state_dict()
+        if self._driver is None and self._mesh is not None:
+            assert self.lightning_module is not None
+            return gather_optimizer_after_run(self.lightning_module, optimizer, self._mesh)
+        return optimizer.state_dict() if self.is_global_zero else {}
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None

@@ -435,6 +435,10 @@ class Driver:
         """
         if not self._networks or self._links is None:
             return
+        self._ship_optimizers(fresh)
+
+    def _ship_optimizers(self, fresh: int) -> None:
+        assert self._links is not None
         parameters = dict(self.module.named_parameters())
         optimizers = [link.optimizer for link in self._optimizers]
         for worker in self._workers:
@@ -477,6 +481,7 @@ class Driver:
             for gradient in gradients_of(optimizer):
                 gradient.mul_(factor)
 
+    @conversation
     def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
         """Multiply the gradients of all stages with ``factor``; whether one is not finite.
 
@@ -616,15 +621,17 @@ class Driver:
     def end(self, results: Any, *, weights: bool) -> None:
         """End the run: the workers get the results and, after a fit, the whole module.
 
+        Of the optimizers they get the groups; the states stay where they are.
+
         Raises:
             RemoteError: a worker has failed since it was last heard of.
         """
-        if weights:
+        if weights and self._links is not None:
             for worker in self._workers:
-                assert self._links is not None
                 self._links.control.tell(worker, Op.TAKE_WEIGHTS)
                 everyones = {n: t for n, t in tensors_of(self.module).items() if not is_deferred(t)}
                 self._links.control.send_tensors(worker, everyones)
+            self._ship_optimizers(fresh=0)
         self._ask(Op.END, payload=results)
         if self._links is not None:
             self._links.control.flush()

@@ -29,7 +29,7 @@ from lightning_hybrid.network.deferred import (
 )
 from lightning_hybrid.network.structure import rebuild, tensors_in
 from lightning_hybrid.runtime.mesh import Group, Mesh, Place
-from lightning_hybrid.runtime.optimizers import state_of
+from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.staged import tensors_of
 from lightning_hybrid.runtime.transport import Control, broadcast_object, wait
 
@@ -217,18 +217,39 @@ def _placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
 
 def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """The weights of the other stages, on the driver of replica 0; all ranks call it together."""
-    place = mesh.place
-    if place.replica or place.stages == 1:
+    if mesh.place.replica or mesh.place.stages == 1:
         return {}
-    names = [str(place.at(position)) for position in range(place.stages)]
-    control = Control(mesh.control, names)
+    control = _control(mesh)
     tensors = tensors_of(module)
-    if not place.is_driver:
+    if not mesh.place.is_driver:
         mine = {n: t for n, t in tensors.items() if is_deferred(t) and not is_unmade(t)}
         control.send_tensors(0, mine)
         control.flush()
         return {}
     found: dict[str, Tensor] = {}
-    for worker in range(1, place.stages):
+    for worker in range(1, mesh.place.stages):
         found |= control.receive_tensors(worker)
     return found
+
+
+def gather_optimizer_after_run(
+    module: nn.Module, optimizer: Optimizer, mesh: Mesh
+) -> dict[str, Any]:
+    """The state dict of one device, on the driver of replica 0; all ranks call it together."""
+    if mesh.place.replica:
+        return {}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    control = _control(mesh)
+    if not mesh.place.is_driver:
+        control.tell(0, 0, payload=state_of(optimizer, names))
+        control.flush()
+        return {}
+    remote: dict[str, dict[str, Any]] = {}
+    for worker in range(1, mesh.place.stages):
+        remote |= control.hear(worker)[2]
+    return complete(optimizer, optimizer.state_dict(), names, remote)
+
+
+def _control(mesh: Mesh) -> Control:
+    names = [str(mesh.place.at(position)) for position in range(mesh.place.stages)]
+    return Control(mesh.control, names)

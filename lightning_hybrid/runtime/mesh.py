@@ -11,7 +11,8 @@
 Every group but the drivers' is a process group of its own over one ``TCPStore``, used by its own
 methods and shut down by us. The default group of ``torch.distributed`` belongs to the drivers
 alone (rank = replica), because Lightning and torchmetrics call collectives on it; workers have
-none, so that a stray collective there raises instead of hanging.
+none, so that a stray collective there raises instead of hanging. One replica is one device, and
+has none either: with it Lightning would give advice about metrics of several devices.
 """
 
 from collections.abc import Callable, Hashable
@@ -190,8 +191,8 @@ class Mesh:
         return self._statistics
 
     def init_default_group(self, backend: str, device: torch.device) -> None:
-        """Make the default group of the drivers, by public API; nothing on a worker."""
-        if not self.place.is_driver or dist.is_initialized():
+        """Make the default group of several drivers, by public API; nothing on a worker."""
+        if not self.place.is_driver or self.place.replicas == 1 or dist.is_initialized():
             return
         dist.init_process_group(
             backend,

@@ -168,16 +168,7 @@ class OptimizerLink:
         return (*before, open_closure), keywords
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The ``state_dict`` of one device: this rank's state and that of the workers together."""
-        remote = self._remote_state()
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, everyone):
-            name = self._names.get(id(parameter), "")
-            if name in remote:
-                state_dict["state"][number] = remote[name]
-        state_dict["state"] = dict(sorted(state_dict["state"].items()))
-        return state_dict
+        return complete(optimizer, state_dict, self._names, self._remote_state())
 
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         self._windows_shut.close()
@@ -226,6 +217,23 @@ def state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[s
         for parameter, state in optimizer.state.items()
         if state
     }
+
+
+def complete(
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+    names: Mapping[int, str],
+    remote: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """The ``state_dict`` of one device: this rank's own, and the state of the workers in it."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, everyone):
+        name = names.get(id(parameter), "")
+        if name in remote:
+            state_dict["state"][number] = remote[name]
+    state_dict["state"] = dict(sorted(state_dict["state"].items()))
+    return state_dict
 
 
 def _equal(left: Sequence[Hyperparameters], right: Sequence[Hyperparameters]) -> bool:

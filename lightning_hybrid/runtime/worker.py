@@ -61,6 +61,9 @@ class Worker:
         options: how they compute.
         watch: adds up the time in which this rank computes.
         reports: what the driver may ask this rank for, by name.
+
+    Attributes:
+        optimizers: the user's, with the state of what this rank owns.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Worker:
         self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
         self._reports = reports
         self._networks: list[StagedNetwork] = []
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         self._parameters = dict(module.named_parameters())
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._modes: tuple[int, int] | None = None
@@ -210,37 +213,37 @@ class Worker:
     # -- the optimizers
 
     def _take_optimizers(self, data: bytes, fresh: int, *_: int) -> None:
-        before, self._optimizers = self._optimizers, unship(data, self._parameters)
-        for index, (old, new) in enumerate(zip(before, self._optimizers)):
+        before, self.optimizers = self.optimizers, unship(data, self._parameters)
+        for index, (old, new) in enumerate(zip(before, self.optimizers)):
             for parameter, state in () if fresh >> index & 1 else old.state.items():
                 new.state.setdefault(parameter, state)
 
     def _zero_grad(self, _: None, index: int, set_to_none: int, *__: int) -> None:
-        self._optimizers[index].zero_grad(bool(set_to_none))
+        self.optimizers[index].zero_grad(bool(set_to_none))
 
     def _step(self, groups: list[Hyperparameters] | None, index: int, *_: int) -> None:
         if self._failure is not None:
             return
         if groups is not None:
-            take_groups(self._optimizers[index], groups, self._parameters)
-        self._optimizers[index].step()
+            take_groups(self.optimizers[index], groups, self._parameters)
+        self.optimizers[index].step()
 
     def _gradient_norm(self, order: float, index: int, *_: int) -> dict[str, torch.Tensor]:
-        return gradient_norms(self._optimizers[index], self._names, order)
+        return gradient_norms(self.optimizers[index], self._names, order)
 
     def _unscale(self, factor: torch.Tensor, index: int, *_: int) -> bool:
-        return unscale(gradients_of(self._optimizers[index]), factor)
+        return unscale(gradients_of(self.optimizers[index]), factor)
 
     def _scale_gradients(self, factor: float, index: int, *_: int) -> None:
-        for gradient in gradients_of(self._optimizers[index]):
+        for gradient in gradients_of(self.optimizers[index]):
             gradient.mul_(factor)
 
     def _clip_values(self, bound: float, index: int, *_: int) -> None:
-        for gradient in gradients_of(self._optimizers[index]):
+        for gradient in gradients_of(self.optimizers[index]):
             gradient.clamp_(-bound, bound)
 
     def _take_groups(self, groups: list[Hyperparameters], index: int, *_: int) -> None:
-        take_groups(self._optimizers[index], groups, self._parameters)
+        take_groups(self.optimizers[index], groups, self._parameters)
 
     # -- gradients, as the driver's windows show and change them
 
@@ -307,10 +310,10 @@ class Worker:
     def _share(self, _: None, number: int, optimizers: int, *__: int) -> None:
         self._networks[number].engine.copies.broadcast_weights()
         if optimizers:
-            share_optimizers(self._optimizers, self._names, self._mesh.copies, self._device)
+            share_optimizers(self.optimizers, self._names, self._mesh.copies, self._device)
 
     def _give_optimizer(self, _: None, index: int, *__: int) -> dict[str, dict[str, Any]]:
-        return state_of(self._optimizers[index], self._names)
+        return state_of(self.optimizers[index], self._names)
 
     def _report(self, name: str, *_: int) -> Any:
         return self._reports[name]()

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import re
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -389,8 +390,9 @@ class MonitorsThroughputAndDevices(_Epochs):
             rows = list(csv.DictReader(file))
         stages = type(trainer.strategy).__name__.startswith("Hybrid")
         assert not stages or any("stage0." in name for name in rows[0]) or len(monitors) == 1
+        ours = re.compile(r"stage\d+\.")
         return sorted(
-            (name, sum(bool(row[name]) for row in rows)) for name in rows[0] if "stage0" not in name
+            (name, sum(bool(row[name]) for row in rows)) for name in rows[0] if not ours.search(name)
         )
 
 
@@ -421,6 +423,28 @@ class GoesOnAfterFit(_Epochs):
         other = run.trainer(max_epochs=4)
         other.fit(self, ckpt_path=best.best_model_path)
         return [*seen, other.current_epoch, Path(other.checkpoint_callback.best_model_path).name]
+
+
+class SavesAfterFit(_Epochs):
+    """`trainer.save_checkpoint` in the script holds what one device saves; a run goes on from it."""
+
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
+    options: ClassVar = {**EPOCHS, "max_epochs": 2}
+
+    def configure_optimizers(self) -> Any:
+        weights = list(self.parameters())
+        first = torch.optim.AdamW([{"params": weights[:3], "lr": 0.02}, {"params": weights[3:]}])
+        return [first], [torch.optim.lr_scheduler.ExponentialLR(first, 0.5)]
+
+    def exercise(self, run: Run) -> Any:
+        trainer = run.trainer()
+        trainer.fit(self)
+        trainer.test(self, verbose=False)
+        trainer.save_checkpoint(run.folder / "after.ckpt")
+        again = type(self)()
+        run.trainer(max_epochs=4).fit(again, ckpt_path=run.folder / "after.ckpt")
+        groups = [(group["lr"], group["betas"]) for group in trainer.optimizers[0].param_groups]
+        return [checkpoints(run.folder), groups, again.state_dict()]
 
 
 class AveragesWeightsBySWA(_Epochs):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 4
+CHECKPOINTS = ("2.ckpt", "end.ckpt")  # saved in the run, after it
 SEED = 7
 WIDTH = 8
 
@@ -210,8 +211,9 @@ def run(name: str, folder: Path, replicas: int, stages: int) -> dict[str, Any]:
         "held": held(module),
         "whole": strategy.full_state_dict(),
     }
-    seen["checkpoint"] = torch.load(folder / "2.ckpt", weights_only=True)
     seen["test"] = trainer.test(module, verbose=False)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    seen["checkpoints"] = [torch.load(folder / f, weights_only=True) for f in CHECKPOINTS]
     # another Trainer goes on from the checkpoint
     again = case()
     strategy = hybrid(case, replicas, stages)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from configure_model_script import CASES, SEED, Case, make_trainer
+from configure_model_script import CASES, CHECKPOINTS, SEED, Case, make_trainer
 from conftest import Training
 from lightning.pytorch import seed_everything
 
@@ -60,6 +60,7 @@ def one_device(name: str, folder: Path, replicas: int) -> tuple[Case, Case, dict
     trainer = make_trainer(case, folder, devices=1, accumulate_grad_batches=batches)
     trainer.fit(module)
     tested = trainer.test(module, verbose=False)[0]
+    trainer.save_checkpoint(folder / "end.ckpt")
     trainer = make_trainer(case, folder, devices=1, accumulate_grad_batches=batches)
     trainer.fit(again, ckpt_path=folder / "2.ckpt")
     return module, again, tested
@@ -115,10 +116,12 @@ def test_no_rank_holds_the_whole_network(runs: Any, shape: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", EACH)
-def test_the_checkpoint_is_an_ordinary_one(runs: Any, shape: Any, tmp_path: Path) -> None:
+def test_checkpoints_are_ordinary_ones(runs: Any, shape: Any, tmp_path: Path) -> None:
     replicas, _ = shape
-    found = runs(shape)[0]["Plain"]["checkpoint"]
+    saved = runs(shape)[0]["Plain"]["checkpoints"]
     one_device("Plain", tmp_path, replicas)
-    expected = torch.load(tmp_path / "2.ckpt", weights_only=True)
-    assert_same(compared(found["state_dict"], replicas), compared(expected["state_dict"], replicas))
-    assert_same(found["optimizer_states"], expected["optimizer_states"])
+    for name, found in zip(CHECKPOINTS, saved, strict=True):
+        expected = torch.load(tmp_path / name, weights_only=True)
+        states = (compared(each["state_dict"], replicas) for each in (found, expected))
+        assert_same(*states)
+        assert_same(found["optimizer_states"], expected["optimizer_states"])
