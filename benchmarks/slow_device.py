@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +89,9 @@ def slow_group() -> Iterator[str]:
     try:
         yield str(group)
     finally:
+        deadline = time.monotonic() + 30  # the last worker ends after the process that started it
+        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
         group.rmdir()
 
 

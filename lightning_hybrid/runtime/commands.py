@@ -34,7 +34,7 @@ class Op(IntEnum):
     CLIP_VALUES = 11
     """[optimizer] A bound follows."""
     BUFFERS = 12
-    """Give every copy of the stage the buffers of replica 0."""
+    """[state] Give every copy of the stage the buffers of replica 0, or only its state."""
     GIVE_WEIGHTS = 13
     """Answer with weights and buffers, as tensors: those named, or all of the stages."""
     TAKE_WEIGHTS = 14

@@ -51,7 +51,7 @@ from lightning_hybrid.runtime.optimizers import (
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.random import draw_number
 from lightning_hybrid.runtime.remote import Kind, RemoteTensors
-from lightning_hybrid.runtime.replicas import Copies
+from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.scaling import unscale
 from lightning_hybrid.runtime.signals import conversation
 from lightning_hybrid.runtime.staged import (
@@ -120,6 +120,8 @@ class Driver:
         self._settled = False
         self._rest = self._copies_of_the_rest()
         self.synchronize = True  # off while gradients accumulate
+        self._synchronized = True  # in the last step
+        self._has_state = mesh.place.replicas > 1 and bool(state_buffers(module))
         self._batch = self._calls_in_step = self._evaluations = 0
         self._stale: set[int] = set()  # networks whose gradients are not averaged yet
         self._owner: dict[str, tuple[int, int]] = {}  # of remote tensors: network, worker
@@ -176,7 +178,8 @@ class Driver:
         Claim(self.module, mine, (), self._mesh.place).settle(())
         last.move(self.device)
         own = own_parameters(last, borrowed[-1])
-        copies = Copies(own, last.buffers(), self._mesh.copies, self._trace)
+        state = state_buffers(network)
+        copies = Copies(own, last.buffers(), self._mesh.copies, self._trace, state)
         engine = Engine(
             [last],
             self._mesh.place,
@@ -294,7 +297,8 @@ class Driver:
         if self._networks or self._settled:  # until then everything waits on the CPU
             for tensor in (*parameters, *buffers):
                 tensor.data = tensor.data.to(self.device)
-        return Copies(parameters, buffers, self._mesh.copies, self._trace)
+        state = state_buffers(self.module)
+        return Copies(parameters, buffers, self._mesh.copies, self._trace, state)
 
     def settle(self) -> None:
         """No network is cut: all that waited for one is the driver's own."""
@@ -340,6 +344,9 @@ class Driver:
         """
         self._batch, self._calls_in_step = batch, 0
         self.remote.begin_step()
+        if self._has_state and self._synchronized:
+            self.broadcast_buffers(state=True)
+        self._synchronized = self.synchronize
 
     def draw_number(self, grad: bool) -> int:
         """The number of the next call, for its random numbers."""
@@ -394,13 +401,17 @@ class Driver:
         self._rest.finish()
 
     @conversation
-    def broadcast_buffers(self) -> None:
-        """Give every replica the buffers of replica 0 (collective over the drivers)."""
-        self.tell(Op.BUFFERS)
+    def broadcast_buffers(self, *, state: bool = False) -> None:
+        """Give every replica the buffers of replica 0 (collective over the drivers).
+
+        Args:
+            state: only those that training steps read.
+        """
+        self.tell(Op.BUFFERS, int(state))
         for network in self._networks:
-            network.engine.copies.broadcast_buffers()
+            network.engine.copies.broadcast_buffers(state=state)
         if self._networks or self._settled or not self._workers:
-            self._rest.broadcast_buffers()
+            self._rest.broadcast_buffers(state=state)
 
     # ------------------------------------------------------------------ optimizers
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.compat import BatchNorm
 from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.runtime.mesh import Group
 from lightning_hybrid.runtime.trace import Trace
@@ -77,6 +78,7 @@ class Copies:
         buffers: likewise.
         group: of the ranks that own a copy.
         trace: where the all-reduces are recorded.
+        state: which of the buffers training steps read; see :func:`state_buffers`.
     """
 
     def __init__(
@@ -85,8 +87,11 @@ class Copies:
         buffers: Iterable[Tensor],
         group: Group,
         trace: Trace,
+        state: Iterable[Tensor] = (),
     ) -> None:
         self._parameters, self._buffers = list(parameters), list(buffers)
+        read = {id(buffer) for buffer in state}
+        self._state = [buffer for buffer in self._buffers if id(buffer) in read]
         self._group, self._trace = group, trace
         self._size = group.size()
         self._armed = False
@@ -125,11 +130,16 @@ class Copies:
         self.arm()
         self.finish()
 
-    def broadcast_buffers(self) -> None:
-        """Give every copy the buffers of replica 0, as DDP's running statistics are rank 0's."""
+    def broadcast_buffers(self, *, state: bool = False) -> None:
+        """Give every copy the buffers of replica 0, as DDP's running statistics are rank 0's.
+
+        Args:
+            state: only those that training steps read.
+        """
         if self._size == 1:
             return
-        for work in [self._group.broadcast([buffer]) for buffer in self._buffers]:
+        buffers = self._state if state else self._buffers
+        for work in [self._group.broadcast([buffer]) for buffer in buffers]:
             wait(work, _ANOTHER_REPLICA)
 
     def broadcast_weights(self) -> None:
@@ -184,6 +194,16 @@ class Copies:
                 if parameter not in self._hooks:  # a frozen parameter takes none
                     hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)
                     self._hooks[parameter] = hook
+
+
+def state_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers of a module that its training steps may read: codebooks, queues, prototypes.
+
+    DDP gives its replicas those of the first before each step, and so must we to have its numbers.
+    Running statistics of batch normalisation are not among them: training only writes these.
+    """
+    parts = (part for part in module.modules() if not isinstance(part, BatchNorm))
+    return [buffer for part in parts for buffer in part.buffers(recurse=False)]
 
 
 def broadcast_module(module: nn.Module, group: Group) -> None:

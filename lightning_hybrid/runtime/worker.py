@@ -21,7 +21,7 @@ from lightning_hybrid.runtime.links import Links
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
 from lightning_hybrid.runtime.performance import Stopwatch
-from lightning_hybrid.runtime.replicas import Copies
+from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.scaling import unscale
 from lightning_hybrid.runtime.signals import left_to_the_driver
 from lightning_hybrid.runtime.staged import (
@@ -162,7 +162,8 @@ class Worker:
         stage.move(self._device)
         borrowed = borrowed_parameters(stages)[self._mesh.place.stage]
         own = own_parameters(stage, borrowed)
-        copies = Copies(own, stage.buffers(), self._mesh.copies, self._trace)
+        state = state_buffers(network)
+        copies = Copies(own, stage.buffers(), self._mesh.copies, self._trace, state)
         engine = Engine(
             [stage],
             self._mesh.place,
@@ -206,9 +207,9 @@ class Worker:
     def _reduce(self, _: None, number: int, *__: int) -> None:
         self._networks[number].engine.copies.reduce()
 
-    def _buffers(self, _: None, *__: int) -> None:
+    def _buffers(self, _: None, state: int, *__: int) -> None:
         for network in self._networks:
-            network.engine.copies.broadcast_buffers()
+            network.engine.copies.broadcast_buffers(state=bool(state))
 
     # -- the optimizers
 

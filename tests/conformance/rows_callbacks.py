@@ -391,9 +391,8 @@ class MonitorsThroughputAndDevices(_Epochs):
         stages = type(trainer.strategy).__name__.startswith("Hybrid")
         assert not stages or any("stage0." in name for name in rows[0]) or len(monitors) == 1
         ours = re.compile(r"stage\d+\.")
-        return sorted(
-            (name, sum(bool(row[name]) for row in rows)) for name in rows[0] if not ours.search(name)
-        )
+        names = [name for name in rows[0] if not ours.search(name)]
+        return sorted((name, sum(bool(row[name]) for row in rows)) for name in names)
 
 
 class GoesOnAfterFit(_Epochs):
@@ -426,7 +425,7 @@ class GoesOnAfterFit(_Epochs):
 
 
 class SavesAfterFit(_Epochs):
-    """`trainer.save_checkpoint` in the script holds what one device saves; a run goes on from it."""
+    """What `trainer.save_checkpoint` then holds is what one device saves; a run goes on from it."""
 
     fast = (ONE_OF_TWO, TWO_OF_TWO)
     options: ClassVar = {**EPOCHS, "max_epochs": 2}

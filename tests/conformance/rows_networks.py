@@ -250,8 +250,7 @@ class NormsWeightsByHooks(Row):
 class CountsCalls(Row):
     """Buffers that change in each forward and matter in the next, one in each stage."""
 
-    # `ddp` gives all replicas the buffers of replica 0 in every step, not only before they are used
-    shapes = (ONE_OF_TWO,)
+    shapes = fast = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.1"]}
     per_microbatch = True
 
@@ -270,6 +269,27 @@ class CountsCalls(Row):
 
     def build(self) -> None:
         self.net = nn.Sequential(self.Counting(6, 8), self.Counting(8, 3))
+
+
+class KeepsPrototypes(Row):
+    """A buffer of the LightningModule itself, which each step reads and changes."""
+
+    fast = IN_REPLICAS
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("prototype", torch.zeros(3))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        outputs = self.net(x)
+        self.prototype.lerp_(outputs.detach().mean(0), 0.5)
+        return nn.functional.cross_entropy(outputs - self.prototype, y)
+
+
+class KeepsPrototypesWhileAccumulating(KeepsPrototypes):
+    """`ddp` exchanges buffers after steps that have exchanged gradients."""
+
+    options: ClassVar = {"accumulate_grad_batches": 2}
 
 
 class NormalizesOtherwise(Row):
