@@ -117,8 +117,9 @@ class Row(LightningModule):
 
     def weights(self, run: "Run") -> dict[str, Tensor]:
         """Weights and buffers when all is over; all ranks call it."""
-        gather = getattr(run.trainers[-1].strategy, "full_state_dict", self.state_dict)
-        return gather() if self.gathered else self.state_dict()
+        if not self.gathered:
+            return self.state_dict()
+        return getattr(run.trainers[-1].strategy, "full_state_dict", self.state_dict)()
 
     @classmethod
     def check(cls, ranks: list[Record], reference: list[Record]) -> None:
