@@ -238,6 +238,7 @@ _RANGE: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold":
 
 class FindsLearningRate(_Tuned):
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
+    control = False  # its sampler shuffles
 
     def callbacks(self, folder: Path) -> list[Callback]:
         self.finder = LearningRateFinder(num_training_steps=20, **_RANGE)
@@ -252,6 +253,7 @@ class TunesLearningRate(_Tuned):
 
     fast = (ONE_OF_TWO, TWO_OF_TWO)
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
+    control = False
 
     def exercise(self, run: Run) -> Any:
         trainer = run.trainer()

@@ -130,15 +130,13 @@ class LogsToWandb(_Logs):
         [file] = folder.glob("wandb/offline-run-*/*.wandb")
         config: dict[str, str] = {}
         rows = []
-        for data in log_records(file.read_bytes()):
-            record = Stored()
-            record.ParseFromString(data)
+        for record in _whole_log(file, Stored):
             if record.WhichOneof("record_type") == "config":
                 config |= {u.key: u.value_json for u in record.config.update if u.key != "_wandb"}
             if record.WhichOneof("record_type") == "history":
                 items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-                rows.append({k: json.loads(v) for k, v in items.items() if k[0] != "_"})
-        return [config, rows]
+                rows.append({k: json.loads(v) for k, v in sorted(items.items()) if k[0] != "_"})
+        return [config, rows]  # keys of a record have no order of their own
 
 
 class LogsPerformance(Row):
@@ -201,6 +199,17 @@ def scalars(folder: Path) -> Values:
         name: [(event.step, event.value) for event in events.Scalars(name)]
         for name in sorted(events.Tags()["scalars"])
     }
+
+
+def _whole_log(file: Path, kind: Any) -> list[Any]:
+    """The records of a run, once the process that writes them has come to its end."""
+    deadline = time.monotonic() + 60
+    records: list[Any] = []
+    while not records or records[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, f"{file} has no end: {len(records)} records"
+        time.sleep(0.1)
+        records = [kind.FromString(data) for data in log_records(file.read_bytes())]
+    return records
 
 
 def log_records(data: bytes) -> Iterator[bytes]:

@@ -179,7 +179,8 @@ class LogsImages(_Evaluated):
 
     def exercise(self, run: Run) -> Any:
         super().exercise(run)
-        events = EventAccumulator(str(run.folder / "log")).Reload()
+        run.trainers[-1].strategy.barrier()  # replica 0 closes the file
+        events = EventAccumulator(str(run.folder / "log"), size_guidance={"images": 0}).Reload()
         images = [(e.step, e.encoded_image_string) for e in events.Images("output")]
         return images, [(e.step, e.value) for e in events.Scalars("val")]
 
