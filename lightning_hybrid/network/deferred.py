@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.compat import TorchDispatchMode, as_they_are, swap_memory
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.network.structure import rebuild, tensors_in
-from lightning_hybrid.network.tape import Tape, View
+from lightning_hybrid.network.tape import Tape, View, memory_for
 
 
 class _Unmade:
@@ -428,9 +428,7 @@ class _Recorder(TorchDispatchMode):
             if not isinstance(value, View):
                 return value
             if fills and value in written:
-                return torch.empty_strided(
-                    value.size, value.stride, dtype=value.dtype, device=self._tape.device
-                )
+                return value.of(memory_for(self._tape.bytes_behind(value), self._tape.device))
             return self._tape.real([value])[0]
 
         args, kwargs = rebuild(noted, real)

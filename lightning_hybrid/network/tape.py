@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import heapq
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ from lightning_hybrid.network.structure import Token, rebuild, tensors_in
 
 _SNAPSHOT_BYTES = 2**20
 """Real tensors up to this size are copied when an operation on the tape reads them."""
+
+_MAPPED_BYTES = 2**20
+"""From this size on memory is taken from the system piece by piece."""
 
 _WHOLE = {
     f"aten::{name}" for name in ("normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_")
@@ -126,6 +130,10 @@ class Tape:
         """Whether a tensor on the meta device was made under this tape."""
         return tensor.is_meta and tensor.untyped_storage()._cdata in self._storages
 
+    def bytes_behind(self, view: View) -> int:
+        """The size of the storage that a view lies in."""
+        return self._storages[view.key].nbytes()
+
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether something was written to a tensor while ``marking`` was on."""
         return self.view(tensor).key in self._marked
@@ -176,7 +184,7 @@ class Tape:
 
     def _covers(self, view: View) -> bool:
         numbers = torch.Size(view.size).numel()
-        return numbers * view.dtype.itemsize == self._storages[view.key].nbytes()
+        return numbers * view.dtype.itemsize == self.bytes_behind(view)
 
     def _add(self, step: Step) -> None:
         if self.marking:
@@ -240,9 +248,25 @@ class Tape:
         device: torch.device | None = None,
     ) -> Tensor:
         if view.key not in memory:
-            size = self._storages[view.key].nbytes()
-            memory[view.key] = torch.UntypedStorage(size, device=device or self.device)
+            size = self.bytes_behind(view)
+            memory[view.key] = memory_for(size, device or self.device)
         return view.of(memory[view.key])
+
+
+def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
+    """Memory that goes back to the system as soon as nobody has it.
+
+    C's allocator gives back only what lies at the end of its heap. A network's weights, made and
+    dropped one after the other between small objects that live on, would stay in the process.
+
+    Args:
+        size: in bytes.
+        device: where; only the CPU's memory is C's.
+    """
+    if device.type != "cpu" or size < _MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.UntypedStorage(size, device=device)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
 def _views(value: Any) -> Iterator[View]:

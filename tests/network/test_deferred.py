@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ from lightning_hybrid.network.partition import network_partitions
 from lightning_hybrid.network.tracing import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
+
+STATUS = Path("/proc/self/status")
 
 
 class Computed(nn.Module):
@@ -182,6 +185,23 @@ def test_looking_and_running_make_nothing_for_good(pair: nn.Module, made_pair: n
     assert [p.parameter_bytes for p in profile.partitions] == [100, 72]
     pair.cpu()
     assert all(map(is_unmade, pair.parameters()))
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="Linux's account of a process is not there")
+def test_weights_that_are_drawn_and_dropped_leave_the_process() -> None:
+    before = own_bytes()
+    network, _ = build(
+        lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
+    )  # 256 MiB
+    with torch.no_grad():
+        network(torch.zeros(1, 2048))  # draws each of them again
+    assert own_bytes() - before < 64 * 2**20
+
+
+def own_bytes() -> int:
+    """The memory of this process, without files."""
+    [line] = [line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
 
 
 def test_copies_and_pickles_are_ordinary_tensors(pair: nn.Module, made_pair: nn.Module) -> None:
