@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_hybrid.compat_lightning import (
     MultiProcessingLauncher,
@@ -162,6 +163,7 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
         start_method: Literal["spawn", "fork", "forkserver"],
     ) -> None:
         super().__init__(strategy, start_method=start_method)
+        self._place_of = strategy.place_of
 
     def launch(
         self,
@@ -170,8 +172,17 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
         trainer: Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Start a process per device and return the result of the first."""
-        return super().launch(Part(function), *args, trainer=trainer, **kwargs)
+        """Start a process per device and return the result of the first.
+
+        Raises:
+            RemoteError: a process was killed, or ended by itself.
+        """
+        try:
+            return super().launch(Part(function), *args, trainer=trainer, **kwargs)
+        except ProcessExitedException as error:
+            # torch ends the others before they can say whom they miss
+            place = self._place_of(error.error_index)
+            raise RemoteError(f"Lost {place}: {error}") from error
 
 
 def _exists(pid: int) -> bool:

@@ -7,7 +7,7 @@ strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
 
 import os
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
@@ -70,7 +70,7 @@ from lightning_hybrid.runtime.large import (
 from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
-from lightning_hybrid.runtime.signals import make_impatient, make_patient
+from lightning_hybrid.runtime.signals import let_in, make_impatient, make_patient
 from lightning_hybrid.runtime.survey import measure_links, survey
 from lightning_hybrid.runtime.transport import broadcast_object, meet
 from lightning_hybrid.runtime.worker import Worker
@@ -94,6 +94,7 @@ class _Phase(Enum):
 
     TOGETHER = "all ranks: before the setup of a run, and after its end"
     RUNNING = "the drivers"
+    ALONE = "nobody: this driver handles a signal, and others may wait for it"
     FAILED = "nobody: the others may be gone"
 
 
@@ -260,6 +261,12 @@ class HybridGabraStrategy(DDPStrategy):
         environment = self.cluster_environment
         return Place(environment.global_rank() if environment else 0, *self._shape())
 
+    def place_of(self, local_rank: int) -> Place:
+        """The place of a process of this host, before any have changed theirs."""
+        environment = self.cluster_environment
+        node = environment.node_rank() if environment else 0
+        return Place(node * self.num_processes + local_rank, *self._shape())
+
     @property
     def plan(self) -> Plan | None:
         """The plan in force; of the first network, if there are several. ``None`` before it."""
@@ -272,7 +279,8 @@ class HybridGabraStrategy(DDPStrategy):
 
     @property
     def world_size(self) -> int:
-        return self.num_replicas
+        # Lightning's handler of SIGTERM would wait for the other drivers
+        return 1 if self._phase is _Phase.ALONE else self.num_replicas
 
     @property
     def is_distributed(self) -> bool:
@@ -726,6 +734,8 @@ class HybridGabraStrategy(DDPStrategy):
         with self._statistics:  # activation checkpointing runs layers again here
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._driver.after_backward()
+        if not self.is_global_zero and self._driver.synchronize:
+            let_in(hold=True)  # the first driver has been here too
         return precision.post_backward(closure_loss, module)
 
     @contextmanager
@@ -750,21 +760,33 @@ class HybridGabraStrategy(DDPStrategy):
                 # the wrapper inherits zero_grad from its class and would not see the instance's
                 vars(wrapper)["zero_grad"] = optimizer.zero_grad
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        before, self._phase = self._phase, _Phase.ALONE
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def _hear_signals_patiently(self) -> None:
+        make_patient(self._alone)
+        let_in(hold=False)
+
     def on_train_start(self) -> None:
         super().on_train_start()
-        make_patient()
+        self._hear_signals_patiently()
 
     def on_test_start(self) -> None:
         super().on_test_start()
-        make_patient()
+        self._hear_signals_patiently()
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        make_patient()
+        self._hear_signals_patiently()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        make_patient()
+        self._hear_signals_patiently()
         assert self._driver is not None
         self._driver.broadcast_buffers()
         if self._performance is not None:
@@ -777,11 +799,14 @@ class HybridGabraStrategy(DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        if not self.is_global_zero:
+            let_in(hold=True)
         if self._performance is not None:
             self._performance.batch_starts(batch)
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        let_in(hold=False)
         if self._performance is not None:
             self._performance.end()
 

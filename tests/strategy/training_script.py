@@ -312,7 +312,8 @@ def main(folder: Path) -> None:
     # a shell starts background jobs with Ctrl-C switched off
     signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer, seen = train(json.loads((folder / "config.json").read_text()), folder)
-    torch.save(seen, folder / f"rank{trainer.strategy.cluster_environment.global_rank()}.pt")
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    torch.save(seen, folder / f"rank{environment.global_rank() if environment else 0}.pt")
 
 
 if __name__ == "__main__":
