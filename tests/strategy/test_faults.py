@@ -246,6 +246,23 @@ def test_sigterm_ends_all_ranks_and_saves(start: Start, tmp_path: Path, replicas
         assert_resumes(training, tmp_path)
 
 
+def test_a_handler_saves_while_all_replicas_train_on(start: Start) -> None:
+    checkpoint = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
+    saving = SAVING | {"checkpoint": checkpoint, "saves_on_signal": True}
+    training, process = start(replicas=2, stages=2, **saving)
+    pids = ready(training, 4)
+    for rank in (2, 0):  # the drivers, as `srun` would
+        os.kill(pids[rank], signal.SIGUSR1)
+    wait_for((training.folder / "signal.ckpt").exists, training)
+    before = checkpoints(training)[-1]
+    wait_for(lambda: checkpoints(training)[-1] != before, training)
+    assert process.poll() is None
+    saved = torch.load(training.folder / "signal.ckpt", weights_only=True)
+    usual = torch.load(checkpoints(training)[-1], weights_only=True)
+    assert saved["state_dict"].keys() == usual["state_dict"].keys()
+    assert len(saved["optimizer_states"][0]["state"]) == len(usual["optimizer_states"][0]["state"])
+
+
 @pytest.mark.parametrize("whom", ["group", pytest.param("main process", marks=slow)])
 def test_ctrl_c_ends_all_ranks(start: Start, tmp_path: Path, whom: str) -> None:
     # it comes in the middle of a step: what is saved then is no state of an undisturbed run

@@ -292,6 +292,9 @@ def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]
     training = (Loader if config.get("goes_on") else DataLoader)(data(config), **options)
     loader = DataLoader(data(config), **options)
     trainer = make_trainer(config, folder)
+    if config.get("saves_on_signal"):  # as Lightning does for SLURM
+        path = folder / "signal.ckpt"
+        signal.signal(signal.SIGUSR1, lambda *_: trainer.save_checkpoint(path))
     trainer.fit(module, training, loader, ckpt_path=config.get("ckpt_path"))
     seen = observed(trainer, module)
     if config.get("after"):
