@@ -581,6 +581,7 @@ class HybridGabraStrategy(DDPStrategy):
             self.optimizers = worker.optimizers
         assert self._before is not None
         adopt_results(self.lightning_module.trainer, results, self._before)
+        self._part_from_all()
         return results
 
     # ------------------------------------------------------------------ made in configure_model
@@ -635,7 +636,16 @@ class HybridGabraStrategy(DDPStrategy):
         results.plans.update(self._plans)
         self._driver.end(results, weights=results.state.fn == TrainerFn.FITTING)
         self._driver = self._networks = None
+        self._part_from_all()
+
+    def _part_from_all(self) -> None:
+        """The end of a run, on all ranks: no script ends, and no store with it, while others run.
+
+        One replica may predict for longer than the others.
+        """
+        assert self._mesh is not None
         self._phase = _Phase.TOGETHER
+        self._meet(self._mesh)
 
     def fail(self, error: BaseException) -> str | None:
         """This rank fails with ``error``: tell the others.

@@ -14,6 +14,8 @@ from conftest import DEFAULTS, Training
 from test_exact_training import one_device as one_device_of
 from training_script import train
 
+from lightning_hybrid.runtime.faults import GRACE_S
+
 pytestmark = [
     pytest.mark.distributed,
     # Lightning's advice on workers of loaders
@@ -180,3 +182,11 @@ def test_two_hosts_train_together(hosts: list[str], tmp_path: Path) -> None:
         for node, host in enumerate(hosts)
     ]
     assert_trained(training.wait(processes))
+
+
+@pytest.mark.conformance
+def test_the_first_rank_waits_for_the_predictions_of_the_others(tmp_path: Path) -> None:
+    # it holds the store; longer than a failed run may take to end
+    config = {"replicas": 2, "steps": 2, "slow_prediction_s": GRACE_S + 5}
+    ranks = Training(tmp_path, **config).run()
+    assert [len(rank["predictions"]) for rank in ranks] == [3, 3]

@@ -189,6 +189,9 @@ class Classifier(LightningModule):
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        slow = self.config.get("slow_prediction_s", 0)
+        if batch_idx == 0 and os.environ.get("LOCAL_RANK") == "1":
+            time.sleep(slow)
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
@@ -302,6 +305,8 @@ def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]
         seen["test"] = trainer.test(module, loader, verbose=False)
         seen["predictions"] = trainer.predict(module, loader, ckpt_path=config["after"])
         seen["random"] = torch.rand(3)
+    if config.get("slow_prediction_s"):
+        seen["predictions"] = trainer.predict(module, loader)
     if config.get("again"):
         trainer.fit_loop.epoch_loop.max_steps += config["again"]
         trainer.fit(module, training, loader)
