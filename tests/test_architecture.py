@@ -75,6 +75,7 @@ def test_only_the_outermost_files_import_lightning() -> None:
 def test_only_the_runtime_imports_torch_distributed() -> None:
     found = importers(FILES, "torch.distributed", "torch.multiprocessing")
     found -= {"lightning_hybrid/planning/cluster.py"}  # measures links
+    found -= {"lightning_hybrid/launcher.py"}  # torch's error where a spawned process was killed
     assert all(path.startswith("lightning_hybrid/runtime/") for path in found)
     for path, tree in FILES.items():
         names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
