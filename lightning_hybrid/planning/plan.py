@@ -57,10 +57,11 @@ class Plan:
     """Names of the first module of each next stage, as in the network (`stages - 1` of them)."""
     devices: tuple[int, ...] = ()
     """Device of each stage, counted within the replica. The last stage is the driver's, and the
-    driver is device 0. Empty: stage k on device k + 1, the last on device 0."""
+    driver is device 0. Under a free placement a device has several stages. Empty: stage k on device
+    k + 1, the last on device 0."""
     capacities: tuple[float, ...] = ()
-    """Relative speed of each device of a replica, as many as there are stages: that of the slowest
-    of its copies. Empty: all equal, or not known."""
+    """Relative speed of each device of a replica: that of the slowest of its copies. Empty: all
+    equal, or not known."""
     copies: tuple[int, ...] = ()
     """Copies of each stage. Empty: as many as there are replicas."""
     rows: tuple[StagePlan, ...] = ()
@@ -105,17 +106,24 @@ class Plan:
                 f"stages({self.stages}) need {self.stages - 1} different cuts, "
                 f"the plan has {len(self.cuts)}: {list(self.cuts)}"
             )
-        for name in ("devices", "copies", "capacities", "rows"):
+        for name in ("devices", "copies", "rows"):
             value = getattr(self, name)
-            if len(value) != self.stages and not (name in ("rows", "capacities") and not value):
+            if len(value) != self.stages and not (name == "rows" and not value):
                 raise PlanError(f"stages({self.stages}) != {len(value)} {name}")
 
     def _check_placement(self) -> None:
-        if sorted(self.devices) != list(range(self.stages)) or self.devices[-1] != 0:
+        count = len(set(self.devices))
+        if set(self.devices) != set(range(count)) or self.devices[-1] != 0:
             raise PlanError(
-                f"devices{self.devices} must name each of 0..{self.stages - 1} once and end with "
-                "0, the driver's, which owns the last stage"
+                f"devices{self.devices} must name each of 0..{count - 1} (as many as there are "
+                "different ones) and end with 0, the driver's, which owns the last stage"
             )
+        if count == 1 and self.stages > 1:
+            raise PlanError(
+                f"stages({self.stages}) are all on one device{self.devices}: it needs no cuts"
+            )
+        if self.capacities and len(self.capacities) != count:
+            raise PlanError(f"devices({count}) != {len(self.capacities)} capacities")
         rows = tuple(row.device for row in self.rows)
         if rows and rows != self.devices:
             raise PlanError(f"devices{self.devices} contradict the rows of the stages, {rows}")
@@ -126,9 +134,14 @@ class Plan:
             )
 
     @property
+    def devices_per_replica(self) -> int:
+        """Number of devices of a replica: that of the stages, or less where some share one."""
+        return max(self.devices) + 1
+
+    @property
     def world_size(self) -> int:
         """Number of devices, and of processes, that the plan takes."""
-        return sum(self.copies)
+        return self.replicas * self.devices_per_replica
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -193,9 +206,11 @@ class Plan:
     def describe(self) -> str:
         """The plan as a short table for a terminal."""
         predicted = self.predicted_step_s
-        replicas, stages = _counted(self.replicas, "replica"), _counted(self.stages, "stage")
+        replicas, shape = _counted(self.replicas, "replica"), _counted(self.stages, "stage")
+        if self.devices_per_replica < self.stages:
+            shape = f"{_counted(self.devices_per_replica, 'device')} with {shape}"
         head = (
-            f"{replicas} x {stages} = {_counted(self.world_size, 'device')}, "
+            f"{replicas} x {shape} = {_counted(self.world_size, 'device')}, "
             f"{_counted(self.microbatches, 'micro-batch', 'es')}, {self.schedule}\n"
             f"allocation: {self.allocation} ({self.objective})"
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")

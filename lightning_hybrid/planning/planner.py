@@ -38,12 +38,14 @@ class PlanSettings:
         allocation: ``"gabra"``, ``"exact"``, or cut points as named in the LightningModule.
         objective: ``"makespan"`` or ``"profit"``.
         seed: of the genetic algorithm.
+        contiguous: whether each device gets one stage.
     """
 
     schedule: str
     allocation: Literal["gabra", "exact"] | tuple[str, ...]
     objective: Objective
     seed: int
+    contiguous: bool = True
 
 
 def make_plan(
@@ -73,7 +75,7 @@ def make_plan(
         microbatches: their number.
         settings: what the user has asked for.
         replicas: number of replicas.
-        stages: number of stages.
+        stages: number of devices of a replica.
         backend: ``"gloo"`` or ``"nccl"``.
         device: where to measure.
         cluster: the devices; None: they are taken to be equal, and large enough.
@@ -124,6 +126,7 @@ def make_plan(
         memory_bytes=needed,
         memory_limits=limits,
         cut_points=first,
+        contiguous=settings.contiguous,
         seed=settings.seed,
     )
     return replace(plan, predicted_step_s=None) if first is not None else plan

@@ -56,6 +56,7 @@ def plan_stages(
     memory_bytes: Sequence[int] | None = None,
     memory_limits: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
+    contiguous: bool = True,
     seed: int = 0,
 ) -> Plan:
     """Choose where to cut a chain of n network partitions, and predict the time of a step.
@@ -71,19 +72,23 @@ def plan_stages(
         parameters: n numbers of parameter elements.
         layers: n numbers of layers.
         replicas: Number of replicas.
-        stages: Number of stages of a replica.
+        stages: Number of devices of a replica, and of its stages if those are contiguous.
         microbatches: Number of micro-batches.
         schedule: Name of the schedule.
         method: How the cuts are chosen.
         objective: What the choice optimises. After `makespan` the cuts are moved while that
-            shortens the predicted step. `profit` needs limits, which profiled devices don't
-            have; the capacities are then scaled to hold the network with a quarter to spare.
+            shortens the predicted step, if the placement is contiguous. `profit` needs limits,
+            which profiled devices don't have; the capacities are then scaled to hold the network
+            with a quarter to spare.
         capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
             driver's and gets the last stage.
         bandwidth_bytes_per_s: Speed of the links between the devices.
         memory_bytes: n sizes of what a partition holds while it trains; None: not known.
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
-        cut_points: Names of the first partition of each next stage, instead of a search.
+        cut_points: Names of the first partition of each next stage, instead of a search; each
+            device has one.
+        contiguous: Whether each device gets one run of partitions. Else it may get several, and
+            each run is a stage: then the plan has as many stages as the allocation has runs.
         seed: Seed of the allocation.
 
     Raises:
@@ -113,27 +118,35 @@ def plan_stages(
         ends, devices = _given(profile.names, cut_points, stages), _order(stages)
     else:
         ends, devices = _search(
-            profile, speeds, memory_limits, bandwidth_bytes_per_s, method, objective, seed
+            profile,
+            speeds,
+            memory_limits,
+            bandwidth_bytes_per_s,
+            method,
+            objective,
+            contiguous,
+            seed,
         )
-    order = [speeds[j] for j in devices]
-    room = None if memory_limits is None else [memory_limits[j] for j in devices]
 
     def predict_s(ends: Sequence[int]) -> float:
-        timeline = _predict(profile, ends, order, bandwidth_bytes_per_s, schedule, microbatches)
+        timeline = _predict(
+            profile, ends, devices, speeds, bandwidth_bytes_per_s, schedule, microbatches
+        )
         return timeline.makespan_s
 
     def possible_s(ends: Sequence[int]) -> float:
-        if room is not None and profile.memory_bytes is not None:
+        if memory_limits is not None and profile.memory_bytes is not None:
             held = _sums(profile.memory_bytes, ends)
-            if any(size > limit for size, limit in zip(held, room)):
+            if any(size > memory_limits[j] for size, j in zip(held, devices)):
                 return float("inf")
         return predict_s(ends)
 
-    if cut_points is None and objective == "makespan":
+    # (with as many stages as a free placement may have, there are too many ways to move cuts)
+    if cut_points is None and objective == "makespan" and contiguous:
         ends, _ = polish(ends, possible_s)
     return Plan(
         replicas=replicas,
-        stages=stages,
+        stages=len(ends),
         microbatches=microbatches,
         schedule=schedule,
         cuts=tuple(profile.names[end] for end in ends[:-1]),
@@ -172,9 +185,10 @@ def _search(
     bandwidth_bytes_per_s: float,
     method: Literal["gabra", "exact"],
     objective: Objective,
+    contiguous: bool,
     seed: int,
 ) -> tuple[list[int], list[int]]:
-    """The ends of the stages, and their devices."""
+    """The ends of the stages, and their devices; neighbouring runs of a device are one stage."""
     loads = [f + b for f, b in zip(profile.forward_s, profile.backward_s)]
     capacities = list(speeds)
     if objective == "profit":
@@ -191,7 +205,9 @@ def _search(
             memory_limits=memory_limits,
             method=method,
             objective=objective,
-            device_order=_order(len(speeds)),
+            contiguous=contiguous,
+            last_device=0,
+            device_order=_order(len(speeds)) if contiguous else None,
             seed=seed,
         )
     except AllocationError as error:
@@ -212,16 +228,18 @@ def _sums(values: Sequence[float], ends: Sequence[int]) -> list[float]:
 def _predict(
     profile: _Profile,
     ends: Sequence[int],
+    devices: Sequence[int],
     speeds: Sequence[float],
     bandwidth_bytes_per_s: float,
     schedule: str,
     microbatches: int,
 ) -> Timeline:
-    """Run the lists of the schedule on the chosen stages."""
+    """Run the lists of the schedule on the chosen stages, whose devices have these speeds."""
     return simulate(
         SCHEDULES[schedule](len(ends), microbatches),
-        [t / speed for t, speed in zip(_sums(profile.forward_s, ends), speeds)],
-        [t / speed for t, speed in zip(_sums(profile.backward_s, ends), speeds)],
+        [t / speeds[j] for t, j in zip(_sums(profile.forward_s, ends), devices)],
+        [t / speeds[j] for t, j in zip(_sums(profile.backward_s, ends), devices)],
+        devices=devices,
         send_s=[profile.cut_bytes[end - 1] / bandwidth_bytes_per_s for end in ends[:-1]],
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Instruction, Kind, Schedule, execute
+from lightning_hybrid.schedules import Instruction, Kind, Schedule, execute_merged, merge
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 
@@ -14,7 +14,7 @@ _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 class Event:
     """An instruction and when it ran.
 
-    A send lasts while its message is on the link, a receive while the stage waits for it, a
+    A send lasts while its message is on the link, a receive while the device waits for it, a
     reduction while gradients travel. Only forward and backward keep the device busy.
     """
 
@@ -30,13 +30,13 @@ class Timeline:
 
     events: tuple[Event, ...]
     makespan_s: float
-    """From the start of the forward pass until the last stage has stepped."""
+    """From the start of the forward pass until the last device has stepped."""
     busy_s: tuple[float, ...]
-    """Seconds that each stage computes or steps."""
+    """Seconds that each device computes or steps; by stage, if each has a device of its own."""
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time in which they neither compute nor step."""
+        """Share of the devices' time in which they neither compute nor step."""
         total_s = len(self.busy_s) * self.makespan_s
         return (total_s - sum(self.busy_s)) / total_s if total_s else 0.0
 
@@ -46,6 +46,7 @@ def simulate(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     *,
+    devices: Sequence[int] | None = None,
     send_s: Sequence[float] | float = 0.0,
     input_s: float = 0.0,
     reduce_s: Sequence[float] | float = 0.0,
@@ -53,20 +54,24 @@ def simulate(
 ) -> Timeline:
     """Execute the lists of a schedule on clocks instead of devices.
 
-    A stage runs one instruction after the other. Sends cost the sender nothing; the messages of a
-    link travel one at a time, and the two directions of an edge don't disturb each other. The
-    user's code between forward and backward takes no time.
+    A device runs one instruction after the other. Sends cost the sender nothing; the messages of a
+    link travel one at a time, and the two directions of an edge don't disturb each other. What
+    stages on one device hand each other is there at once. The user's code between forward and
+    backward takes no time.
 
     Args:
         schedule: What to run.
         forward_s: Seconds of the forward of one micro-batch, per stage.
         backward_s: The same for the backward.
+        devices: Device of each stage, counted from 0. A device with several stages runs their lists
+            merged into one. None: stage k has device k to itself.
         send_s: Seconds in which one micro-batch crosses the cut after each stage (`stages - 1`
             values, or one for all), in either direction.
         input_s: Seconds in which one micro-batch of inputs, or its gradient, travels between the
             driver and stage 0.
         reduce_s: Seconds of the all-reduce between the copies of each stage, or one for all. It
-            runs beside the last backward and ends no earlier than this.
+            runs beside the last backward and ends no earlier than this; those of a device follow
+            each other.
         step_s: Seconds of the optimizer step of each stage, or one for all.
 
     Raises:
@@ -74,20 +79,28 @@ def simulate(
             number, or the schedule cannot be run.
     """
     stages = schedule.stages
+    places = tuple(range(stages)) if devices is None else tuple(devices)
+    if len(places) != stages or set(places) != set(range(len(set(places)))):
+        raise PlanError(f"devices{places} must name one of 0, 1 ... for each of {stages} stages")
+    count = len(set(places))
     run = _Run(
+        devices=places,
         forward_s=_per("forward_s", forward_s, stages),
         backward_s=_per("backward_s", backward_s, stages),
         edge_s=(*_per("send_s", send_s, stages - 1), *_per("input_s", input_s, 1)),
         reduce_s=_per("reduce_s", reduce_s, stages),
-        clock_s=[0.0] * stages,
-        reduced_s=[0.0] * stages,
-        busy_s=[0.0] * stages,
+        clock_s=[0.0] * count,
+        reduced_s=[0.0] * count,
+        busy_s=[0.0] * count,
     )
-    # The backward list of a stage simply follows its forward list: the driver starts the backward
+    # The backward list of a device simply follows its forward list: the driver starts the backward
     # pass when its forward is over, and all others wait for its gradients.
-    for stage, instruction in execute([f + b for f, b in zip(schedule.forward, schedule.backward)]):
+    forward, backward = merge(schedule.forward, places), merge(schedule.backward, places)
+    for stage, instruction in execute_merged([f + b for f, b in zip(forward, backward)]):
         run.take(stage, instruction)
-    steps_s = _per("step_s", step_s, stages)
+    steps_s = [0.0] * count
+    for device, seconds in zip(places, _per("step_s", step_s, stages)):
+        steps_s[device] += seconds
     ends_s = map(max, zip(run.clock_s, run.reduced_s))
     return Timeline(
         events=tuple(run.events),
@@ -98,8 +111,9 @@ def simulate(
 
 @dataclass
 class _Run:
-    """The clocks of a simulated step."""
+    """The clocks of a simulated step: those of the devices, and per link."""
 
+    devices: tuple[int, ...]  # of the stages
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     edge_s: tuple[float, ...]  # edge k of the ring joins stage k and the next one
@@ -112,30 +126,34 @@ class _Run:
     events: list[Event] = field(default_factory=list)
 
     def take(self, stage: int, instruction: Instruction) -> None:
-        start_s = self.clock_s[stage]
+        device = self.devices[stage]
+        start_s = self.clock_s[device]
         if instruction.kind in _COMPUTE:
             end_s = self._compute(stage, instruction)
         elif instruction.kind is Kind.REDUCE:
-            end_s = self.reduced_s[stage] = start_s + self.reduce_s[stage]
+            start_s = max(start_s, self.reduced_s[device])
+            end_s = self.reduced_s[device] = start_s + self.reduce_s[stage]
         elif instruction.kind.is_send:
             start_s, end_s = self._send(stage, instruction)
         else:
-            link = (instruction.peer(stage, len(self.clock_s)), stage)
-            end_s = self.clock_s[stage] = max(start_s, self.arrivals_s[link].popleft())
+            link = (instruction.peer(stage, len(self.devices)), stage)
+            end_s = self.clock_s[device] = max(start_s, self.arrivals_s[link].popleft())
         self.events.append(Event(stage, instruction, start_s, end_s))
 
     def _compute(self, stage: int, instruction: Instruction) -> float:
         forward = instruction.kind is Kind.FORWARD
         duration_s = (self.forward_s if forward else self.backward_s)[stage]
-        self.busy_s[stage] += duration_s
-        self.clock_s[stage] += duration_s
-        return self.clock_s[stage]
+        device = self.devices[stage]
+        self.busy_s[device] += duration_s
+        self.clock_s[device] += duration_s
+        return self.clock_s[device]
 
     def _send(self, stage: int, instruction: Instruction) -> tuple[float, float]:
         along = instruction.kind is not Kind.SEND_GRADIENT
-        link = (stage, instruction.peer(stage, len(self.clock_s)))
-        start_s = max(self.clock_s[stage], self.link_free_s.get(link, 0.0))
-        end_s = start_s + self.edge_s[stage if along else link[1]]
+        link = (stage, instruction.peer(stage, len(self.devices)))
+        source, target = (self.devices[end] for end in link)
+        start_s = max(self.clock_s[source], self.link_free_s.get(link, 0.0))
+        end_s = start_s + (0.0 if source == target else self.edge_s[stage if along else link[1]])
         self.link_free_s[link] = end_s
         self.arrivals_s.setdefault(link, deque()).append(end_s)
         return start_s, end_s

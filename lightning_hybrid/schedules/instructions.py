@@ -93,6 +93,9 @@ class Instruction:
 Lists = tuple[tuple[Instruction, ...], ...]
 """One instruction list per stage; the index is the stage, the last one is the driver's."""
 
+Step = tuple[int, Instruction]
+"""An instruction of the stage with this number, in the list of a device with several stages."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -109,7 +112,7 @@ class Schedule:
     backward: Lists
 
 
-def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instruction]]:
+def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[Step]:
     """Run the lists of all stages side by side; yield `(stage, instruction)` in a possible order.
 
     Sends don't block, receives wait for their message. Which of the possible orders comes out does
@@ -119,15 +122,24 @@ def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instr
         PlanError: a stage receives another message than the one that comes next on the link, all
             stages wait (deadlock), or messages are left over at the end.
     """
-    stages = len(lists)
-    todo = [deque(instructions) for instructions in lists]
+    yield from execute_merged([[(k, step) for step in steps] for k, steps in enumerate(lists)])
+
+
+def execute_merged(lists: Sequence[Sequence[Step]]) -> Iterator[Step]:
+    """The same for one list per device, each with the instructions of one stage or more.
+
+    Raises:
+        PlanError: see `execute`.
+    """
+    stages = 1 + max((stage for steps in lists for stage, _ in steps), default=0)
+    todo = [deque(steps) for steps in lists]
     links: dict[tuple[int, int], deque[Instruction]] = {}
     progress = True
     while progress:
         progress = False
-        for stage, instructions in enumerate(todo):
-            while instructions:
-                instruction = instructions[0]
+        for steps in todo:
+            while steps:
+                stage, instruction = steps[0]
                 if instruction.kind.is_send:
                     link = (stage, instruction.peer(stage, stages))
                     links.setdefault(link, deque()).append(instruction)
@@ -136,7 +148,7 @@ def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instr
                     if not links.get(link):
                         break
                     _deliver(links[link].popleft(), instruction, link)
-                yield stage, instructions.popleft()
+                yield steps.popleft()
                 progress = True
     _check_finished(todo, links)
 
@@ -153,9 +165,9 @@ def _deliver(sent: Instruction, received: Instruction, link: tuple[int, int]) ->
 
 
 def _check_finished(
-    todo: Sequence[deque[Instruction]], links: dict[tuple[int, int], deque[Instruction]]
+    todo: Sequence[deque[Step]], links: dict[tuple[int, int], deque[Instruction]]
 ) -> None:
-    waiting = [f"stage {stage} at {rest[0]}" for stage, rest in enumerate(todo) if rest]
+    waiting = ["stage {} at {}".format(*rest[0]) for rest in todo if rest]
     if waiting:
         raise PlanError(f"deadlock: nobody sends what is waited for ({', '.join(waiting)})")
     for (source, target), messages in links.items():

@@ -41,6 +41,35 @@ def test_the_driver_is_device_0_and_owns_the_last_stage() -> None:
     assert small.world_size == 3
 
 
+def free(**changes: Any) -> Plan:
+    """Four stages that take turns on two devices."""
+    values = {"stages": 4, "cuts": ("b", "c", "d"), "devices": (1, 0, 1, 0), "rows": ()}
+    return plan(**(values | changes))
+
+
+def test_a_device_may_have_several_stages() -> None:
+    found = free(capacities=(1.0, 0.5))
+    assert (found.devices_per_replica, found.world_size, found.copies) == (2, 4, (2, 2, 2, 2))
+    assert "2 replicas x 2 devices with 4 stages = 4 devices" in found.describe()
+    assert [row["speed"] for row in found.table()] == [0.5, 1.0, 0.5, 1.0]
+    assert Plan.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": (2, 0, 2, 0)}, r"devices\(2, 0, 2, 0\) must name each of 0..1"),
+        ({"devices": (1, 0, 0, 1)}, "end with 0"),
+        ({"devices": (0, 0, 0, 0)}, r"stages\(4\) are all on one device"),
+        ({"devices": (1, 0)}, r"stages\(4\) != 2 devices"),
+        ({"capacities": (1.0,) * 4}, r"devices\(2\) != 4 capacities"),
+    ],
+)
+def test_a_free_placement_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        free(**changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

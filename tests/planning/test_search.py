@@ -1,3 +1,4 @@
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -91,6 +92,46 @@ def test_given_cut_points_are_taken() -> None:
     assert found.cuts == ("layer1", "head")
     assert found.allocation == "given"
     assert found.rows[1].partitions == ("layer1", "layer2", "layer3", "layer4")
+
+
+@pytest.mark.parametrize("method", ["gabra", "exact"])
+def test_a_free_placement_gives_a_device_several_stages(method: Any) -> None:
+    times = {"forward_s": [3.0, 4.0, 4.0, 3.0, 3.0, 3.0], "backward_s": [0.0] * 6}
+    chain, found = (plan(method=method, contiguous=c, **times) for c in (True, False))
+    loads = [sum(row.load for row in found.rows if row.device == j) for j in (0, 1)]
+    assert loads == pytest.approx([0.5, 0.5])
+    assert max(row.load for row in chain.rows) > 0.5
+    assert found.devices[-1] == 0
+    assert found.stages > found.devices_per_replica == 2
+    assert all(a != b for a, b in pairwise(found.devices))  # neighbouring runs are one stage
+    assert [n for row in found.rows for n in row.partitions] == list(NAMES)
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_a_free_placement_is_predicted_on_devices_that_take_turns() -> None:
+    times = {"forward_s": [3.0, 4.0, 4.0, 3.0, 3.0, 3.0], "backward_s": [0.0] * 6}
+    found = plan(contiguous=False, **times)
+    forward_s = [row.load * 20 for row in found.rows]
+    timeline = simulate(
+        gpipe(found.stages, 4), forward_s, [0.0] * found.stages, devices=found.devices
+    )
+    assert found.predicted_step_s == pytest.approx(timeline.makespan_s)
+
+
+def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
+    memory = {"memory_bytes": [6, 6, 6, 1, 1, 1], "memory_limits": [14, 9]}
+    found = plan(contiguous=False, **memory)
+    for device, limit in enumerate(memory["memory_limits"]):
+        assert sum(row.memory_bytes or 0 for row in found.rows if row.device == device) <= limit
+
+
+def test_dear_cuts_make_a_free_placement_contiguous() -> None:
+    found = plan(contiguous=False, cut_bytes=[9.0] * 5, bandwidth_bytes_per_s=1.0)
+    assert found.devices == (1, 0)
+
+
+def test_given_cut_points_are_one_stage_per_device() -> None:
+    assert plan(stages=3, cut_points=("layer1", "head"), contiguous=False).devices == (1, 2, 0)
 
 
 def test_the_plan_survives_json_with_its_rows() -> None:

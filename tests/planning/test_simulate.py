@@ -76,6 +76,44 @@ def test_events_of_a_stage_follow_each_other() -> None:
         assert all(a.end_s <= b.start_s for a, b in pairwise(work))
 
 
+def test_stages_on_one_device_take_turns() -> None:
+    alone = simulate(gpipe(1, 3), [4.0], [8.0])
+    shared = simulate(gpipe(4, 3), [1.0] * 4, [2.0] * 4, devices=[0, 0, 0, 0], send_s=9.0)
+    assert shared.makespan_s == alone.makespan_s == 36  # what they hand each other is there at once
+    assert shared.busy_s == (36.0,)
+    assert shared.bubble == 0.0
+
+
+def test_a_loop_over_the_devices_fills_and_drains_in_smaller_steps() -> None:
+    chain = simulate(gpipe(2, 4), [2.0] * 2, [4.0] * 2)
+    loop = simulate(gpipe(4, 4), [1.0] * 4, [2.0] * 4, devices=[1, 0, 1, 0])
+    assert loop.busy_s == chain.busy_s == (24.0, 24.0)
+    assert chain.makespan_s == 24 + 6
+    assert loop.makespan_s == 24 + 3
+
+
+@given(st.permutations(range(4)), microbatches_)
+def test_the_numbers_of_the_devices_do_not_matter(devices: list[int], microbatches: int) -> None:
+    times = [1.0, 3.0, 2.0, 5.0]
+    usual = simulate(gpipe(4, microbatches), times, times, send_s=1.0)
+    other = simulate(gpipe(4, microbatches), times, times, send_s=1.0, devices=devices)
+    assert other.makespan_s == usual.makespan_s
+    assert other.busy_s == tuple(usual.busy_s[devices.index(j)] for j in range(4))
+
+
+def test_a_device_steps_and_reduces_for_all_its_stages() -> None:
+    timeline = simulate(gpipe(2, 1), [1.0] * 2, [1.0] * 2, devices=[0, 0], step_s=3.0)
+    assert timeline.makespan_s == 4 + 6
+    timeline = simulate(gpipe(2, 1), [1.0] * 2, [1.0] * 2, devices=[0, 0], reduce_s=5.0)
+    assert timeline.makespan_s == 2 + 5 + 5  # from the start of the last stage's backward
+
+
+@pytest.mark.parametrize("devices", [[0], [0, 2], [1, 1]])
+def test_devices_without_a_stage_are_refused(devices: list[int]) -> None:
+    with pytest.raises(PlanError, match="must name one of 0, 1"):
+        simulate(gpipe(2, 1), [1.0] * 2, [1.0] * 2, devices=devices)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,0 +1,85 @@
+"""Several stages on one device: their instruction lists become one.
+
+A device does one thing after the other, and while it waits for one message it cannot send another.
+So the lists of its stages are merged by *ticks*: the tick of an instruction is the time at which it
+would run if every stage had a device of its own, a forward or a backward took one tick and a
+message none. A send has the tick of the computation before it, a receive that of the computation
+after it, so the tick of a receive is always later than that of its send.
+
+Devices that go through their instructions tick by tick therefore never wait for each other in a
+circle: of all receives that wait, look at one with the smallest tick. Its send has a smaller one,
+and so has everything in front of that send, where nobody waits. And two devices see the messages
+between them in the same order, whichever stages they belong to: that of the ticks.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from lightning_hybrid.schedules.instructions import Instruction, Kind, Lists, Step, execute
+
+_COMPUTES = (Kind.FORWARD, Kind.BACKWARD)
+
+
+def merge(lists: Lists, devices: Sequence[int]) -> tuple[tuple[Step, ...], ...]:
+    """Merge the lists of one pass, the forward or the backward, into one per device.
+
+    Args:
+        lists: One list per stage.
+        devices: Device of each stage, counted from 0.
+
+    Returns:
+        One list per device. The instructions of each stage keep their order; of several in one tick
+        those of earlier stages come first.
+
+    Raises:
+        PlanError: the lists cannot be run.
+    """
+    if len(set(devices)) == len(devices):  # nothing to merge
+        order = sorted(range(len(devices)), key=devices.__getitem__)
+        return tuple(tuple((stage, step) for step in lists[stage]) for stage in order)
+    ticks = _ticks(lists)
+    merged = []
+    for device in range(max(devices) + 1):
+        steps = [
+            (tick, stage, instruction)
+            for stage, instructions in enumerate(lists)
+            if devices[stage] == device
+            for tick, instruction in zip(ticks[stage], instructions)
+        ]
+        steps.sort(key=lambda step: step[:2])  # stable: a stage's own order stays
+        merged.append(tuple((stage, instruction) for _, stage, instruction in steps))
+    return tuple(merged)
+
+
+def _ticks(lists: Lists) -> list[list[int]]:
+    """The tick of each instruction; -1 before the first computation of its stage."""
+    clock = [0] * len(lists)
+    arrivals: dict[tuple[int, int], deque[int]] = {}
+    computed: list[deque[int]] = [deque() for _ in lists]
+    for stage, instruction in execute(lists):
+        if instruction.kind.is_send:
+            link = (stage, instruction.peer(stage, len(lists)))
+            arrivals.setdefault(link, deque()).append(clock[stage])
+        elif instruction.kind.is_receive:
+            link = (instruction.peer(stage, len(lists)), stage)
+            clock[stage] = max(clock[stage], arrivals[link].popleft())
+        elif instruction.kind in _COMPUTES:
+            computed[stage].append(clock[stage])
+            clock[stage] += 1
+    return [_spread(*each, end=max(clock)) for each in zip(lists, computed)]
+
+
+def _spread(instructions: Sequence[Instruction], computed: deque[int], end: int) -> list[int]:
+    """From the ticks of the computations those of the sends after and the rest before them."""
+    ticks, last = [], -1
+    for instruction in instructions:
+        if instruction.kind in _COMPUTES:
+            last = computed.popleft()
+        ticks.append(last)
+    following = end
+    for index, instruction in reversed([*enumerate(instructions)]):
+        if instruction.kind in _COMPUTES:
+            following = ticks[index]
+        elif not instruction.kind.is_send:
+            ticks[index] = following
+    return ticks
