@@ -108,7 +108,8 @@ class HybridGabraStrategy(DDPStrategy):
 
     Args:
         data_parallel_size: number of replicas. ``"auto"``: devices / stages.
-        pipeline_parallel_size: number of stages of a replica. ``"auto"``: devices / replicas, so
+        pipeline_parallel_size: number of devices of a replica, which is that of its stages unless
+            ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas, so
             that without any sizes all devices form one chain. A network that cannot be cut is
             refused if a number is given; with ``"auto"`` it runs on the driver of each replica.
         num_microbatches: into how many slices a replica's batch is split on its way through the
@@ -118,6 +119,8 @@ class HybridGabraStrategy(DDPStrategy):
             next stage, as in the LightningModule (``["net.layer3"]``).
         objective: ``"makespan"``, the slowest device's time, or ``"profit"``, Eq. 5 of Akintoye et
             al. 2022 (constant on equal devices; kept for comparison).
+        contiguous: whether each device gets one run of the network, as in ``allocate``. ``False``:
+            GABRA may give a device several, each of which is a stage.
         network: dotted name(s) of the module(s) to cut. ``None``: found.
         device_capacity: relative speeds of the devices, one per rank; ``"auto"``: measured on all
             ranks at the start of a run (a third of a second), if there is something to decide.
@@ -153,6 +156,7 @@ class HybridGabraStrategy(DDPStrategy):
         schedule: Literal["auto", "gpipe"] = "auto",
         allocation: Literal["gabra", "exact"] | list[str] = "gabra",
         objective: Literal["makespan", "profit"] = "makespan",
+        contiguous: bool = True,
         network: str | list[str] | None = None,
         device_capacity: Literal["auto"] | Sequence[float] = "auto",
         compile_stages: bool = False,
@@ -191,7 +195,14 @@ class HybridGabraStrategy(DDPStrategy):
             allocation=allocation if isinstance(allocation, str) else tuple(allocation),
             objective=objective,
             seed=seed,
+            contiguous=contiguous,
         )
+        if not (contiguous or isinstance(allocation, str)):
+            raise PlanError(
+                f"allocation={allocation} are cut points, which give each device one stage, and "
+                "contiguous=False lets GABRA give it several. Leave one of them out, or give "
+                "plan=Plan(..., devices=...), which says where each stage goes."
+            )
         self._capacity = None if device_capacity == "auto" else tuple(device_capacity)
         self._compile_stages = compile_stages
         self._plans: dict[str, Plan] = {}
@@ -223,15 +234,25 @@ class HybridGabraStrategy(DDPStrategy):
                 None if replicas == "auto" else replicas,
                 None if stages == "auto" else stages,
             )
-        if replicas not in ("auto", plan.replicas) or stages not in ("auto", plan.stages):
+        size = plan.devices_per_replica
+        if replicas not in ("auto", plan.replicas) or stages not in ("auto", size):
+            what = "stages" if size == plan.stages else f"devices with {plan.stages} stages"
             raise PlanError(
                 f"data_parallel_size={replicas} x pipeline_parallel_size={stages} contradict the "
-                f"plan: {plan.replicas} replicas x {plan.stages} stages. Give one or the other."
+                f"plan: {plan.replicas} replicas x {size} {what}. Give one or the other."
             )
-        return plan.replicas, plan.stages
+        return plan.replicas, size
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether a device may have several stages."""
+        plan = self._given_plan
+        if plan is not None:
+            return plan.devices != (*range(1, plan.stages), 0)
+        return not self._settings.contiguous
 
     def _shape(self) -> tuple[int, int]:
-        """Replicas and stages, for the devices that there are."""
+        """Replicas and devices of each, for the devices that there are."""
         devices = self.num_nodes * self.num_processes
         replicas, stages = self._sizes
         if stages is None:
@@ -259,7 +280,8 @@ class HybridGabraStrategy(DDPStrategy):
     def _own_place(self) -> Place:
         """The place of this rank before any have changed theirs."""
         environment = self.cluster_environment
-        return Place(environment.global_rank() if environment else 0, *self._shape())
+        rank = environment.global_rank() if environment else 0
+        return Place(rank, *self._shape(), free=self._is_free)
 
     def place_of(self, local_rank: int) -> Place:
         """The place of a process of this host, before any have changed theirs."""
@@ -487,11 +509,12 @@ class HybridGabraStrategy(DDPStrategy):
         return type(self.accelerator).get_device_stats(self.accelerator, self.root_device)
 
     def _device_stats(self, device: Any) -> dict[str, Any]:
-        """What DeviceStatsMonitor logs: the driver's, and each worker's by its stage."""
+        """What DeviceStatsMonitor logs: the driver's, and each worker's by its stage or device."""
         assert self._driver is not None
         stats = self._own_device_stats()
         for stage, others in enumerate(self._driver.reports(_DEVICE)):
-            stats |= {f"stage{stage}.{name}": value for name, value in others.items()}
+            worker = f"device{stage + 1}" if self._is_free else f"stage{stage}"
+            stats |= {f"{worker}.{name}": value for name, value in others.items()}
         return stats
 
     def _make_plan(self, *arguments: Any) -> Plan:

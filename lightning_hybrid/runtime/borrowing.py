@@ -1,8 +1,9 @@
-"""Parameters that several stages use (tied weights), on the driver.
+"""Parameters that stages of several ranks use (tied weights), on the driver.
 
-The earliest stage owns them; the others borrow. Before a forward the borrowers have the owner's
-values, and after a backward the owner has the borrowers' gradients. What the driver's own stage
-borrows are windows (:mod:`lightning_hybrid.runtime.remote`) and needs no bringing.
+The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
+borrow. Before a forward the borrowers have the owner's values, and after a backward the owner has
+the borrowers' gradients. What the driver's own stages borrow are windows
+(:mod:`lightning_hybrid.runtime.remote`) and needs no bringing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ class Lender(Protocol):
 
 
 class Borrowing:
-    """What the stages of one replica borrow of each other.
+    """What the ranks of one replica borrow of each other.
 
     Args:
         lender: the driver.
@@ -47,10 +48,10 @@ class Borrowing:
         return bool(self._here or self._workers)
 
     def add(self, names: Sequence[Sequence[str]]) -> None:
-        """Names in the LightningModule, for stage 1, 2 ...; the last of them is the driver's."""
-        *workers, here = names
+        """Names in the LightningModule, per rank of the replica; the first is the driver."""
+        here, *workers = names
         self._here += here
-        for worker, borrowed in enumerate(workers, start=2):  # worker k owns stage k - 1
+        for worker, borrowed in enumerate(workers, start=1):
             if borrowed:
                 self._workers.setdefault(worker, []).extend(borrowed)
 

@@ -1,4 +1,4 @@
-"""What is known of a call of the network: by all ranks of a replica, and by one stage."""
+"""What is known of a call of the network: by all ranks of a replica, and by the stages of one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,23 +100,25 @@ class Traffic:
 
 @dataclass
 class Call:
-    """One call of the network on one stage, from its forward to its last backward.
+    """One call of the network on one rank, from its forward to its last backward.
 
     Attributes:
         number: counts the calls of the network.
         draw: decides the random numbers; see :func:`lightning_hybrid.runtime.random.draw_number`.
         exchange: headers travel with the activations.
         draws: the generators' state travels with the activations.
-        saved: per micro-batch, the stage's inputs and outputs, for its backward.
+        traffic: of each stage of this rank.
+        saved: of each stage of this rank, per micro-batch, its inputs and outputs, for its
+            backward.
     """
 
     number: int
     draw: int
     key: CallKey
-    traffic: Traffic
     exchange: bool
     draws: bool
-    saved: dict[int, tuple[Values, Values]] = field(default_factory=dict)
+    traffic: list[Traffic]
+    saved: list[dict[int, tuple[Values, Values]]]
 
 
 @dataclass(frozen=True)

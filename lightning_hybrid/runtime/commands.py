@@ -79,6 +79,7 @@ class Cut:
         precision: what surrounds that call.
         training: the training flag of every module of the network, in its order of modules.
         boundaries: index of the first partition of each next stage.
+        devices: of each stage the position of its rank in the replica.
         fingerprint: of the driver's graph; another one here means another network.
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
@@ -91,6 +92,7 @@ class Cut:
     precision: Precision
     training: tuple[bool, ...]
     boundaries: tuple[int, ...]
+    devices: tuple[int, ...]
     fingerprint: str
     schedule: str
     seed: int

@@ -198,14 +198,17 @@ class Networks:
             graph,
             parts,
             boundaries,
+            devices=plan.devices,
             microbatches=plan.microbatches,
             schedule=plan.schedule,
         )
         self._cut.add(name)
-        remote = [p for part in parts[:-1] for p in part.parameters()]
+        here = [part for part, device in zip(parts, plan.devices) if device == 0]
+        remote = [p for part in parts if part not in here for p in part.parameters()]
         inner = {n: m for n, m in self._watched.items() if _inside(n, name) and n != name}
-        for here in parts[-1].network_modules:  # with tied weights they share some with the others
-            inner = {n: m for n, m in inner.items() if m is not here}
+        # with tied weights modules of this rank share some with the others
+        called_here = {id(module) for part in here for module in part.network_modules}
+        inner = {n: m for n, m in inner.items() if id(m) not in called_here}
         self._watch({n: m for n, m in inner.items() if _share(m, remote)}, _refuse_part)
         watch(module, name, lambda n, m, a, k: self._call(network, plan, a, k))
         return network.tensors()
@@ -245,7 +248,9 @@ class Networks:
                 # else its stages are on several devices, or on several ranks
                 if self._driver.device.type == "cpu" and is_whole(network.module):
                     check(graph, stages, arguments, keywords)
-            self._driver.add_variant(network, graph, stages, boundaries, plan.schedule)
+            self._driver.add_variant(
+                network, graph, stages, boundaries, plan.devices, plan.schedule
+            )
         return network(arguments, keywords)
 
     def _plan(

@@ -1,5 +1,7 @@
 """The driver: it runs the user's code, owns the last stage, and drives the workers of its replica.
 
+(Under a free placement it may own earlier stages too.)
+
 To the code around it a call of the network is one node of autograd (:class:`_NetworkCall`). Its
 forward runs the pipeline and returns the outputs; its backward sends the gradients back through
 the stages.
@@ -41,7 +43,7 @@ from lightning_hybrid.runtime.large import (
     to_send,
     whole,
 )
-from lightning_hybrid.runtime.links import Links
+from lightning_hybrid.runtime.links import Links, control_of, link_stages
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import (
     Hyperparameters,
@@ -58,6 +60,8 @@ from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     borrowed_parameters,
     check_ownership,
+    names_of,
+    own_buffers,
     own_parameters,
     tensors_of,
     write_tensors,
@@ -109,15 +113,16 @@ class Driver:
         self._options = options
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
         self._workers = range(1, mesh.place.stages)
-        self._links = Links(mesh, device) if self._workers else None
+        self._control = control_of(mesh) if self._workers else None
         self._heartbeat: Heartbeat | None = None
-        if self._links is not None:
-            self._heartbeat = Heartbeat(self._links.control, self._workers, mesh.timeout)
+        if self._control is not None:
+            self._heartbeat = Heartbeat(self._control, self._workers, mesh.timeout)
         self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
         self._networks: list[DrivenNetwork] = []
         self._optimizers: list[OptimizerLink] = []
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._settled = False
+        self._in_pass = False  # workers may be waiting for a stage of this rank
         self._rest = self._copies_of_the_rest()
         self.synchronize = True  # off while gradients accumulate
         self._synchronized = True  # in the last step
@@ -139,51 +144,57 @@ class Driver:
         stages: Sequence[Stage],
         boundaries: Sequence[int],
         *,
+        devices: Sequence[int],
         microbatches: int,
         schedule: str,
     ) -> "DrivenNetwork":
-        """Give every rank of the replica its stage of a network that has been cut.
+        """Give every rank of the replica its stages of a network that has been cut.
 
         Args:
             name: dotted name of the network in the LightningModule.
             network: the module.
             graph: its graph.
-            stages: its stages; the last one stays here.
+            stages: its stages.
             boundaries: index of the first partition of each next stage.
+            devices: of each stage the position of its rank; the last one is 0, this rank.
             microbatches: into how many slices a batch is split.
             schedule: name of the schedule.
 
         Raises:
-            RemoteError: a worker cannot make its stage.
+            RemoteError: a worker cannot make its stages.
             DeferredError: stages share a weight that is made in ``configure_model``.
         """
-        assert self._links is not None
+        assert self._control is not None
         number = len(self._networks)
         prefix = f"{name}." if name else ""
         tensors = tensors_of(self.module)
-        borrowed = borrowed_parameters(stages)
+        borrowed = borrowed_parameters(stages, devices)
         refuse_tied(name, tensors, borrowed)
-        self._order_cut(number, name, graph, boundaries, schedule)
-        self._refuse_compiled(name, borrowed[-1])
+        links = self._order_cut(number, name, graph, boundaries, devices, schedule)
+        self._refuse_compiled(name, borrowed[0])
         remote = []
-        for worker, part, lent in zip(self._workers, stages, borrowed):
-            names = {n: prefix + n for n in (*part.parameter_names, *part.buffer_names)}
-            self._links.control.tell(worker, Op.TAKE_WEIGHTS)
-            self._links.control.send_tensors(worker, to_send(tensors, names.values()))
+        for worker in self._workers:
+            lent = borrowed[worker]
+            theirs = [part for part, device in zip(stages, devices) if device == worker]
+            names = {n: prefix + n for n in names_of(theirs)}
+            self._control.tell(worker, Op.TAKE_WEIGHTS)
+            self._control.send_tensors(worker, to_send(tensors, names.values()))
             remote.append(tuple(full for n, full in names.items() if n not in lent))
             self._owner |= dict.fromkeys(remote[-1], (number, worker))
             leave_to_worker(tensors, remote[-1], self._mesh.place, worker)
-        last = stages[-1]
-        mine = [prefix + n for n in (*last.parameter_names, *last.buffer_names)]
+        here = [stages[number] for number in links]
+        mine = [prefix + n for n in names_of(here)]
         Claim(self.module, mine, (), self._mesh.place).settle(())
-        last.move(self.device)
-        own = own_parameters(last, borrowed[-1])
+        for part in here:
+            part.move(self.device)
+        own = own_parameters(here, borrowed[0])
         state = state_buffers(network)
-        copies = Copies(own, last.buffers(), self._mesh.copies, self._trace, state)
+        copies = Copies(own, own_buffers(here), self._mesh.copies, self._trace, state)
         engine = Engine(
-            [last],
+            stages,
+            devices,
             self._mesh.place,
-            self._links,
+            links,
             copies,
             self.device,
             schedule,
@@ -192,7 +203,7 @@ class Driver:
             self._options,
         )
         driven = DrivenNetwork(
-            self, number, name, network, engine, graph, microbatches, remote, borrowed[-1]
+            self, number, name, network, engine, graph, microbatches, remote, borrowed[0]
         )
         driven.stages = tuple(stages)
         self._networks.append(driven)
@@ -201,7 +212,7 @@ class Driver:
         self.ship_optimizers(fresh=0 if number else _ALL)
         owned_there = (name for owned in remote for name in owned)
         self.remote.add(self.module, (n for n in owned_there if not is_unmade(tensors[n])))
-        self._borrowing.add([[prefix + n for n in sorted(names)] for names in borrowed[1:]])
+        self._borrowing.add([[prefix + n for n in sorted(names)] for names in borrowed])
         if self._share:
             self.tell(Op.SHARE, number, int(self._share_optimizers))
             copies.broadcast_weights()
@@ -224,17 +235,17 @@ class Driver:
         self._borrowing.refresh()
 
     def _hand_out(self, worker: int, values: Mapping[str, Tensor]) -> None:
-        assert self._links is not None
-        self._links.control.tell(worker, Op.TAKE_WEIGHTS)
-        self._links.control.send_tensors(worker, dict(values))
+        assert self._control is not None
+        self._control.tell(worker, Op.TAKE_WEIGHTS)
+        self._control.send_tensors(worker, dict(values))
 
     @conversation
     def _collect_borrowed(self) -> Mapping[str, Tensor]:
-        assert self._links is not None
+        assert self._control is not None
         self._ask(Op.GIVE_BORROWED)
         found: dict[str, Tensor] = {}
         for worker in self._workers:
-            for name, value in self._links.control.receive_tensors(worker).items():
+            for name, value in self._control.receive_tensors(worker).items():
                 found[name] = found[name] + value if name in found else value
         return found
 
@@ -257,24 +268,29 @@ class Driver:
         graph: NetworkGraph,
         stages: Sequence[Stage],
         boundaries: Sequence[int],
+        devices: Sequence[int],
         schedule: str,
     ) -> None:
-        """Give every rank of the replica its stage of another graph of the same network."""
+        """Give every rank of the replica its stages of another graph of the same network."""
         check_ownership(network.name, network.stages, stages)
-        settings = network.settings()
-        self._order_cut(network.number, network.name, graph, boundaries, schedule, settings)
-        network.engine.stages.append(stages[-1])
+        settings, number = network.settings(), network.number
+        self._order_cut(number, network.name, graph, boundaries, devices, schedule, settings)
+        network.engine.add_variant(stages)
         network.add_graph(graph)
 
+    @conversation
     def _order_cut(
         self,
         number: int,
         name: str,
         graph: NetworkGraph,
         boundaries: Sequence[int],
+        devices: Sequence[int],
         schedule: str,
         settings: tuple[object, ...] = (),
-    ) -> None:
+    ) -> dict[int, Links]:
+        """Have the workers make their stages. Returns the links of those that are here."""
+        assert self._control is not None
         order = Cut(
             number,
             name,
@@ -282,12 +298,16 @@ class Driver:
             Precision.current(self.device),
             tuple(module.training for module in graph.network.modules()),
             tuple(boundaries),
+            tuple(devices),
             graph.fingerprint,
             schedule,
             self._seed,
             settings,
         )
-        self._ask(Op.CUT, payload=order)
+        self.tell(Op.CUT, payload=order)
+        links = link_stages(self._mesh, devices, self._control, self.device)
+        self._hear_answers()
+        return links
 
     def _copies_of_the_rest(self) -> Copies:
         """The copies of what no network owns: temperatures, loss weights, small networks."""
@@ -308,13 +328,18 @@ class Driver:
             self._rest = self._copies_of_the_rest()
 
     def tell(self, operation: Op, *arguments: int, payload: Any = None) -> None:
-        """Send a command to every worker, without waiting."""
-        if self._links is not None:
+        """Send a command to every worker, without waiting.
+
+        Raises:
+            HybridError: in the middle of a pass; see :meth:`passing`.
+        """
+        if self._control is not None:
             if operation is not Op.ABORT:
+                self._refuse_in_pass()
                 self.remote.flush()
             self.remote.outdate(*_OUTDATES.get(operation, ()))
             for worker in self._workers:
-                self._links.control.tell(worker, operation, *arguments, payload=payload)
+                self._control.tell(worker, operation, *arguments, payload=payload)
 
     @conversation
     def _ask(self, operation: Op, *arguments: int, payload: Any = None) -> list[Any]:
@@ -324,15 +349,41 @@ class Driver:
             RemoteError: a worker has failed, now or before.
         """
         self.tell(operation, *arguments, payload=payload)
+        return self._hear_answers()
+
+    def _hear_answers(self) -> list[Any]:
         answers, failures = [], []
         for worker in self._workers:
-            assert self._links is not None
-            _, _, (failure, answer) = self._links.control.hear(worker)
+            assert self._control is not None
+            _, _, (failure, answer) = self._control.hear(worker)
             answers.append(answer)
             failures += [failure] if failure else []
         if failures:
             raise RemoteError(failures[0])
         return answers
+
+    @contextmanager
+    def passing(self, engine: Engine) -> Iterator[None]:
+        """Inside, the pipeline runs.
+
+        A worker that waits for an earlier stage of this rank would take a command for what it waits
+        for, and could not answer. With one stage per rank it hears a command after the pass.
+        """
+        self._in_pass = len(engine.owned) > 1
+        try:
+            yield
+        finally:
+            self._in_pass = False
+
+    def _refuse_in_pass(self) -> None:
+        if self._in_pass:
+            raise HybridError(
+                "A weight, buffer or gradient that another rank owns was read or changed, or an "
+                "optimizer stepped, in the middle of a pass through the stages: by a hook on a "
+                "module or parameter, or by a stage that shares a buffer with one of another "
+                "device. Where a device has several stages that is not possible: give each device "
+                "one (HybridGabraStrategy(contiguous=True), or such a plan)."
+            )
 
     # ------------------------------------------------------------------ a step
 
@@ -444,18 +495,18 @@ class Driver:
             fresh: bit k: optimizer k has the state that is sent; else the workers keep the state
                 that they have already.
         """
-        if not self._networks or self._links is None:
+        if not self._networks or self._control is None:
             return
         self._ship_optimizers(fresh)
 
     def _ship_optimizers(self, fresh: int) -> None:
-        assert self._links is not None
+        assert self._control is not None
         parameters = dict(self.module.named_parameters())
         optimizers = [link.optimizer for link in self._optimizers]
         for worker in self._workers:
             owned = {name for network in self._networks for name in network.remote[worker - 1]}
             data = ship(optimizers, parameters, owned)
-            self._links.control.tell(worker, Op.TAKE_OPTIMIZERS, fresh, payload=data)
+            self._control.tell(worker, Op.TAKE_OPTIMIZERS, fresh, payload=data)
             for optimizer in optimizers:
                 for name in owned & parameters.keys():
                     optimizer.state.pop(parameters[name], None)
@@ -539,7 +590,7 @@ class Driver:
     @conversation
     def _fetch(self, names: list[str]) -> dict[str, Tensor]:
         """Weights of workers, written into the module where it has room for them."""
-        if not self._networks or self._links is None:
+        if not self._networks or self._control is None:
             return {}
         self.remote.adopt_replaced()
         values = self.give(Kind.PARAMETER, names)
@@ -552,11 +603,11 @@ class Driver:
         """Give the workers the weights of their stages as they stand in the module."""
         tensors = tensors_of(self.module)
         for worker in self._workers if self._networks else ():
-            assert self._links is not None
+            assert self._control is not None
             owned = [name for network in self._networks for name in network.remote[worker - 1]]
-            self._links.control.tell(worker, Op.TAKE_WEIGHTS)
+            self._control.tell(worker, Op.TAKE_WEIGHTS)
             with as_they_are():
-                self._links.control.send_tensors(worker, to_send(tensors, owned))
+                self._control.send_tensors(worker, to_send(tensors, owned))
             leave_to_worker(tensors, owned, self._mesh.place, worker)
         self.remote.adopt_fetched()
 
@@ -565,31 +616,33 @@ class Driver:
     @conversation
     def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
         """Remote tensors as they are now."""
-        assert self._links is not None
+        assert self._control is not None
         operation = Op.GIVE_GRADIENTS if kind is Kind.GRADIENT else Op.GIVE_WEIGHTS
         values: dict[str, Tensor] = {}
         requests = self._by_worker(names)
         self._ask(operation, payload=requests)
         for worker in requests:
-            values |= self._links.control.receive_tensors(worker)
+            values |= self._control.receive_tensors(worker)
         return values
 
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set remote tensors, or add to them."""
-        assert self._links is not None
+        assert self._control is not None
+        self._refuse_in_pass()
         operation = Op.TAKE_GRADIENTS if kind is Kind.GRADIENT else Op.TAKE_WEIGHTS
         for worker, names in self._by_worker(values).items():
-            self._links.control.tell(worker, operation, int(add))
-            self._links.control.send_tensors(worker, {name: values[name] for name in names})
+            self._control.tell(worker, operation, int(add))
+            self._control.send_tensors(worker, {name: values[name] for name in names})
         if add:
             for name in values:
                 self.note_gradients(self._owner[name][0], averaged=False)
 
     def clear_gradients(self, names: list[str]) -> None:
         """Of remote parameters."""
-        assert self._links is not None
+        assert self._control is not None
+        self._refuse_in_pass()
         for worker, mine in self._by_worker(names).items():
-            self._links.control.tell(worker, Op.CLEAR_GRADIENTS, payload=mine)
+            self._control.tell(worker, Op.CLEAR_GRADIENTS, payload=mine)
 
     def gradient_names(self) -> set[str]:
         """Of remote parameters that have a gradient."""
@@ -637,15 +690,15 @@ class Driver:
         Raises:
             RemoteError: a worker has failed since it was last heard of.
         """
-        if weights and self._links is not None:
+        if weights and self._control is not None:
             for worker in self._workers:
-                self._links.control.tell(worker, Op.TAKE_WEIGHTS)
+                self._control.tell(worker, Op.TAKE_WEIGHTS)
                 everyones = {n: t for n, t in tensors_of(self.module).items() if not is_deferred(t)}
-                self._links.control.send_tensors(worker, everyones)
+                self._control.send_tensors(worker, everyones)
             self._ship_optimizers(fresh=0)
         self._ask(Op.END, payload=results)
-        if self._links is not None:
-            self._links.control.flush()
+        if self._control is not None:
+            self._control.flush()
         self._stop_heartbeat()
 
     def abort(self, text: str) -> None:
@@ -676,11 +729,11 @@ class DrivenNetwork(StagedNetwork):
         number: of the network.
         name: dotted name in the LightningModule.
         module: the network.
-        engine: the last stage at work.
+        engine: this rank's stages at work.
         graph: packs and unpacks arguments and outputs.
         microbatches: into how many slices a batch is split.
         remote: per worker, names in the LightningModule of the tensors that it owns.
-        borrowed: names in the network of what its last stage uses and an earlier one owns.
+        borrowed: names in the network of what this rank uses and another one owns.
     """
 
     def __init__(
@@ -784,7 +837,7 @@ class DrivenNetwork(StagedNetwork):
         exchange = index is None
         if index is None:
             index = self.add_key(key)
-        draws = exchange or self.traffic(index).draws
+        draws = exchange or self.draws(index)
         self._count += 1
         draw = self.driver.draw_number(grad)
         call = self.open(self._count, draw, index, exchange=exchange, draws=draws)
@@ -799,7 +852,8 @@ class DrivenNetwork(StagedNetwork):
             payload=key if exchange else None,
         )
         try:
-            outputs = self.engine.forward(call, slices)
+            with self.driver.passing(self.engine):
+                outputs = self.engine.forward(call, slices)
         except Exception:
             self._free(call.number)
             raise
@@ -835,7 +889,8 @@ class DrivenNetwork(StagedNetwork):
             self.calls.pop(call.number, None)
         if parameters:
             self.driver.note_gradients(self.number, averaged=reduce)
-        return self.engine.backward(call, mode, gradients)
+        with self.driver.passing(self.engine):
+            return self.engine.backward(call, mode, gradients)
 
     def drop(self, number: int) -> None:
         """The output of a call was dropped without a backward."""

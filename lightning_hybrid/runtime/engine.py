@@ -1,19 +1,22 @@
-"""One rank's stage at work: it executes the instruction lists of a schedule.
+"""The stages of one rank at work: it executes the instruction lists of a schedule.
+
+Mostly a rank has one stage. Under a free placement it has several, and their lists are merged into
+one (:mod:`lightning_hybrid.schedules.merged`); each keeps its own links, values and shapes.
 
 The driver and the workers run the same engine. They differ in what stands at the two ends: the
-driver feeds the inputs and collects the outputs, a worker passes values on.
+driver, whose last stage is that of the network, feeds the inputs and collects the outputs.
 
 Shapes are exchanged once. The first call with a new :class:`CallKey` sends a header before each
 micro-batch; from then on both sides know what comes, a receive is posted before the computation
 that precedes it, and only numbers travel.
 
-**A failing stage keeps its appointments**, since nobody can wake a peer that waits in a receive:
+**A failing rank keeps its appointments**, since nobody can wake a peer that waits in a receive:
 after an error it goes on to receive and send what its list says, with zeros, and the error
 travels to the driver behind the activations.
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +35,7 @@ from lightning_hybrid.runtime.calls import (
     Gradients,
     Values,
 )
-from lightning_hybrid.runtime.links import Links
+from lightning_hybrid.runtime.links import Coming, Links
 from lightning_hybrid.runtime.mesh import Group, Place
 from lightning_hybrid.runtime.random import (
     generators_of_microbatch,
@@ -42,10 +45,8 @@ from lightning_hybrid.runtime.random import (
 )
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import Arrival, TensorSpec
-from lightning_hybrid.schedules import SCHEDULES, Instruction, Kind, Schedule
-
-_FRAME = 0  # headers and status lines need no operation: who waits knows for what
+from lightning_hybrid.runtime.transport import TensorSpec
+from lightning_hybrid.schedules import SCHEDULES, Instruction, Kind, Schedule, merge
 
 
 @dataclass(frozen=True)
@@ -67,30 +68,70 @@ def _schedule(name: str, stages: int, microbatches: int, input_gradient: bool) -
     return SCHEDULES[name](stages, microbatches, input_gradient=input_gradient)
 
 
+_Todo = tuple[tuple[int, str, int], ...]
+"""What a rank does, in order: which of its stages, the name of the instruction, micro-batch."""
+
+
+@lru_cache(maxsize=256)
+def _lists(
+    name: str, devices: tuple[int, ...], here: int, microbatches: int, input_gradient: bool
+) -> tuple[_Todo, _Todo]:
+    """The forward and the backward list of the rank at position ``here``."""
+    schedule = _schedule(name, len(devices), microbatches, input_gradient)
+    own = [stage for stage, device in enumerate(devices) if device == here]
+    forward, backward = (
+        tuple((own.index(stage), str(i.kind), i.microbatch) for stage, i in merged[here])
+        for merged in (merge(lists, devices) for lists in (schedule.forward, schedule.backward))
+    )
+    return forward, backward
+
+
+@dataclass
+class OwnedStage:
+    """A stage of this rank.
+
+    Attributes:
+        number: of the stage in the network.
+        variants: the part of the network that it is, in each of its variants (see
+            :class:`CallKey`); the first one is enough to begin with.
+        links: to its neighbours.
+        is_last: whether it is the network's last stage.
+        label: what tells it from other stages of the rank in a trace.
+    """
+
+    number: int
+    variants: list[Stage]
+    links: Links
+    is_last: bool
+    label: str
+
+
 class Engine:
-    """One stage of one network on one rank.
+    """The stages of one network on one rank.
 
     Args:
-        stages: the part of the network that this rank owns, in each of its variants (see
-            :class:`CallKey`); the first one is enough to begin with.
+        stages: all stages of the network; this rank works with its own.
+        devices: of each of them the position of its rank.
         place: this rank.
-        links: to its neighbours.
-        copies: averages the stage's gradients over the replicas.
-        device: where the stage lives.
+        links: of each stage that is here, in their order.
+        copies: averages the gradients of this rank's stages over the replicas.
+        device: where the stages live.
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
         trace: where to record.
         options: how stages compute.
 
     Attributes:
+        owned: the stages of this rank, in their order.
         failure: what went wrong on this rank or before it, as text for the driver.
     """
 
     def __init__(
         self,
-        stages: list[Stage],
+        stages: Sequence[Stage],
+        devices: Sequence[int],
         place: Place,
-        links: Links,
+        links: Mapping[int, Links],
         copies: Copies,
         device: torch.device,
         schedule: str,
@@ -98,10 +139,23 @@ class Engine:
         trace: Trace,
         options: StageOptions,
     ) -> None:
-        self.stages, self.place, self.links, self.copies = stages, place, links, copies
+        self.place, self.copies = place, copies
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: str | None = None
-        self._schedule_name = schedule
+        self.owned = [
+            OwnedStage(
+                number,
+                [stages[number]],
+                both,
+                number == len(devices) - 1,
+                f"stage {number} " if len(links) > 1 else "",
+            )
+            for number, both in links.items()
+        ]
+        # the first stage of the rank is the last to have its gradients
+        first, *others = (dict.fromkeys(own.variants[0].parameters()) for own in self.owned)
+        self.done_before = [p for other in others for p in other if p not in first]
+        self._schedule_name, self._devices = schedule, tuple(devices)
         self._compiled = options.compiled
         self._statistics = options.statistics and Synchronised(options.statistics)
 
@@ -120,18 +174,24 @@ class Engine:
             Exception: on the driver, what its own stage raised. On a worker it is kept in
                 ``failure`` and travels to the driver.
         """
-        work = _Forward(self, call, inputs)
-        for step in self._schedule(call.key, False).forward[self.place.stage]:
-            getattr(work, step.kind)(step.microbatch)
-        if self.place.stage > 0:
-            _, _, text = self.links.control.hear(self.links.previous)
-            self.failure = self.failure or text
+        works = [_Forward(self, index, call, inputs) for index in range(len(self.owned))]
+        todo, _ = self._lists(call.key, input_gradient=False)
+        for index, kind, microbatch in todo:
+            getattr(works[index], kind)(microbatch)
+        error = next((work.error for work in works if work.error), None)
+        for own in self.owned:
+            if own.number > 0:
+                text = own.links.previous.hear()
+                self.failure = self.failure or text
+            if not own.is_last:
+                # what the driver's own stages raise is the driver's to deal with
+                mine = self.place.is_driver and error is not None
+                own.links.next.tell(None if mine else self.failure)
         if not self.place.is_driver:
-            self.links.control.tell(self.links.next, _FRAME, payload=self.failure)
             return []
-        self.links.activations_out.flush()  # from here on the user may change the inputs
-        self._raise(work.error)
-        return work.outputs
+        self.owned[-1].links.next.flush()  # from here on the user may change the inputs
+        self._raise(error)
+        return works[-1].outputs
 
     def backward(
         self, call: Call, mode: BackwardMode, gradients: Sequence[Gradients] = ()
@@ -150,21 +210,32 @@ class Engine:
             Exception: on the driver, what its own stage raised. On a worker it is kept in
                 ``failure``; the driver hears of it with the next forward.
         """
-        work = _Backward(self, call, mode, gradients)
-        for step in self._schedule(call.key, mode.input_gradient).backward[self.place.stage]:
-            getattr(work, step.kind)(step.microbatch)
+        works = [_Backward(self, index, call, mode, gradients) for index in range(len(self.owned))]
+        _, todo = self._lists(call.key, input_gradient=mode.input_gradient)
+        for index, kind, microbatch in todo:
+            getattr(works[index], kind)(microbatch)
         if mode.reduce:
             self.copies.finish()
         if self.place.is_driver:
-            self._raise(work.error)
-        return work.inputs
+            self._raise(next((work.error for work in works if work.error), None))
+        return works[-1].inputs
 
-    def _schedule(self, key: CallKey, input_gradient: bool) -> Schedule:
-        return _schedule(self._schedule_name, self.place.stages, key.microbatches, input_gradient)
+    def add_variant(self, stages: Sequence[Stage]) -> None:
+        """Take the stages of another graph of the same network."""
+        for own in self.owned:
+            own.variants.append(stages[own.number])
 
-    def stage_for(self, key: CallKey) -> Stage:
-        """The variant of the stage that a call needs."""
-        stage = self.stages[key.variant]
+    def _lists(self, key: CallKey, *, input_gradient: bool) -> tuple[_Todo, _Todo]:
+        here, microbatches = self.place.position, key.microbatches
+        return _lists(self._schedule_name, self._devices, here, microbatches, input_gradient)
+
+    def schedule(self, key: CallKey, *, input_gradient: bool) -> Schedule:
+        """What each stage does in a call."""
+        return _schedule(self._schedule_name, len(self._devices), key.microbatches, input_gradient)
+
+    def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
+        """The variant of a stage that a call needs."""
+        stage = own.variants[key.variant]
         if self._compiled:
             stage.compile_code()
         return stage
@@ -175,10 +246,11 @@ class Engine:
             return nullcontext()
         return self._statistics
 
-    def fail(self, error: Exception) -> None:
-        """Note an error of this stage; from now on it only keeps its appointments."""
+    def fail(self, error: Exception, stage: int) -> None:
+        """Note an error of a stage; from now on this rank only keeps its appointments."""
         text = "".join(traceback.format_exception(error))
-        self.failure = self.failure or f"{self.place} failed:\n{text}"
+        where = f" in stage {stage}" if self.place.free else ""
+        self.failure = self.failure or f"{self.place} failed{where}:\n{text}"
 
     def _raise(self, error: Exception | None) -> None:
         text, self.failure = self.failure, None
@@ -189,35 +261,40 @@ class Engine:
 
 
 class _Forward:
-    """A forward pass; its methods are named after the instructions they carry out."""
+    """A forward pass of one stage; its methods are named after the instructions they carry out."""
 
-    def __init__(self, engine: Engine, call: Call, inputs: Sequence[Values]) -> None:
-        self.engine, self.call = engine, call
+    def __init__(self, engine: Engine, index: int, call: Call, inputs: Sequence[Values]) -> None:
+        self.engine, self.own, self.call = engine, engine.owned[index], call
+        self.links, self.traffic, self.saved = (
+            self.own.links,
+            call.traffic[index],
+            call.saved[index],
+        )
         self.inputs = inputs
         self.outputs: list[Values] = []
         self.error: Exception | None = None
         self._values: Values | None = None
         self._result: Values | None = None
-        self._first = engine.place.stage == 0
+        self._first = self.own.number == 0
         # what the generators' state looks like on the way; nothing if it does not travel
         self._states = (
             [TensorSpec.of(state) for state in random_state(engine.device)] if call.draws else []
         )
         self._previous_failed = False
         self._told_failure = False
-        engine.links.activations_out.flush()
+        self.links.next.flush()
         if call.exchange:
-            call.traffic.outgoing = []
-            call.traffic.incoming = (
+            self.traffic.outgoing = []
+            self.traffic.incoming = (
                 [list(specs) for specs in call.key.inputs] if self._first else []
             )
             self._ahead = None
         else:
-            steps = engine._schedule(call.key, False).forward[engine.place.stage]
+            steps = engine.schedule(call.key, input_gradient=False).forward[self.own.number]
             self._ahead = Ahead(steps, Kind.RECEIVE_ACTIVATION, self._post)
 
     def send_input(self, microbatch: int) -> None:
-        self.engine.links.activations_out.send(self.inputs[microbatch])
+        self.links.next.send(self.inputs[microbatch])
 
     def receive_activation(self, microbatch: int) -> None:
         if self._ahead is not None:
@@ -225,13 +302,13 @@ class _Forward:
             return
         self._values = None
         if not self._first and not self._previous_failed:
-            _, _, header = self.engine.links.control.hear(self.engine.links.previous)
+            header = self.links.previous.hear()
             if header is None:
                 self._previous_failed = True
             else:
                 specs, draws = header
-                self.call.traffic.incoming.append(specs)
-                self.call.traffic.draws |= draws
+                self.traffic.incoming.append(specs)
+                self.traffic.draws |= draws
         if not self._previous_failed:
             self._values = self._post(microbatch).wait()
 
@@ -240,11 +317,11 @@ class _Forward:
         if self._values is None or engine.failure is not None:
             return
         try:
-            with engine.trace.span("forward", microbatch):
+            with engine.trace.span(f"{self.own.label}forward", microbatch):
                 self._result = self._run(microbatch, self._values)
         except Exception as error:
             self.error = error
-            engine.fail(error)
+            engine.fail(error, self.own.number)
         else:
             self.outputs.append(self._result)
 
@@ -255,26 +332,25 @@ class _Forward:
                 return
         values = self._result
         if values is None:
-            specs = [*self.call.traffic.outgoing[microbatch], *self._states]
+            specs = [*self.traffic.outgoing[microbatch], *self._states]
             values = [spec.zeros(self.engine.device) for spec in specs]
-        self.engine.links.activations_out.send(values)
+        self.links.next.send(values)
 
-    def _post(self, microbatch: int) -> Arrival:
-        specs = self.call.traffic.incoming[microbatch]
+    def _post(self, microbatch: int) -> Coming:
+        specs = self.traffic.incoming[microbatch]
         states = [] if self._first else self._states
-        return self.engine.links.activations_in.post([*specs, *states])
+        return self.links.previous.post([*specs, *states])
 
     def _send_header(self) -> None:
         """Shapes of the values that follow; an empty header, once, if this stage has failed."""
-        control, peer = self.engine.links.control, self.engine.links.next
         if self._result is not None:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]
-            self.call.traffic.outgoing.append(specs)
-            control.tell(peer, _FRAME, payload=(specs, self.call.traffic.draws))
+            self.traffic.outgoing.append(specs)
+            self.links.next.tell((specs, self.traffic.draws))
         elif not self._told_failure:
             self._told_failure = True
-            control.tell(peer, _FRAME)
+            self.links.next.tell()
 
     def _run(self, microbatch: int, values: Values) -> Values:
         engine, call = self.engine, self.call
@@ -293,39 +369,51 @@ class _Forward:
             if not call.draws:
                 return outputs
             after = random_state(engine.device)
-            call.traffic.draws |= not all(torch.equal(a, b) for a, b in zip(before, after))
-            return outputs if engine.place.is_driver else [*outputs, *after]
+            self.traffic.draws |= not all(torch.equal(a, b) for a, b in zip(before, after))
+            return outputs if self.own.is_last else [*outputs, *after]
 
     def _compute(self, microbatch: int, values: Values) -> Values:
-        stage = self.engine.stage_for(self.call.key)
+        stage = self.engine.stage_for(self.own, self.call.key)
         if not self.call.key.grad:
             with self.engine.statistics(self.call.key):
                 return cast(Values, stage(values))
-        specs = self.call.traffic.incoming[microbatch]
+        specs = self.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
         with torch.enable_grad(), own_saved_tensors(), self.engine.statistics(self.call.key):
             outputs = cast(Values, stage(values))
-        self.call.saved[microbatch] = (values, outputs)
+        self.saved[microbatch] = (values, outputs)
         return outputs
 
 
 class _Backward:
-    """A backward pass; its methods are named after the instructions they carry out."""
+    """A backward pass of one stage; its methods are named like the instructions."""
 
     def __init__(
-        self, engine: Engine, call: Call, mode: BackwardMode, gradients: Sequence[Gradients]
+        self,
+        engine: Engine,
+        index: int,
+        call: Call,
+        mode: BackwardMode,
+        gradients: Sequence[Gradients],
     ) -> None:
-        self.engine, self.call, self.mode = engine, call, mode
+        self.engine, self.own, self.call, self.mode = engine, engine.owned[index], call, mode
+        self.links, self.traffic, self.saved = (
+            self.own.links,
+            call.traffic[index],
+            call.saved[index],
+        )
+        self._reduces_last = index == 0
         self.gradients = gradients
         self.inputs: list[Gradients] = [[] for _ in range(call.key.microbatches)]
         self.error: Exception | None = None
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._last = call.key.microbatches - 1
-        engine.links.gradients_out.flush()
-        steps = engine._schedule(call.key, mode.input_gradient).backward[engine.place.stage]
-        # the driver receives only the gradients of the inputs, which nobody computes with
-        kind = Kind.RECEIVE_INPUT_GRADIENT if engine.place.is_driver else Kind.RECEIVE_GRADIENT
+        self.links.previous.flush()
+        schedule = engine.schedule(call.key, input_gradient=mode.input_gradient)
+        steps = schedule.backward[self.own.number]
+        # the last stage receives only the gradients of the inputs, which nobody computes with
+        kind = Kind.RECEIVE_INPUT_GRADIENT if self.own.is_last else Kind.RECEIVE_GRADIENT
         self._ahead = Ahead(steps, kind, self._post)
 
     def receive_gradient(self, microbatch: int) -> None:
@@ -339,36 +427,36 @@ class _Backward:
         self.inputs[microbatch] = [next(arrived) if here else None for here in present]
 
     def reduce(self, microbatch: int) -> None:
-        if self.mode.reduce:
-            self.engine.copies.arm()
+        if self.mode.reduce and self._reduces_last:
+            self.engine.copies.arm(self.engine.done_before)
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine
-        driver = engine.place.is_driver
-        gradients = self.gradients[microbatch] if driver else self._arrived
-        self._result = [None] * len(self.call.traffic.incoming[microbatch])
+        gradients = self.gradients[microbatch] if self.own.is_last else self._arrived
+        self._result = [None] * len(self.traffic.incoming[microbatch])
         if engine.failure is not None:
             return
         try:
             # activation checkpointing runs layers again here
-            with engine.trace.span("backward", microbatch), engine.statistics(self.call.key):
+            span = engine.trace.span(f"{self.own.label}backward", microbatch)
+            with span, engine.statistics(self.call.key):
                 self._result = self._run(microbatch, gradients)
         except Exception as error:
             self.error = error
-            engine.fail(error)
+            engine.fail(error, self.own.number)
 
     def send_gradient(self, microbatch: int) -> None:
-        traffic, links = self.call.traffic, self.engine.links
+        traffic, links = self.traffic, self.links
         if self.mode.exchange and microbatch == self._last:
             pattern = [gradient is not None for gradient in self._result]
             traffic.gradients_out[self.mode.pattern] = pattern
-            links.control.tell(links.previous, _FRAME, payload=pattern)
+            links.previous.tell(pattern)
         rows = zip(
             self._result,
             traffic.incoming[microbatch],
             traffic.gradients_out[self.mode.pattern],
         )
-        links.gradients_out.send(
+        links.previous.send(
             [
                 spec.zeros(self.engine.device) if gradient is None else gradient
                 for gradient, spec, here in rows
@@ -378,23 +466,20 @@ class _Backward:
 
     def _hear_pattern(self) -> list[bool]:
         """Which of the values sent forward get a gradient: told once per pattern."""
-        known, links = self.call.traffic.gradients_in, self.engine.links
+        known = self.traffic.gradients_in
         if self.mode.pattern not in known:
-            _, _, known[self.mode.pattern] = links.control.hear(links.next)
+            known[self.mode.pattern] = self.links.next.hear()
         return known[self.mode.pattern]
 
-    def _post(self, microbatch: int) -> Arrival:
-        driver = self.engine.place.is_driver
-        sent = (
-            self.call.key.inputs[microbatch] if driver else self.call.traffic.outgoing[microbatch]
-        )
-        present = self.call.traffic.gradients_in[self.mode.pattern]
-        return self.engine.links.gradients_in.post([s for s, here in zip(sent, present) if here])
+    def _post(self, microbatch: int) -> Coming:
+        inputs, outgoing = self.call.key.inputs, self.traffic.outgoing
+        sent = inputs[microbatch] if self.own.is_last else outgoing[microbatch]
+        present = self.traffic.gradients_in[self.mode.pattern]
+        return self.links.next.post([s for s, here in zip(sent, present) if here])
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
         keep = self.mode.keep
-        saved = self.call.saved
-        values, outputs = saved[microbatch] if keep else saved.pop(microbatch)
+        values, outputs = self.saved[microbatch] if keep else self.saved.pop(microbatch)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients)
@@ -419,11 +504,11 @@ class Ahead:
     """Receives that are posted one before they are needed, so that they overlap computation."""
 
     def __init__(
-        self, steps: Sequence[Instruction], kind: Kind, post: Callable[[int], Arrival]
+        self, steps: Sequence[Instruction], kind: Kind, post: Callable[[int], Coming]
     ) -> None:
         self._todo = [step.microbatch for step in reversed(steps) if step.kind is kind]
         self._post = post
-        self._posted: Arrival | None = None
+        self._posted: Coming | None = None
 
     def take(self, microbatch: int) -> Values:
         """Wait for this micro-batch's tensors, after posting the receive of the next one's."""

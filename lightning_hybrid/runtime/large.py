@@ -28,10 +28,11 @@ from lightning_hybrid.network.deferred import (
     put_away,
 )
 from lightning_hybrid.network.structure import rebuild, tensors_in
+from lightning_hybrid.runtime.links import control_of
 from lightning_hybrid.runtime.mesh import Group, Mesh, Place
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.staged import tensors_of
-from lightning_hybrid.runtime.transport import Control, broadcast_object, wait
+from lightning_hybrid.runtime.transport import broadcast_object, wait
 
 _ANOTHER_REPLICA = "a rank of another replica"
 
@@ -80,19 +81,19 @@ def refuse_tied(
     Args:
         name: of the network.
         tensors: of the LightningModule, by name.
-        borrowed: per stage, names in the network of what an earlier one owns.
+        borrowed: per rank of a replica, names in the network of what another one owns.
 
     Raises:
-        DeferredError: a parameter made in ``configure_model`` is in several stages.
+        DeferredError: a parameter made in ``configure_model`` is in stages of several ranks.
     """
     prefix = f"{name}." if name else ""
-    for stage, names in enumerate(borrowed):
+    for device, names in enumerate(borrowed):
         for parameter in sorted(prefix + n for n in names if is_deferred(tensors[prefix + n])):
             raise DeferredError(
-                f"stage {stage} of network {name!r} shares {parameter!r} with an earlier stage, "
-                f"and {parameter!r} is made in configure_model, by one rank alone. Cut elsewhere "
-                "(HybridGabraStrategy(allocation=[...])), so that one stage has both uses, or make "
-                "the network in __init__."
+                f"device {device} of a replica shares {parameter!r} of network {name!r} with "
+                f"another one, and {parameter!r} is made in configure_model, by one rank alone. "
+                "Cut elsewhere (HybridGabraStrategy(allocation=[...])), so that one stage has both "
+                "uses, or make the network in __init__."
             )
 
 
@@ -219,7 +220,7 @@ def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """The weights of the other stages, on the driver of replica 0; all ranks call it together."""
     if mesh.place.replica or mesh.place.stages == 1:
         return {}
-    control = _control(mesh)
+    control = control_of(mesh)
     tensors = tensors_of(module)
     if not mesh.place.is_driver:
         mine = {n: t for n, t in tensors.items() if is_deferred(t) and not is_unmade(t)}
@@ -239,7 +240,7 @@ def gather_optimizer_after_run(
     if mesh.place.replica:
         return {}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    control = _control(mesh)
+    control = control_of(mesh)
     if not mesh.place.is_driver:
         control.tell(0, 0, payload=state_of(optimizer, names))
         control.flush()
@@ -248,8 +249,3 @@ def gather_optimizer_after_run(
     for worker in range(1, mesh.place.stages):
         remote |= control.hear(worker)[2]
     return complete(optimizer, optimizer.state_dict(), names, remote)
-
-
-def _control(mesh: Mesh) -> Control:
-    names = [str(mesh.place.at(position)) for position in range(mesh.place.stages)]
-    return Control(mesh.control, names)

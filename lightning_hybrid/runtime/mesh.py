@@ -8,6 +8,9 @@
     replica 0    rank 0         rank 1         rank 2
     replica 1    rank 3         rank 4         rank 5
 
+Here each rank has one stage. Under a free placement a rank has several, and more edges lead to
+other ranks: their groups are made when the network is cut (:meth:`Mesh.ring`).
+
 Every group but the drivers' is a process group of its own over one ``TCPStore``, used by its own
 methods and shut down by us. The default group of ``torch.distributed`` belongs to the drivers
 alone (rank = replica), because Lightning and torchmetrics call collectives on it; workers have
@@ -15,7 +18,7 @@ none, so that a stray collective there raises instead of hanging. One replica is
 has none either: with it Lightning would give advice about metrics of several devices.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -45,8 +48,11 @@ class Place:
     rank: int
     replicas: int
     stages: int
+    """ranks of a replica, each with one stage, or with several under a free placement"""
     order: tuple[int, ...] = ()
     """for each seat its rank, where ranks have changed places; see `planning.cluster`"""
+    free: bool = False
+    """whether ranks may have several stages, so that a place does not tell which"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.replicas * self.stages:
@@ -66,7 +72,7 @@ class Place:
 
     @property
     def position(self) -> int:
-        """Index inside the replica: 0 is the driver, k the worker that owns stage k - 1."""
+        """Index inside the replica: 0 is the driver, k a worker, in a chain that of stage k - 1."""
         return self.seat % self.stages
 
     def at(self, position: int) -> "Place":
@@ -79,11 +85,9 @@ class Place:
         return self.position == 0
 
     @property
-    def stage(self) -> int:
-        return (self.position - 1) % self.stages
-
-    def position_of(self, stage: int) -> int:
-        return (stage + 1) % self.stages
+    def chain(self) -> tuple[int, ...]:
+        """The positions of the stages where each rank has one: the driver has the last."""
+        return (*range(1, self.stages), 0)
 
     @property
     def lightning_rank(self) -> int:
@@ -94,7 +98,8 @@ class Place:
 
     def __str__(self) -> str:
         role = "driver" if self.is_driver else "worker"
-        return f"rank {self.rank} ({role}, replica {self.replica}, stage {self.stage})"
+        stage = "" if self.free else f", stage {(self.position - 1) % self.stages}"
+        return f"rank {self.rank} ({role}, replica {self.replica}{stage})"
 
 
 class Mesh:
@@ -113,10 +118,7 @@ class Mesh:
         world: gloo over all ranks, for barriers before and after a run.
         control: gloo over the ranks of one replica; commands, answers, headers. No time-out.
         drivers: gloo over the drivers (``None`` on workers), for objects and CPU tensors.
-        copies: over the R copies of this rank's stage, for gradients and buffers.
-        activations_in, activations_out, gradients_in, gradients_out: one group per direction of
-            each edge of the ring driver -> stage 0 -> ... -> last stage = driver, since two
-            directions on one NCCL communicator wait for each other. ``None`` without stages.
+        copies: over the R copies of this rank's stages, for gradients and buffers.
     """
 
     def __init__(
@@ -144,30 +146,41 @@ class Mesh:
         self.drivers: Group = None
         if place.is_driver:
             self.drivers = self._group("drivers", replica, place.replicas, "gloo")
-        self._make_ring()
+        self._rings: dict[tuple[int, ...], Mapping[int, tuple[Group, Group]]] = {}
+        self.ring(place.chain)
 
-    def _make_ring(self) -> None:
-        """Two groups of two ranks per edge; edge e leads from position e to e + 1.
+    def ring(self, devices: Sequence[int]) -> Mapping[int, tuple[Group, Group]]:
+        """The groups of the ring driver -> stage 0 -> ... -> last stage = driver, for a placement.
 
-        Every rank makes its edges in rising order, so that no two ranks wait for each other.
+        Edge k leads from stage k to the next one, or from the last to stage 0. It has one group of
+        two ranks for activations and one for gradients, since two directions on one NCCL
+        communicator wait for each other. The ring of a chain exists from the beginning. Others are
+        made when they are asked for, which all ranks of a replica do together; each makes its edges
+        in rising order, so that no two ranks wait for each other.
+
+        Args:
+            devices: of each stage the position of its rank.
+
+        Returns:
+            By number, the groups of the edges between this rank and another one.
         """
-        stages, position = self.place.stages, self.place.position
-        groups: dict[str, Group] = dict.fromkeys(
-            ("activations_in", "activations_out", "gradients_in", "gradients_out")
-        )
-        for edge in range(stages if stages > 1 else 0):
-            if position not in (edge, (edge + 1) % stages):
-                continue
-            sender = position == edge
-            for kind in ("activations", "gradients"):
-                name = f"{kind}{self.place.replica}.{edge}"
-                group = self._group(name, 0 if sender else 1, 2, self.backend)
-                outward = sender == (kind == "activations")
-                groups[f"{kind}_{'out' if outward else 'in'}"] = group
-        self.activations_in = groups["activations_in"]
-        self.activations_out = groups["activations_out"]
-        self.gradients_in = groups["gradients_in"]
-        self.gradients_out = groups["gradients_out"]
+        devices = tuple(devices)
+        if devices in self._rings:
+            return self._rings[devices]
+        placement = "-".join(map(str, devices))
+        groups = {}
+        for edge, ends in enumerate(zip(devices, (*devices[1:], devices[0]))):
+            if self.place.position in ends and ends[0] != ends[1]:
+                me = ends.index(self.place.position)  # the sender of the activations is 0
+                activations, gradients = (
+                    self._group(
+                        f"{kind}{self.place.replica}.{placement}.{edge}", me, 2, self.backend
+                    )
+                    for kind in ("activations", "gradients")
+                )
+                groups[edge] = activations, gradients
+        self._rings[devices] = groups
+        return groups
 
     def _group(self, name: str, rank: int, size: int, backend: str) -> Group:
         store = dist.PrefixStore(name, self.store)

@@ -1,4 +1,4 @@
-"""The R copies of one stage: their gradients are averaged, their buffers follow replica 0.
+"""The R copies of a rank's stages: gradients are averaged, buffers follow replica 0.
 
 Gradients travel in buckets, in the reverse order of the parameters, which is about the order in
 which the backward pass finishes them. :meth:`Copies.arm` is called right before the last
@@ -71,10 +71,10 @@ class _Bucket:
 
 
 class Copies:
-    """The copies of one stage, one per replica.
+    """The copies of a rank's stages, one per replica.
 
     Args:
-        parameters: those of the stage, in the same order on every replica.
+        parameters: those of the stages, in the same order on every replica.
         buffers: likewise.
         group: of the ranks that own a copy.
         trace: where the all-reduces are recorded.
@@ -101,8 +101,12 @@ class Copies:
         self._place: dict[Parameter, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
 
-    def arm(self) -> None:
-        """The next backward adds the last gradients of this step: send them as they come."""
+    def arm(self, final: Iterable[Parameter] = ()) -> None:
+        """The next backward adds the last gradients of this step: send them as they come.
+
+        Args:
+            final: parameters whose gradients are final already; those of others are ignored.
+        """
         if self._size == 1:
             return
         trainable = [parameter.requires_grad for parameter in self._parameters]
@@ -110,6 +114,9 @@ class Copies:
             self._trainable = trainable
             self._make_buckets([p for p in self._parameters if p.requires_grad])
         self._armed, self._next = True, 0
+        for parameter in final:
+            if parameter in self._place:
+                self._gradient_ready(parameter)
 
     def finish(self) -> None:
         """Send the gradients that no backward touched, wait, and hand out the averages."""

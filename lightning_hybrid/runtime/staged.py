@@ -10,22 +10,22 @@ from lightning_hybrid.compat import as_they_are
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage
 from lightning_hybrid.network.deferred import is_unmade
-from lightning_hybrid.runtime.calls import Call, CallKey, Traffic
+from lightning_hybrid.runtime.calls import Call, CallKey, Traffic, Values
 from lightning_hybrid.runtime.engine import Engine
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class StagedNetwork:
-    """One network on one rank: the module, this rank's stage of it, its calls.
+    """One network on one rank: the module, this rank's stages of it, its calls.
 
     Args:
         number: of the network, the same on all ranks.
         name: dotted name in the LightningModule; empty for the LightningModule itself.
-        module: the whole network. Only the tensors of this rank's stage are up to date.
-        engine: this rank's stage at work.
-        borrowed: names in the network of parameters that an earlier stage owns and this one uses
-            too: their values come from there, and their gradients go there.
+        module: the whole network. Only the tensors of this rank's stages are up to date.
+        engine: this rank's stages at work.
+        borrowed: names in the network of parameters that another rank owns and this one uses too:
+            their values come from there, and their gradients go there.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StagedNetwork:
         self.borrowed = borrowed
         self.calls: dict[int, Call] = {}
         self.keys: list[CallKey] = []
-        self._traffic: list[Traffic] = []
+        self._traffic: list[list[Traffic]] = []
         self._modules = list(module.modules())
         self._parameters = list(module.parameters())
         self._settings = [
@@ -56,15 +56,17 @@ class StagedNetwork:
     def add_key(self, key: CallKey) -> int:
         """Give a new key its number."""
         self.keys.append(key)
-        self._traffic.append(Traffic())
+        self._traffic.append([Traffic() for _ in self.engine.owned])
         return len(self.keys) - 1
 
-    def traffic(self, key: int) -> Traffic:
-        return self._traffic[key]
+    def draws(self, key: int) -> bool:
+        """Whether a stage up to the last one of this rank draws random numbers."""
+        return self._traffic[key][-1].draws
 
     def open(self, number: int, draw: int, key: int, *, exchange: bool, draws: bool) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
-        call = Call(number, draw, self.keys[key], self._traffic[key], exchange, draws)
+        saved: list[dict[int, tuple[Values, Values]]] = [{} for _ in self.engine.owned]
+        call = Call(number, draw, self.keys[key], exchange, draws, self._traffic[key], saved)
         if call.key.grad:
             self.calls[number] = call
         return call
@@ -108,25 +110,46 @@ class StagedNetwork:
 
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
-        stage = self.engine.stages[0]
         prefix = f"{self.name}." if self.name else ""
-        names = (*stage.parameter_names, *stage.buffer_names)
+        names = names_of([own.variants[0] for own in self.engine.owned])
         return [prefix + name for name in names if name not in self.borrowed]
 
 
-def borrowed_parameters(stages: Sequence[Stage]) -> list[frozenset[str]]:
-    """Per stage, the names of the parameters that an earlier one uses too, and owns."""
-    owned: set[str] = set()
-    borrowed = []
-    for stage in stages:
-        borrowed.append(frozenset(owned & {*stage.parameter_names}))
-        owned |= {*stage.parameter_names}
-    return borrowed
+def names_of(stages: Sequence[Stage]) -> list[str]:
+    """Names in the network of the parameters and buffers that some of its stages use."""
+    return list(dict.fromkeys(n for s in stages for n in (*s.parameter_names, *s.buffer_names)))
 
 
-def own_parameters(stage: Stage, borrowed: frozenset[str]) -> list[nn.Parameter]:
-    """Those that the stage has to itself."""
-    return [value for name, value in stage.named_parameters() if name not in borrowed]
+def borrowed_parameters(stages: Sequence[Stage], devices: Sequence[int]) -> list[frozenset[str]]:
+    """Per rank of a replica, the names of the parameters that it uses and another one owns.
+
+    The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
+    other rank uses it: what the driver borrows it sees through its windows.
+
+    Args:
+        stages: all stages of the network.
+        devices: of each of them the position of its rank.
+    """
+    used: list[set[str]] = [set() for _ in range(max(devices) + 1)]
+    owner: dict[str, int] = {}
+    for stage, device in zip(stages, devices):
+        used[device] |= {*stage.parameter_names}
+        for name in stage.parameter_names:
+            owner[name] = owner.get(name) or device
+    return [
+        frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)
+    ]
+
+
+def own_parameters(stages: Sequence[Stage], borrowed: frozenset[str]) -> list[nn.Parameter]:
+    """Those that the stages of a rank have to themselves."""
+    named = {name: value for stage in stages for name, value in stage.named_parameters()}
+    return [value for name, value in named.items() if name not in borrowed]
+
+
+def own_buffers(stages: Sequence[Stage]) -> list[Tensor]:
+    """The buffers that the stages of a rank use."""
+    return list({name: value for s in stages for name, value in s.named_buffers()}.values())
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

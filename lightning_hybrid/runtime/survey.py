@@ -9,7 +9,7 @@ import torch
 
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.speed import look_at, measure_speed
-from lightning_hybrid.runtime.links import Links
+from lightning_hybrid.runtime.links import control_of, link_stages
 from lightning_hybrid.runtime.mesh import Group, Mesh
 from lightning_hybrid.runtime.transport import TensorSpec, gather_objects, meet
 
@@ -51,16 +51,16 @@ def measure_links(mesh: Mesh, device: torch.device) -> None:
     """
     if mesh.cluster is None or mesh.place.stages == 1 or mesh.backend != "gloo":
         return
-    links = Links(mesh, device)
+    [links] = link_stages(mesh, mesh.place.chain, control_of(mesh), device).values()
     load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     best_s = float("inf")
     for _ in range(LINK_REPEATS):
-        arrival = links.activations_in.post([TensorSpec.of(load)])
+        arrival = links.previous.post([TensorSpec.of(load)])
         meet(mesh.world)
         start_s = perf_counter()
-        links.activations_out.send([load])
+        links.next.send([load])
         arrival.wait()
-        links.activations_out.flush()
+        links.next.flush()
         best_s = min(best_s, perf_counter() - start_s)
     slowest = min(gather_objects(mesh.world, LINK_BYTES / best_s))
     mesh.cluster = replace(mesh.cluster, bandwidth_bytes_per_s=2.0 ** round(log2(slowest)))

@@ -1,4 +1,4 @@
-"""A worker: it owns one earlier stage of each network and obeys its driver."""
+"""A worker: it owns stages of each network, not the last one, and obeys its driver."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
 from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.large import Claim, share_optimizers
-from lightning_hybrid.runtime.links import Links
+from lightning_hybrid.runtime.links import control_of, link_stages
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
 from lightning_hybrid.runtime.performance import Stopwatch
@@ -27,6 +27,8 @@ from lightning_hybrid.runtime.signals import left_to_the_driver
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     borrowed_parameters,
+    names_of,
+    own_buffers,
     own_parameters,
     tensors_of,
     write_tensors,
@@ -77,7 +79,7 @@ class Worker:
     ) -> None:
         self._options = options
         self._module, self._mesh, self._device = module, mesh, device
-        self._links = Links(mesh, device)
+        self._control = control_of(mesh)
         self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
         self._reports = reports
         self._networks: list[StagedNetwork] = []
@@ -97,7 +99,7 @@ class Worker:
         Raises:
             RemoteError: the driver has failed, or was lost.
         """
-        self._heartbeat = Heartbeat(self._links.control, [DRIVER], self._mesh.timeout)
+        self._heartbeat = Heartbeat(self._control, [DRIVER], self._mesh.timeout)
         with left_to_the_driver():
             try:
                 return self._serve()
@@ -110,7 +112,7 @@ class Worker:
     def _serve(self) -> Any:
         while True:
             self._heartbeat.on = False
-            number, arguments, payload = self._links.control.hear(DRIVER)
+            number, arguments, payload = self._control.hear(DRIVER)
             operation = Op(number)
             self._heartbeat.on = operation in _ANSWERED
             if operation is Op.ABORT:
@@ -124,18 +126,20 @@ class Worker:
                 text = "".join(traceback.format_exception(error))
                 self._failure = self._failure or f"{self._mesh.place} failed:\n{text}"
             if operation in _ANSWERED:
-                self._links.control.tell(DRIVER, 0, payload=(self._failure, answer))
+                self._control.tell(DRIVER, 0, payload=(self._failure, answer))
             if operation in (Op.GIVE_WEIGHTS, Op.GIVE_GRADIENTS) and self._failure is None:
                 self._send_asked(operation, payload)
             if operation is Op.GIVE_BORROWED and self._failure is None:
                 self._send_borrowed()
             if operation is Op.END and self._failure is None:
-                self._links.control.flush()
+                self._control.flush()
                 return payload
 
     # -- the network
 
     def _cut(self, order: Cut, *_: int) -> None:
+        # first of all: the others wait for this rank in it
+        links = link_stages(self._mesh, order.devices, self._control, self._device)
         network = self._module.get_submodule(order.name)
         if order.network < len(self._networks):
             self._networks[order.network].set_settings(order.settings)
@@ -151,23 +155,25 @@ class Worker:
                 "look for Python code that depends on the rank, the time or unseeded randomness."
             )
         stages = cut(graph, network_partitions(graph), order.boundaries)
-        stage = stages[self._mesh.place.stage]
         if order.network < len(self._networks):
-            self._networks[order.network].engine.stages.append(stage)
+            self._networks[order.network].engine.add_variant(stages)
             return
+        mine = [stages[number] for number in links]
         prefix = f"{order.name}." if order.name else ""
-        names = [prefix + n for n in (*stage.parameter_names, *stage.buffer_names)]
+        names = [prefix + n for n in names_of(mine)]
         whole = [*network.named_parameters(), *network.named_buffers()]
         self._claim = Claim(self._module, names, (prefix + n for n, _ in whole), self._mesh.place)
-        stage.move(self._device)
-        borrowed = borrowed_parameters(stages)[self._mesh.place.stage]
-        own = own_parameters(stage, borrowed)
+        for stage in mine:
+            stage.move(self._device)
+        borrowed = borrowed_parameters(stages, order.devices)[self._mesh.place.position]
+        own = own_parameters(mine, borrowed)
         state = state_buffers(network)
-        copies = Copies(own, stage.buffers(), self._mesh.copies, self._trace, state)
+        copies = Copies(own, own_buffers(mine), self._mesh.copies, self._trace, state)
         engine = Engine(
-            [stage],
+            stages,
+            order.devices,
             self._mesh.place,
-            self._links,
+            links,
             copies,
             self._device,
             order.schedule,
@@ -256,7 +262,7 @@ class Worker:
         """Answered with word that all is well; the tensors follow."""
 
     def _take_gradients(self, _: None, add: int, *__: int) -> None:
-        for name, value in self._links.control.receive_tensors(DRIVER).items():
+        for name, value in self._control.receive_tensors(DRIVER).items():
             parameter = self._parameters[name]
             if parameter.grad is None:
                 parameter.grad = value.to(parameter.device)
@@ -276,7 +282,7 @@ class Worker:
                 parameter = self._parameters[prefix + name]
                 if parameter.grad is not None:
                     gradients[prefix + name], parameter.grad = parameter.grad, None
-        self._links.control.send_tensors(DRIVER, gradients)
+        self._control.send_tensors(DRIVER, gradients)
 
     def _clear_gradients(self, names: list[str], *_: int) -> None:
         for name in names:
@@ -297,11 +303,11 @@ class Worker:
         else:
             asked = requests.get(self._mesh.place.position, [])
         if asked or requests is None:
-            self._links.control.send_tensors(DRIVER, {name: named[name] for name in asked})
+            self._control.send_tensors(DRIVER, {name: named[name] for name in asked})
 
     def _take_weights(self, *_: Any) -> None:
         arrived = []
-        for name, value in self._links.control.receive_each(DRIVER):
+        for name, value in self._control.receive_each(DRIVER):
             write_tensors(self._module, {name: value})
             arrived.append(name)
         if self._claim is not None:

@@ -1,11 +1,11 @@
 """The rows, under `hybrid_gabra` in several shapes, and under plain `ddp` as the control."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from suite import ONE_OF_THREE, ONE_OF_TWO, Conformance, Row
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraStrategy, Plan
 
 pytestmark = pytest.mark.distributed
 
@@ -73,3 +73,40 @@ class TestReplicasOfTwoStages(_Hybrid):
     replicas: ClassVar = 2
     stages: ClassVar = 2
     reference = TwoDevices
+
+
+class _DriverAtBothEnds(HybridGabraStrategy):
+    """Two devices per replica, of which the driver's has the first and the last of three stages."""
+
+    row: type[Row]
+    _is_free = True
+
+    def _make_plan(self, name: str, *arguments: Any) -> Plan:
+        return Plan(
+            replicas=self.num_replicas,
+            stages=3,
+            microbatches=arguments[-1],
+            schedule="gpipe",
+            cuts=tuple(point.removeprefix(f"{name}.") for point in self.row.cuts[3]),
+            devices=(0, 1, 0),
+        )
+
+
+class TestFreePlacement(Conformance):
+    stages: ClassVar = 2
+    reference = OneDevice
+
+    @classmethod
+    def make_strategy(cls, row: type[Row]) -> HybridGabraStrategy:
+        defaults = {"pipeline_parallel_size": cls.stages, "num_microbatches": row.microbatches}
+        strategy = _DriverAtBothEnds(**{**defaults, **row.arguments})
+        strategy.row = row
+        return strategy
+
+    @classmethod
+    def rows(cls) -> list[type[Row]]:
+        return [r for r in super().rows() if 3 in r.cuts and not r.refused]
+
+    @classmethod
+    def is_fast(cls, row: type[Row]) -> bool:
+        return False

@@ -17,5 +17,5 @@ def test_stages_cannot_share_a_weight_that_one_rank_makes() -> None:
         module.net[1].weight = module.net[0].weight
     tensors = tensors_of(module)
     refuse_tied("net", tensors, [frozenset(), frozenset({"2.weight"})])
-    with pytest.raises(DeferredError, match=r"stage 1 .*'net\.0\.weight'.*__init__"):
+    with pytest.raises(DeferredError, match=r"device 1 .*'net\.0\.weight'.*__init__"):
         refuse_tied("net", tensors, [frozenset(), frozenset({"0.weight", "2.weight"})])

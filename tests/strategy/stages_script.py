@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.networks import Encoder, vqvae
+from lightning_hybrid import Plan
 
 SEED = 7
 MARK = 20.0
@@ -176,7 +177,26 @@ SYNCHRONISED = {
     ),
 }
 IN_REPLICAS = SYNCHRONISED | {"overflow in a replica": PRECISIONS["overflow"]}
-JOBS = REAL | PRECISIONS | COMPILED | IN_REPLICAS
+
+
+def driver_at_both_ends(*cuts: str) -> Plan:
+    """Two replicas of two devices, of which the driver's has the first and the last stage."""
+    return Plan(
+        replicas=2, stages=3, microbatches=2, schedule="gpipe", cuts=cuts, devices=(0, 1, 0)
+    )
+
+
+FREE = {
+    "Normalised, free": replace(
+        SYNCHRONISED["Normalised"], strategy={"plan": driver_at_both_ends("second.0", "third.1")}
+    ),
+    "compiled, free": Job(
+        Perceptron,
+        samples=24,
+        strategy={"compile_stages": True, "plan": driver_at_both_ends("layers.3", "layers.6")},
+    ),
+}
+JOBS = REAL | PRECISIONS | COMPILED | IN_REPLICAS | FREE
 
 
 class Training(LightningModule):

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 from training_script import Classifier, data
 
+from lightning_hybrid.runtime.random import draw_number, microbatch_seed
+
 pytestmark = pytest.mark.distributed
 Train = Callable[..., list[dict[str, Any]]]
 SHAPES = [(1, 2), (1, 3), (2, 1), (2, 2)]
@@ -42,7 +44,11 @@ def one_device(config: dict[str, Any]) -> tuple[list[list[float]], dict[str, tor
                     theirs.data.copy_(mine.data)
             chunk = batch_of(config, replica, step)
             net.zero_grad()
-            outputs = [net(part) for part in x[chunk].chunk(config["microbatches"])]
+            outputs = []
+            for index, part in enumerate(x[chunk].chunk(config["microbatches"])):
+                draw = draw_number(step, 0)
+                torch.manual_seed(microbatch_seed(config.get("seed", 0), replica, draw, index))
+                outputs.append(net(part))
             loss = nn.functional.cross_entropy(torch.cat(outputs), y[chunk])
             loss.backward()
             losses[replica].append(loss.item())

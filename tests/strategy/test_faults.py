@@ -206,6 +206,42 @@ def test_a_failure_in_the_last_backward_is_no_success(start: Start) -> None:
     assert not list(training.folder.glob("rank*.pt"))
 
 
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=slow)])
+def test_an_exception_between_two_stages_of_another_rank_is_shown_first(
+    start: Start, rank: int
+) -> None:
+    devices = [0, 1, 0] if rank == 1 else [1, 0, 1, 0]  # it is in a stage in the middle
+    fault = {"where": "forward", "rank": rank, "step": 3}
+    training, process = start(stages=2, devices=devices, fault=fault)
+    output = end(training, process, {process.pid})
+    assert process.returncode
+    assert "this error is on purpose" in first_error(output), output
+    if rank == 1:
+        assert "rank 1 (worker, replica 0) failed in stage 1" in output
+
+
+@slow
+def test_a_killed_rank_with_several_stages_ends_the_others_and_is_named(
+    start: Start, tmp_path: Path
+) -> None:
+    training, process = start(stages=2, devices=[1, 0, 1, 0], **SAVING)
+    pids = ready(training, 2)
+    members = family(process.pid)
+    killed = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    output = end(training, process, members, killed)
+    assert "Lost rank 1 " in first_error(output), output
+    assert_resumes(training, tmp_path)
+
+
+def test_a_look_at_another_rank_between_two_stages_of_this_one_is_refused(start: Start) -> None:
+    training, process = start(stages=2, devices=[0, 1, 0], looks_at=["stem", "second.weight"])
+    since = time.monotonic() + 60  # the look comes by itself, in the first step
+    output = end(training, process, {process.pid}, since)
+    assert process.returncode
+    assert "in the middle of a pass" in output
+
+
 def test_a_failed_replica_ends_the_other_replicas(start: Start) -> None:
     fault = {"where": "forward", "rank": 3, "step": 3}
     training, process = start(replicas=2, stages=2, fault=fault)

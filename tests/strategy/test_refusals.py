@@ -20,6 +20,9 @@ from lightning_hybrid.wrong_package import refuse_in_pytorch_lightning
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLAN = Plan(replicas=1, stages=2, microbatches=2, schedule="gpipe", cuts=("second",))
+LOOP = Plan(
+    replicas=1, stages=3, microbatches=2, schedule="gpipe", cuts=("b", "c"), devices=(0, 1, 0)
+)
 
 
 def trainer(devices: int, **arguments: Any) -> Trainer:
@@ -35,6 +38,7 @@ def trainer(devices: int, **arguments: Any) -> Trainer:
         (3, {"data_parallel_size": 2}),
         (6, {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
         (3, {"plan": PLAN}),
+        (3, {"plan": LOOP}),
     ],
 )
 def test_devices_that_are_no_multiple_of_the_sizes(devices: int, arguments: dict[str, Any]) -> None:
@@ -50,6 +54,8 @@ def test_devices_that_are_no_multiple_of_the_sizes(devices: int, arguments: dict
         ({"data_parallel_size": "many"}, "data_parallel_size='many'"),
         ({"pipeline_parallel_size": 3, "plan": PLAN}, "pipeline_parallel_size=3.*2 stages"),
         ({"data_parallel_size": 2, "plan": PLAN}, "data_parallel_size=2.*1 replicas"),
+        ({"pipeline_parallel_size": 3, "plan": LOOP}, "=3.*2 devices with 3 stages"),
+        ({"allocation": ["second"], "contiguous": False}, "cut points.*contiguous=False"),
         ({"plan": "nowhere.json"}, "nowhere.json"),
     ],
 )

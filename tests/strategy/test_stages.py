@@ -11,6 +11,7 @@ import torch
 from conftest import Training as Run
 from stages_script import (
     COMPILED,
+    FREE,
     IN_REPLICAS,
     JOBS,
     PRECISIONS,
@@ -49,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     done: dict[Any, Ranks] = {}
 
     def run(replicas: int, stages: int, name: str) -> Ranks:
-        jobs = next(jobs for jobs in (FAST, SLOW, COMPILED, IN_REPLICAS) if name in jobs)
+        jobs = next(jobs for jobs in (FAST, SLOW, COMPILED, IN_REPLICAS, FREE) if name in jobs)
         key = replicas, stages, *jobs
         if key not in done:
             folder = tmp_path_factory.mktemp("stages")
@@ -173,6 +174,14 @@ def test_compiled_stages_train_as_one_device(runs: Runs, tmp_path: Path, name: s
     for rank in ranks:  # under the names of the module
         assert_same(rank[name]["weights"], dict(expected.state_dict()), tolerance)
     assert_each_stage_worked_alone(ranks, name)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", FREE)
+def test_several_stages_on_a_device_train_as_one_device(
+    runs: Runs, tmp_path: Path, name: str
+) -> None:
+    test_batch_statistics_over_the_replicas_are_those_of_their_union(runs, tmp_path, name, 2)
 
 
 @pytest.mark.parametrize("name", SYNCHRONISED)

@@ -62,11 +62,19 @@ NETWORKS = {
     "residual": Residual,
     "dropout": Dropped,
 }
-# names of the first modules of the next stages, for 2 and 3 stages
+# names of the first modules of the next stages, by number of stages
 CUTS = {
-    "resattnet": {2: ["layer2"], 3: ["layer1.1", "layer3"]},
-    "residual": {2: ["second"], 3: ["first", "head"]},
-    "dropout": {2: ["layers.4"], 3: ["layers.4", "layers.7"]},
+    "resattnet": {
+        2: ["layer2"],
+        3: ["layer1.1", "layer3"],
+        5: ["layer1.1", "layer2", "layer3", "layer4"],
+    },
+    "residual": {2: ["second"], 3: ["first", "head"], 4: ["first", "second", "head"]},
+    "dropout": {
+        2: ["layers.4"],
+        3: ["layers.4", "layers.7"],
+        4: ["layers.4", "layers.7", "layers.10"],
+    },
 }
 
 
@@ -139,6 +147,10 @@ class Classifier(LightningModule):
         for name, module in self.net.named_modules():
             if next(module.children(), None) is None:
                 module.register_forward_hook(partial(self.ran, name))
+        if looked_at := self.config.get("looks_at"):  # in the middle of a pass
+            looker, name = looked_at
+            weight = self.net.get_parameter(name)
+            self.net.get_submodule(looker).register_forward_hook(lambda *_: weight.sum().item())
         for name, parameter in self.net.named_parameters():
             parameter.register_post_accumulate_grad_hook(partial(self.got_gradient, name))
 
@@ -224,11 +236,21 @@ def strategy(config: dict[str, Any]) -> Any:
     replicas, stages = config["replicas"], config["stages"]
     if not config["strategy"].startswith("hybrid"):
         return config["strategy"]
-    from lightning_hybrid import HybridGabraStrategy
+    from lightning_hybrid import HybridGabraStrategy, Plan
 
     if config["strategy"] != "hybrid":  # by its registered name
         return config["strategy"]
 
+    plan = None
+    if devices := config.get("devices"):  # of the stages; `stages` is the number of processes
+        plan = Plan(
+            replicas=replicas,
+            stages=len(devices),
+            microbatches=config["microbatches"],
+            schedule="gpipe",
+            cuts=CUTS[config["network"]][len(devices)],
+            devices=devices,
+        )
     cuts = CUTS[config["network"]].get(stages, [])
     return HybridGabraStrategy(
         data_parallel_size=replicas,
@@ -238,6 +260,8 @@ def strategy(config: dict[str, Any]) -> Any:
         start_method=config.get("start_method", "popen"),
         timeout=timedelta(seconds=config.get("timeout_s", 1800)),
         device_capacity=config.get("device_capacity", "auto"),
+        contiguous=config.get("contiguous", True),
+        plan=plan,
     )
 
 
