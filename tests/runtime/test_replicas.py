@@ -88,7 +88,26 @@ def overlapping(rank: int, group: Any, _: Zoo) -> dict[str, Any]:
                 copies.reduce()
         found[overlap] = gradients(net)
         copies.close()
+    found["in two stages"] = in_two_stages(rank, group)
     return found
+
+
+def in_two_stages(rank: int, group: Any) -> dict[str, Tensor | None]:
+    """The same, where the last two layers have their gradients before the others."""
+    net, x = network(rank)
+    early, late = net[:2], net[2:]
+    copies = Copies(net.parameters(), [], group, Trace(rank, "test"))
+    for step in range(2):
+        net.zero_grad()
+        net(x).square().sum().backward()
+        between = early(x + step)
+        handed_on = between.detach().requires_grad_()
+        late(handed_on).sum().backward()
+        copies.arm(list(late.parameters()))
+        between.backward(handed_on.grad)
+        copies.finish()
+    copies.close()
+    return gradients(net)
 
 
 def broadcast(rank: int, group: Any, zoo: Zoo) -> dict[str, Any]:
@@ -172,9 +191,10 @@ def test_buckets_follow_what_is_trained_now(ranks: list[dict[str, Any]]) -> None
 
 def test_overlap_changes_no_bit(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        later, overlapped = (rank["overlapping"][overlap] for overlap in (False, True))
+        later, *others = (rank["overlapping"][how] for how in (False, True, "in two stages"))
         for name, expected in later.items():
-            assert_equal(overlapped[name], expected)
+            for overlapped in others:
+                assert_equal(overlapped[name], expected)
             assert_equal(expected, ranks[0]["overlapping"][False][name])
 
 

@@ -234,6 +234,7 @@ def test_a_killed_rank_with_several_stages_ends_the_others_and_is_named(
     assert_resumes(training, tmp_path)
 
 
+@slow
 def test_a_look_at_another_rank_between_two_stages_of_this_one_is_refused(start: Start) -> None:
     training, process = start(stages=2, devices=[0, 1, 0], looks_at=["stem", "second.weight"])
     since = time.monotonic() + 60  # the look comes by itself, in the first step

@@ -181,7 +181,7 @@ def test_compiled_stages_train_as_one_device(runs: Runs, tmp_path: Path, name: s
 def test_several_stages_on_a_device_train_as_one_device(
     runs: Runs, tmp_path: Path, name: str
 ) -> None:
-    test_batch_statistics_over_the_replicas_are_those_of_their_union(runs, tmp_path, name, 2)
+    assert_is_the_union_of_replicas(runs(2, 2, name), one_device(name, tmp_path, replicas=2), name)
 
 
 @pytest.mark.parametrize("name", SYNCHRONISED)
@@ -190,10 +190,14 @@ def test_batch_statistics_over_the_replicas_are_those_of_their_union(
     runs: Runs, tmp_path: Path, name: str, stages: int
 ) -> None:
     ranks = runs(2, stages, name)
-    expected = one_device(name, tmp_path, replicas=2)
+    assert_is_the_union_of_replicas(ranks, one_device(name, tmp_path, replicas=2), name)
+
+
+def assert_is_the_union_of_replicas(ranks: Ranks, expected: Training, name: str) -> None:
+    """Two replicas against one device whose batches are those of both."""
     for rank in ranks:  # running statistics too
         assert_same(rank[name]["weights"], dict(expected.state_dict()))
-    mine, other = ranks[0][name]["seen"], ranks[stages][name]["seen"]
+    mine, other = ranks[0][name]["seen"], ranks[len(ranks) // 2][name]["seen"]
     losses = [(a + b) / 2 for a, b in zip(mine[:-1], other[:-1])]
     assert_same(losses, expected.seen[:-1])
     assert_each_stage_worked_alone(ranks, name, replicas=2)

@@ -150,7 +150,11 @@ class Classifier(LightningModule):
         if looked_at := self.config.get("looks_at"):  # in the middle of a pass
             looker, name = looked_at
             weight = self.net.get_parameter(name)
-            self.net.get_submodule(looker).register_forward_hook(lambda *_: weight.sum().item())
+
+            def look(*_: Any) -> None:
+                weight.sum().item()
+
+            self.net.get_submodule(looker).register_forward_hook(look)
         for name, parameter in self.net.named_parameters():
             parameter.register_post_accumulate_grad_hook(partial(self.got_gradient, name))
 
