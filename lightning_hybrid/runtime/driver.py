@@ -130,6 +130,7 @@ class Driver:
         self._batch = self._calls_in_step = self._evaluations = 0
         self._stale: set[int] = set()  # networks whose gradients are not averaged yet
         self._owner: dict[str, tuple[int, int]] = {}  # of remote tensors: network, worker
+        self._sharers: dict[str, list[int]] = {}  # further workers with the same constant buffer
         self.remote = RemoteTensors(self)
         self._borrowing = Borrowing(self, self._hand_out, self._collect_borrowed)
 
@@ -180,6 +181,8 @@ class Driver:
             self._control.tell(worker, Op.TAKE_WEIGHTS)
             self._control.send_tensors(worker, to_send(tensors, names.values()))
             remote.append(tuple(full for n, full in names.items() if n not in lent))
+            for full in self._owner.keys() & set(remote[-1]):
+                self._sharers.setdefault(full, []).append(self._owner[full][1])
             self._owner |= dict.fromkeys(remote[-1], (number, worker))
             leave_to_worker(tensors, remote[-1], self._mesh.place, worker)
         here = [stages[number] for number in links]
@@ -211,7 +214,9 @@ class Driver:
         self._rest = self._copies_of_the_rest()
         self.ship_optimizers(fresh=0 if number else _ALL)
         owned_there = (name for owned in remote for name in owned)
-        self.remote.add(self.module, (n for n in owned_there if not is_unmade(tensors[n])))
+        used_here = [prefix + name for part in here for name in part.buffer_names]
+        windows = (n for n in owned_there if not is_unmade(tensors[n]))
+        self.remote.add(self.module, windows, used_here)
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in borrowed])
         if self._share:
             self.tell(Op.SHARE, number, int(self._share_optimizers))
@@ -379,10 +384,9 @@ class Driver:
         if self._in_pass:
             raise HybridError(
                 "A weight, buffer or gradient that another rank owns was read or changed, or an "
-                "optimizer stepped, in the middle of a pass through the stages: by a hook on a "
-                "module or parameter, or by a stage that shares a buffer with one of another "
-                "device. Where a device has several stages that is not possible: give each device "
-                "one (HybridGabraStrategy(contiguous=True), or such a plan)."
+                "optimizer stepped, in the middle of a pass through the stages, as by a hook on a "
+                "module or parameter. Where a device has several stages that is not possible: give "
+                "each device one (HybridGabraStrategy(contiguous=True), or such a plan)."
             )
 
     # ------------------------------------------------------------------ a step
@@ -630,7 +634,11 @@ class Driver:
         assert self._control is not None
         self._refuse_in_pass()
         operation = Op.TAKE_GRADIENTS if kind is Kind.GRADIENT else Op.TAKE_WEIGHTS
-        for worker, names in self._by_worker(values).items():
+        receivers = self._by_worker(values)
+        for name in values:
+            for worker in self._sharers.get(name, ()):
+                receivers.setdefault(worker, []).append(name)
+        for worker, names in receivers.items():
             self._control.tell(worker, operation, int(add))
             self._control.send_tensors(worker, {name: values[name] for name in names})
         if add:

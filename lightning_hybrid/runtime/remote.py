@@ -118,6 +118,7 @@ class RemoteTensors:
         self._owners = owners
         self._tensors: dict[Kind, dict[str, Remote]] = {kind: {} for kind in Kind}
         self._places: dict[str, tuple[dict[str, Any], str, Remote]] = {}
+        self._here_too: set[str] = set()
         self._age = dict.fromkeys(Kind, 0)
         self._reads = dict.fromkeys(Kind, 0)
         self._touched: dict[tuple[Kind, str], Remote] = {}
@@ -128,8 +129,17 @@ class RemoteTensors:
         self._writes = 0
         self.in_graph = False
 
-    def add(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Make windows of these parameters and buffers of ``module``."""
+    def add(self, module: nn.Module, names: Iterable[str], here_too: Iterable[str] = ()) -> None:
+        """Make windows of these parameters and buffers of ``module``.
+
+        Args:
+            module: the LightningModule.
+            names: of what other ranks own.
+            here_too: names of buffers that stages of this rank use as well. A network is not cut
+                between two uses of a buffer that it changes, so these are constants: what is here
+                is what the owner has.
+        """
+        self._here_too.update(here_too)
         for name in names:
             owner, _, key = name.rpartition(".")
             part = module.get_submodule(owner)
@@ -148,7 +158,7 @@ class RemoteTensors:
     def close(self) -> None:
         """Make ordinary tensors of all windows again."""
         self._shut_all()
-        for table in (self._places, self._touched, self._assigned, self._in_graph):
+        for table in (self._places, self._touched, self._assigned, self._in_graph, self._here_too):
             table.clear()
         for tensors in self._tensors.values():
             tensors.clear()
@@ -217,6 +227,8 @@ class RemoteTensors:
         """Fetch what the owner has, unless that is here already."""
         kind, age = remote.kind, self._age[remote.kind]
         self._touched[kind, remote.name] = remote  # who reads may keep a view
+        if remote.name in self._here_too and kind is Kind.BUFFER:
+            remote.seen = age
         if remote.seen == age:
             return
         self.flush()

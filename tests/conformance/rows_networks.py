@@ -221,6 +221,29 @@ class SkipsAcrossStages(Row):
         self.net = self.Net()
 
 
+class SharesAConstant(Row):
+    """A buffer that every stage reads and none changes; the user's code does, now and then."""
+
+    fast = IN_REPLICAS
+
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x) * self.scale)
+            x = torch.tanh(self.second(x) * self.scale)
+            return self.third(x) * self.scale
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.scale.mul_(0.9)
+        self.seen.append(self.net.scale.item())
+
+
 class NormsWeights(Row):
     """Weight and spectral norm, as parametrizations; spectral norm changes a buffer per call."""
 

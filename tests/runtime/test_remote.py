@@ -100,6 +100,17 @@ def test_reading_shows_what_the_owner_has(world: World) -> None:
     assert torch.equal(world.here[0].weight.norm(), world.there[0].weight.norm())
 
 
+def test_a_constant_that_is_here_too_is_not_fetched_but_its_changes_travel(world: World) -> None:
+    world.windows.add(world.here, [], ["1.running_mean"])
+    for _ in range(2):
+        world.windows.outdate(Kind.BUFFER)
+        world.here[1].running_mean.sum()
+    assert world.owner.given == []
+    world.here[1].running_mean.fill_(7.0)
+    world.windows.flush()
+    assert (world.there[1].running_mean == 7.0).all()
+
+
 @pytest.mark.parametrize(
     "change",
     [
