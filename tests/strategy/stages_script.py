@@ -188,7 +188,7 @@ def driver_at_both_ends(*cuts: str) -> Plan:
 
 FREE = {
     "Normalised, free": replace(
-        SYNCHRONISED["Normalised"], strategy={"plan": driver_at_both_ends("second.0", "third.1")}
+        SYNCHRONISED["Normalised"], strategy={"plan": driver_at_both_ends("second.0", "third.0")}
     ),
     "compiled, free": Job(
         Perceptron,
