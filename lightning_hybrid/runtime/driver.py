@@ -230,8 +230,8 @@ class Driver:
     def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
         for parameter in borrowed if self._options.compiled else ():
             raise NetworkError(
-                f"compile_stages=True: the last stage of network {name!r} shares {parameter!r} "
-                "with an earlier one, and torch.compile would not hear of its changes. Cut "
+                f"compile_stages=True: the driver's stage of network {name!r} shares {parameter!r} "
+                "with that of another rank, and torch.compile would not hear of its changes. Cut "
                 "elsewhere (HybridGabraStrategy(allocation=[...])), or leave compile_stages out."
             )
 
