@@ -283,6 +283,7 @@ def test_sigterm_ends_all_ranks_and_saves(start: Start, tmp_path: Path, replicas
         assert_resumes(training, tmp_path)
 
 
+@slow
 def test_a_handler_saves_while_all_replicas_train_on(start: Start) -> None:
     checkpoint = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
     saving = SAVING | {"checkpoint": checkpoint, "saves_on_signal": True}
