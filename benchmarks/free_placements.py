@@ -21,12 +21,11 @@ from pathlib import Path
 
 import torch
 from _timing import Repeated, train
-from placements import MICROBATCHES, NETWORKS, SIZE, Chain, profile
+from placements import MICROBATCHES, NETWORKS, SIZE, Chain, plan, profile
 from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid import HybridGabraStrategy, Plan
-from lightning_hybrid.planning import plan_stages
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules import gpipe
@@ -36,25 +35,9 @@ BANDWIDTH = BANDWIDTH_BYTES_PER_S["gloo"]
 WARM_UP = 3
 
 
-def planned(chain: Chain, devices: int, *, contiguous: bool = True) -> Plan:
-    return plan_stages(
-        chain.names,
-        chain.forward_s,
-        chain.backward_s,
-        chain.cut_bytes,
-        chain.parameters,
-        chain.layers,
-        replicas=1,
-        stages=devices,
-        microbatches=MICROBATCHES,
-        bandwidth_bytes_per_s=BANDWIDTH,
-        contiguous=contiguous,
-    )
-
-
 def loop(chain: Chain) -> Plan:
     """Four stages, balanced as for four devices, on two."""
-    four = planned(chain, 4)
+    four = plan(chain, 4)
     placed = replace(four, devices=(1, 0, 1, 0), capacities=(), rows=())
     ends = [*accumulate(len(row.partitions) for row in four.rows)]
     starts = [0, *ends[:-1]]
@@ -69,20 +52,20 @@ def loop(chain: Chain) -> Plan:
     return replace(placed, predicted_step_s=timeline.makespan_s)
 
 
-def run(plan: str, steps: int, out: str) -> None:
+def run(path: str, steps: int, out: str) -> None:
     torch.manual_seed(0)
     build, shape = NETWORKS[NETWORK]
     inputs = Repeated(shape, SIZE * MICROBATCHES, steps + WARM_UP + 1)
-    seconds = train(build(), HybridGabraStrategy(plan=plan), inputs, WARM_UP)
+    seconds = train(build(), HybridGabraStrategy(plan=path), inputs, WARM_UP)
     if seconds is not None:
         Path(out).write_text(json.dumps(seconds))
 
 
-def step_s(plan: Plan, steps: int) -> list[float]:
+def step_s(placed: Plan, steps: int) -> list[float]:
     """Seconds of each step, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         path, out = f"{folder}/plan.json", f"{folder}/steps.json"
-        plan.save(path)
+        placed.save(path)
         done = subprocess.run(
             [sys.executable, __file__, "--plan", path, "--steps", str(steps), "--out", out],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -91,7 +74,7 @@ def step_s(plan: Plan, steps: int) -> list[float]:
             check=False,
         )
         if done.returncode:
-            raise SystemExit(f"{plan.devices} ended with {done.returncode}:\n{done.stderr}")
+            raise SystemExit(f"{placed.devices} ended with {done.returncode}:\n{done.stderr}")
         seconds: list[float] = json.loads(Path(out).read_text())
         return seconds
 
@@ -109,19 +92,19 @@ def main() -> None:
     torch.set_num_threads(1)
     chain = profile(NETWORK)
     plans = {
-        "chain": planned(chain, 2),
+        "chain": plan(chain, 2),
         "loop": loop(chain),
-        "free": planned(chain, 2, contiguous=False),
+        "free": plan(chain, 2, contiguous=False),
     }
     times: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(arguments.rounds):
-        for name, plan in plans.items():
-            times[name] += step_s(plan, arguments.steps)
+        for name, placed in plans.items():
+            times[name] += step_s(placed, arguments.steps)
     table = Table("placement", "devices of the stages", "predicted, s", "median, s", "least, s")
-    for name, plan in plans.items():
-        devices = " ".join(map(str, plan.devices))
+    for name, placed in plans.items():
+        devices = " ".join(map(str, placed.devices))
         median, least = statistics.median(times[name]), min(times[name])
-        predicted = f"{plan.predicted_step_s:.3f}"
+        predicted = f"{placed.predicted_step_s:.3f}"
         table.add_row(name, devices, predicted, f"{median:.3f}", f"{least:.3f}")
     Console().print(table)
 

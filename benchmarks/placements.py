@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from _block_partition import block_partition
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.allocation import merge
 from lightning_hybrid.network import network_partitions, trace
 from lightning_hybrid.network.measure import measure
@@ -128,7 +127,9 @@ def splits(chain: Chain, stages: int) -> dict[str, list[int] | None]:
     }
 
 
-def plan(chain: Chain, stages: int, ends: list[int] | None) -> Any:
+def plan(
+    chain: Chain, stages: int, ends: list[int] | None = None, *, contiguous: bool = True
+) -> Plan:
     return plan_stages(
         chain.names,
         chain.forward_s,
@@ -141,6 +142,7 @@ def plan(chain: Chain, stages: int, ends: list[int] | None) -> Any:
         microbatches=MICROBATCHES,
         bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S["gloo"],
         cut_points=None if ends is None else [chain.names[end] for end in ends[:-1]],
+        contiguous=contiguous,
     )
 
 

@@ -280,14 +280,16 @@ class HybridGabraStrategy(DDPStrategy):
     def _own_place(self) -> Place:
         """The place of this rank before any have changed theirs."""
         environment = self.cluster_environment
-        rank = environment.global_rank() if environment else 0
-        return Place(rank, *self._shape(), free=self._is_free)
+        return self._seat(environment.global_rank() if environment else 0)
 
     def place_of(self, local_rank: int) -> Place:
         """The place of a process of this host, before any have changed theirs."""
         environment = self.cluster_environment
         node = environment.node_rank() if environment else 0
-        return Place(node * self.num_processes + local_rank, *self._shape())
+        return self._seat(node * self.num_processes + local_rank)
+
+    def _seat(self, rank: int) -> Place:
+        return Place(rank, *self._shape(), free=self._is_free)
 
     @property
     def plan(self) -> Plan | None:
