@@ -1,10 +1,12 @@
 """The private names of torch that this package uses, each with its reason, all in this one file."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
+import torch.fx.experimental._config as shape_config
 from torch import Tensor, nn
 
 # switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
@@ -13,12 +15,16 @@ from torch._C import DisableTorchFunctionSubclass as as_they_are
 
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so; and
 # how to leave them for a moment, to run the one sub-module that cannot run on them
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._dynamo.utils import get_compilation_metrics
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
+
+# modes that rewrite functions are part of what TorchDynamo captures, so ours must step aside
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 # hears of every operation below autograd; torch documents it and has no public place for it
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,6 +128,16 @@ def hooks_silenced(network: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def without_mode(kind: type) -> Iterator[None]:
+    """Inside, a torch function mode of this kind, if it is the innermost one, is not active."""
+    if isinstance(_get_current_function_mode(), kind):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def unrecorded() -> Iterator[None]:
     """Inside, torch's profiler does not note what begins.
 
@@ -147,3 +163,98 @@ def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
         tensor._backward_hooks = hooks
     if late is not None:
         tensor._post_accumulate_grad_hooks = late
+
+
+# ---------------------------------------------------------------- TorchDynamo
+
+_CAPTURE = {
+    # a network must never run uncaptured without a word
+    "fail_on_recompile_limit_hit": True,
+    "recompile_limit": 16,
+    # hooks that are put on inner modules in the middle of a run are seen
+    "skip_nnmodule_hook_guards": False,
+    # values in control flow that does not branch on them
+    "capture_dynamic_output_shape_ops": True,
+    "capture_scalar_outputs": True,
+    "allow_rnn": True,
+    # counters on modules become inputs when they change
+    "allow_unspec_int_on_nn_module": True,
+}
+
+
+@contextmanager
+def capture_settings() -> Iterator[None]:
+    """Inside, TorchDynamo captures as this package needs it; its settings are process-wide."""
+    # sizes are equal if the code says so, not because they happen to be
+    with torch._dynamo.config.patch(**_CAPTURE), shape_config.patch(use_duck_shape=False):
+        yield
+
+
+def free_first_size(tensors: Iterable[Tensor]) -> None:
+    """Ask TorchDynamo to keep dimension 0 of these tensors free, if their code allows it."""
+    for tensor in tensors:
+        if tensor.dim():
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def recapture_reason() -> str | None:
+    """Why the last capture was needed: the guard that failed, as TorchDynamo words it."""
+    metrics = get_compilation_metrics()
+    return metrics[-1].recompile_reason if metrics else None
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a size or number that TorchDynamo has left open."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def symbols_in(value: Any) -> list[Any]:
+    """The symbols of a symbolic number."""
+    return sorted(value.node.expr.free_symbols, key=str)
+
+
+def value_with(value: Any, sizes: Mapping[Any, int], *, hint: bool = False) -> Any:
+    """What a symbolic number is for these values of its symbols.
+
+    Args:
+        value: symbolic, or a plain number, which is returned.
+        sizes: values by symbol.
+        hint: take what the number was when it was captured; ``None`` if it depends on values.
+    """
+    if not is_symbolic(value):
+        return value
+    node = value.node
+    if hint:
+        return node.hint if node.has_hint() else None
+    result = node.expr.xreplace({symbol: sympy.Integer(v) for symbol, v in sizes.items()})
+    if not result.is_number and result not in (sympy.true, sympy.false):
+        return None
+    return node.pytype(result)
+
+
+def guards_of(values: Iterable[Any]) -> Any:
+    """The conditions on sizes under which a captured graph is right, from its example values."""
+    for value in values:
+        numbers = [value] if is_symbolic(value) else []
+        if isinstance(value, Tensor):
+            numbers = [size for size in value.shape if is_symbolic(size)]
+        for number in numbers:
+            return number.node.shape_env
+    return None
+
+
+def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
+    """Whether the conditions hold for these values of the symbols."""
+    if shape_env is None:
+        return True
+    known = {symbol: sympy.Integer(value) for symbol, value in sizes.items()}
+    for guard in shape_env.guards:
+        if shape_env.replace(guard.expr).xreplace(known) == sympy.false:
+            return False
+    ranges = shape_env.var_to_range
+    return all(s not in ranges or ranges[s].lower <= v <= ranges[s].upper for s, v in known.items())
+
+
+def functorch_level() -> int:
+    """How many transforms of functions (``vmap``, ``grad``) are being applied at this moment."""
+    return int(torch._C._functorch.maybe_current_level() or 0)

@@ -1,8 +1,9 @@
-"""What a network is made of: traced into layers, grouped into partitions, cut into stages."""
+"""What a network is made of: captured as a graph, grouped into partitions, cut into stages."""
 
 from lightning_hybrid.network.cache import cached
-from lightning_hybrid.network.check import check, splits_along_batch
-from lightning_hybrid.network.graph import NetworkGraph, describe, signature
+from lightning_hybrid.network.capture import Capture, NotCaptured
+from lightning_hybrid.network.check import check
+from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.measure import measure
 from lightning_hybrid.network.partition import (
     NetworkPartition,
@@ -10,25 +11,26 @@ from lightning_hybrid.network.partition import (
     network_partitions,
 )
 from lightning_hybrid.network.profile import PartitionProfile, Profile, count
-from lightning_hybrid.network.stage import Stage, compiled, cut
-from lightning_hybrid.network.tracing import trace
+from lightning_hybrid.network.splitting import why_whole
+from lightning_hybrid.network.stage import Stage, StageCode, compiled, cut, make_stages
 
 __all__ = [
+    "Capture",
     "NetworkGraph",
     "NetworkPartition",
+    "NotCaptured",
     "PartitionProfile",
     "Profile",
     "Stage",
+    "StageCode",
     "cached",
     "check",
     "compiled",
     "count",
     "cut",
-    "describe",
     "find_boundary",
+    "make_stages",
     "measure",
     "network_partitions",
-    "signature",
-    "splits_along_batch",
-    "trace",
+    "why_whole",
 ]

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.network.graph import NetworkGraph, autocast_dtype
+from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.measure import device_name
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import Profile
 
-FORMAT = 1
+FORMAT = 2
 """Raised when what is measured, or how, changes within a version of this package."""
 
 
@@ -95,12 +95,7 @@ def describe(
 
 def _network(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> list[str]:
     """One line for each thing in the network that a time may depend on."""
-    lines = [graph.fingerprint, str(graph.training)]
-    for name, module in graph.network.named_modules():
-        kind = type(module)
-        # what torch's own layers say of themselves: strides, groups, probabilities
-        extra = module.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
-        lines.append(f"{name} {kind.__module__}.{kind.__qualname__} {extra}")
+    lines = [graph.fingerprint]
     for kind_of, tensors in (
         ("parameter", graph.network.named_parameters()),
         ("buffer", graph.network.named_buffers()),
@@ -136,6 +131,12 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # run from a clone
         return "unknown"
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The type that autocast computes in at this moment; None: it is off."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _digest(lines: Sequence[str]) -> str:

@@ -1,18 +1,17 @@
-"""Where a traced network may be cut, and what crosses each cut."""
+"""Where a captured network may be cut, and what crosses each cut."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from lightning_hybrid.network.graph import Layer, NetworkGraph, all_inputs, size_from
-from lightning_hybrid.network.merge import Value
+from lightning_hybrid.network.graph import Layer, NetworkGraph
 
 
 class Cuts:
     """Cuts of a graph by position: position p lies before layer number p.
 
     Args:
-        graph: the traced network.
+        graph: the captured network.
     """
 
     def __init__(self, graph: NetworkGraph) -> None:
@@ -20,27 +19,59 @@ class Cuts:
         count = len(graph.layers)
         self._made: dict[fx.Node, int] = dict.fromkeys(graph.inputs, -1)
         self._last_use: dict[fx.Node, int] = {}
-        self._last_size = -1
-        spans: dict[str, tuple[int, int]] = {}
-        changed: set[str] = set()
         self.reads: list[set[fx.Node]] = []
         """per layer: the tensors that it takes"""
+        spans: dict[str, tuple[int, int]] = {}
         for index, layer in enumerate(graph.layers):
-            inputs = all_inputs(layer.node)
-            self.reads.append({node for node in inputs if node in self._made})
-            if any(node.target is size_from for node in inputs):
-                self._last_size = index
+            taken = set().union(*(graph.behind(node) for node in (layer.node, *layer.parts)))
+            self.reads.append({node for node in taken if node in self._made})
             self._last_use.update(dict.fromkeys(self.reads[-1], index))
             self._made.update(dict.fromkeys((layer.node, *layer.parts), index))
             for name in layer.parameters | layer.buffers:
                 spans[name] = spans.get(name, (index, index))[0], index
-            changed |= layer.mutated_names
-        self._last_use.update({node: count for node in graph.outputs if node in self._made})
+        returned = [*graph.tensor_outputs, *graph.scalar_outputs]
+        for node in returned:
+            for one in {node} if node in graph.info else graph.behind(node):
+                if one in self._made:
+                    self._last_use[one] = count
+        written = graph.written
         # what only is read may be used on both sides of a cut
-        self._spans = {n: s for n, s in spans.items() if n in changed}
-        calls = [{i for i, y in enumerate(graph.layers) if y.module in m} for m in graph.memories]
-        self._memories = [(min(called), max(called)) for called in calls if called]
+        self._spans = {name: span for name, span in spans.items() if name in written}
         self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
+        self._memory = self._lives_of_memory(count)
+        self._unknown = next(
+            (i for i, layer in enumerate(graph.layers) if not layer.effects.known), count
+        )
+
+    def _lives_of_memory(self, count: int) -> list[tuple[int, int, str]]:
+        """From the first layer that makes it to the last that writes to it, for each memory.
+
+        Results on two ranks are copies of each other: what one rank writes the other would not see.
+        The same for outputs that share memory, which the user may write to.
+        """
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for leaf in self.graph.leaves:
+            first.setdefault(self.graph.memory.get(leaf.node, -1), -1)
+        for index, layer in enumerate(self.graph.layers):
+            for number in layer.effects.results:
+                first.setdefault(number, index)
+            for number in layer.effects.writes:
+                last[number] = index
+        lives = [
+            (first[number], index, _called(self.graph.layers[index]) + " changes it in place")
+            for number, index in last.items()
+            if number in first
+        ]
+        sharing: dict[int, list[fx.Node]] = {}
+        for node in self.graph.tensor_outputs:
+            if node in self.graph.memory and self._made.get(node, -1) >= 0:
+                sharing.setdefault(self.graph.memory[node], []).append(node)
+        for number, nodes in sharing.items():
+            if len(nodes) > 1:
+                names = " and ".join(repr(node.name) for node in nodes[:2])
+                lives.append((first[number], count, f"outputs {names} share its memory"))
+        return lives
 
     def crossing(self, position: int) -> list[fx.Node]:
         """The tensors made before the position and used after it, in the order of the graph."""
@@ -50,41 +81,43 @@ class Cuts:
         return sorted(nodes, key=self._order.__getitem__)
 
     def bytes(self, position: int) -> int:
-        """Size of all that crosses, at the traced batch size."""
-        if position == len(self.graph.layers):
-            nodes = list(dict.fromkeys(self.graph.outputs))
-        else:
-            nodes = self.crossing(position)
-        return sum(v.bytes for v in map(self.graph.value, nodes) if v is not None)
+        """Size of all that crosses, at the captured batch size."""
+        graph = self.graph
+        last = position == len(graph.layers)
+        nodes = graph.tensor_outputs if last else self.crossing(position)
+        return sum(graph.info[node].bytes for node in nodes if node in graph.info)
 
     def refusal(self, position: int) -> str | None:
         """Why the network may not be cut here; None: it may."""
+        graph = self.graph
+        if position in (0, len(graph.layers)):
+            return None  # a stage without layers
+        before = graph.layers[position - 1]
+        if position > self._unknown:
+            return f"what {_called(graph.layers[self._unknown])} does depends on values"
+        if not before.effects.ambient:
+            return (
+                f"it lies between {_called(before)} and the place where gradients, autocast or "
+                "vmap are switched back"
+            )
         crossing = self.crossing(position)
         if not crossing:
             return "no tensor crosses"
         for name, (first, last) in self._spans.items():
             if first < position <= last:
-                one, other = _called(self.graph.layers[first]), _called(self.graph.layers[last])
+                one, other = _called(graph.layers[first]), _called(graph.layers[last])
                 return f"{name!r} changes, and is used by {one} before the cut and {other} after it"
-        for first, last in self._memories:
-            if first < position <= last:
-                one, other = _called(self.graph.layers[first]), _called(self.graph.layers[last])
-                return f"{one}, before the cut, and {other}, after it, change the same attribute"
         for node in crossing:
-            if self.graph.value(node) is None:
+            info = graph.info.get(node)
+            if info is None and not any(leaf.node is node for leaf in graph.leaves):
                 return f"{node.name}, which crosses, is no tensor"
-        values = [value for value in map(self.graph.value, crossing) if value is not None]
-        if position <= self._last_size and not any(value.batch_dim for value in values):
-            return "the batch size is needed later, and no tensor that crosses shows it"
-        return self._changed_later(position, values)
-
-    def _changed_later(self, position: int, values: list[Value]) -> str | None:
-        storages = [set(numbers) for numbers in zip(*(value.storages for value in values))]
-        for layer in self.graph.layers[position:]:
-            if any(held & changed for held, changed in zip(storages, layer.mutated)):
-                return f"{_called(layer)} changes in place what crosses"
+            if info is not None and not (info.free and info.is_strided):
+                return f"the shape of {node.name}, which crosses, depends on values"
+        for first, last, why in self._memory:
+            if first < position <= last:
+                return f"memory made before the cut is used after it, and {why}"
         return None
 
 
 def _called(layer: Layer) -> str:
-    return repr(layer.module if layer.is_module else layer.name)
+    return repr(f"{layer.module}.{layer.name}".removeprefix("."))

@@ -127,6 +127,63 @@ def lent(tensor: Any, value: Tensor) -> Iterator[None]:
             vars(tensor).pop("_was_deferred", None)
 
 
+class Hollow:
+    """Shows tensors that have no memory here, or wait elsewhere, as TorchDynamo can look at them.
+
+    Inside, each such tensor is an ordinary one on ``device``, with its size and an empty storage:
+    enough to capture a network, and an error for whoever computes with it. It stays the same
+    object, and looks the same each time.
+
+    Args:
+        module: whose parameters and buffers they are.
+        device: where the network runs.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._kept: dict[int, tuple[Any, Tensor]] = {}
+        self._shown: list[tuple[Any, type, dict[str, Any], Tensor]] = []
+
+    def __enter__(self) -> None:
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            with as_they_are():
+                waits = isinstance(tensor, _Unmade) or tensor.device != self._device
+            if waits:
+                before = {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
+                kind = type(tensor)
+                self._shown.append((tensor, kind, before, _show(tensor, self._empty(tensor))))
+
+    def __exit__(self, *_: object) -> None:
+        while self._shown:
+            tensor, kind, before, other = self._shown.pop()
+            with as_they_are():
+                swap_memory(tensor, other)
+                tensor.__class__ = kind
+                vars(tensor).update(before)
+                if before:
+                    vars(tensor).pop("_was_deferred", None)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, they are what they were."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        known = self._kept.get(id(tensor))
+        if known is None or known[0] is not tensor:
+            with as_they_are():
+                empty = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
+                )
+            empty.untyped_storage().resize_(0)
+            known = self._kept[id(tensor)] = tensor, empty
+        return known[1]
+
+
 def claim(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Give tensors their memory here, whoever had them before.
 

@@ -5,8 +5,8 @@ The first call of one of them, from outside of any other, tells which module the
 ``self(x)``, ``self.net(x)`` and ``self.net.forward(x)`` alike.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -24,48 +24,59 @@ class Watch:
         handler: called with the module's name, the module, and the arguments of the call.
         name: dotted name of the module.
         module: the module.
+        own: the ``forward`` that the user has put on the instance, if there is one.
     """
 
-    def __init__(self, handler: Handler, name: str, module: nn.Module) -> None:
-        self._handler, self._name, self._module = handler, name, module
+    def __init__(
+        self, handler: Handler, name: str, module: nn.Module, own: Callable[..., Any] | None
+    ) -> None:
+        self._handler, self._name, self._module, self.own = handler, name, module, own
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._handler(self._name, self._module, arguments, keywords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the module (an average of weights, say) is an ordinary module.
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
         copied = memo.get(id(self._module))
         if copied is None:
             return self
         return MethodType(type(self._module).forward, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.own is not None:
+            return _same, (self.own,)
         return getattr, (self._module, "forward")  # likewise, since pickle makes it bare first
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def watch(module: nn.Module, name: str, handler: Handler) -> None:
     """Have calls of ``module`` go to ``handler``."""
-    module.__dict__["forward"] = Watch(handler, name, module)
+    before = module.__dict__.get("forward")
+    own = before.own if isinstance(before, Watch) else before
+    module.__dict__["forward"] = Watch(handler, name, module, own)
 
 
 def unwatch(module: nn.Module) -> None:
     """Have calls of ``module`` go to its own ``forward`` again."""
-    if isinstance(module.__dict__.get("forward"), Watch):
+    before = module.__dict__.get("forward")
+    if not isinstance(before, Watch):
+        return
+    if before.own is None:
         del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = before.own
 
 
-@contextmanager
-def unwatched(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module`` and all in it run their own ``forward``."""
-    watches = [(m, m.__dict__["forward"]) for m in module.modules() if "forward" in m.__dict__]
-    watches = [(m, w) for m, w in watches if isinstance(w, Watch)]
-    for part, _ in watches:
-        del part.__dict__["forward"]
-    try:
-        yield
-    finally:
-        for part, handler in watches:
-            part.__dict__["forward"] = handler
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The ``forward`` of a module as the user has it: on the instance, else that of its class."""
+    found = module.__dict__.get("forward")
+    own = found.own if isinstance(found, Watch) else found
+    return own if own is not None else MethodType(type(module).forward, module)
 
 
 def candidates(module: nn.Module, names: Iterable[str] | None = None) -> dict[str, nn.Module]:

@@ -1,268 +1,241 @@
-"""A traced network: its layers, and how a call of it becomes a list of tensors and back."""
+"""A captured network: its layers, what it reads and writes, and what of it depends on the batch.
+
+TorchDynamo hands over an fx graph of torch operations (:mod:`lightning_hybrid.network.capture`).
+Its placeholders are parameters, buffers, other tensors and sizes; parameters are arguments like any
+other, so what a placeholder is follows from the objects of a call (:class:`NetworkGraph.named`).
+
+Three kinds of nodes are told apart:
+
+* *layers*: operations on tensors, and those that switch a mode. They run once, in order.
+* *scalars*: arithmetic on sizes and on numbers that were read from tensors. They are recomputed in
+  each stage that needs them.
+* *numbers*: scalars that follow from the sizes of the inputs alone. The driver knows them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import builtins
+import hashlib
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network.merge import Value
-from lightning_hybrid.network.structure import (
-    Token,
-    first_difference,
-    flatten,
-    rebuild,
-    spelled,
-    tensors_in,
+from lightning_hybrid.compat import (
+    guards_hold,
+    guards_of,
+    is_symbolic,
+    symbols_in,
+    value_with,
 )
+from lightning_hybrid.network.annotate import Annotations, Effects, annotate
+from lightning_hybrid.network.code import stable
 
-# ---------------------------------------------------------------- functions that graphs call
-
-
-def size_from(anchor: Tensor, dim: int, numerator: int, denominator: int, offset: int) -> int:
-    """A number that depends on the batch size, from a tensor that shows the batch size."""
-    return anchor.shape[dim] * numerator // denominator + offset
-
-
-def device_of(anchor: Tensor) -> torch.device:
-    """The device that a stage runs on."""
-    return anchor.device
-
-
-def by_mode(training: bool, while_training: Any, while_not: Any) -> Any:
-    """A constant that depends on ``module.training``."""
-    return while_training if training else while_not
-
-
-ANCHORED = (size_from, device_of)
-"""Functions whose first argument may be any tensor that shows the batch size."""
-
-
-def all_inputs(node: fx.Node) -> set[fx.Node]:
-    """The node's inputs, and theirs as far as they are pure and bound to these very tensors."""
-    found: set[fx.Node] = set()
-    waiting = list(node.all_input_nodes)
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            if one.meta.get("pure") and one.target not in ANCHORED:
-                waiting += one.all_input_nodes
-    return found
-
-
-# ---------------------------------------------------------------- the inputs of a call
-
-
-def batch_size(tensors: Sequence[Tensor]) -> int | None:
-    """The size of the first tensor that has a dimension; None when there is none."""
-    return next((t.shape[0] for t in tensors if t.dim() > 0), None)
-
-
-def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """A key of a call: equal keys mean that the same graph is right for both calls.
-
-    Holds the structure of the arguments, everything in them that is not a tensor, the type and size
-    of the tensors except for the batch size, and the state of autocast.
-    """
-    tensors: list[Tensor] = []
-    key = flatten((args, dict(kwargs)), tensors)
-    return key, _sizes(tensors)
-
-
-def _sizes(tensors: Sequence[Tensor]) -> Hashable:
-    batch = batch_size(tensors)
-    sizes = tuple(
-        (t.dtype, ("B", *t.shape[1:]) if t.dim() and t.shape[0] == batch else tuple(t.shape))
-        for t in tensors
-    )
-    return sizes, autocast_dtype(tensors[0].device) if tensors else None
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The type that autocast computes in at this moment; None: it is off."""
-    kind = "cpu" if device.type == "meta" else device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The same arguments with descriptions (tensors on the meta device) for tensors; they pickle.
-
-    A rank that traces the network with descriptions gets the same graph.
-    """
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-    return rebuild(args, leaf), rebuild(dict(kwargs), leaf)
-
-
-# ---------------------------------------------------------------- the graph
+Sizes = Mapping[Any, int]
+"""The values of size symbols."""
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """A tensor among the arguments."""
+class TensorInfo:
+    """What is known of a tensor in the graph.
 
+    Attributes:
+        shape: at the captured sizes.
+        dtype: its type.
+        batched: dimension 0, and no other, is the batch's.
+        free: its shape follows from the sizes of the inputs (and not from values).
+        is_strided: it is neither sparse nor nested.
+    """
+
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    size: tuple[int, ...]
     batched: bool
-    """whether its first size is the batch's, and so may change"""
+    free: bool
+    is_strided: bool = True
 
-    def fits(self, tensor: Tensor, batch: int | None) -> bool:
-        """Whether a tensor may take its place in a call with another batch size."""
-        if tensor.dtype != self.dtype or len(self.size) != tensor.dim():
-            return False
-        if not self.batched:
-            return tuple(tensor.shape) == self.size
-        return tensor.shape[0] == batch and tuple(tensor.shape[1:]) == self.size[1:]
-
-
-@dataclass(frozen=True)
-class Slot(Token):
-    """Stands in the place of a tensor of the network's return value."""
-
-    number: int
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One call in the traced network: a leaf module, an opaque module or a function."""
+    """One operation of the captured network."""
 
     name: str
     node: fx.Node
     parts: tuple[fx.Node, ...]
-    """nodes that take tensors out of a call that returned several"""
+    """nodes that take tensors out of what an operation has returned"""
     module: str
-    """dotted name of the module called, or of the one whose code calls the function"""
+    """dotted name of the module whose code calls it; empty: the network's own code, or nobody's"""
     is_module: bool
-    target: Any
-    values: tuple[Value, ...]
-    """the tensors that it returns"""
+    """whether that module has no parts: the operation is (a part of) what it computes"""
     parameters: frozenset[str]
     buffers: frozenset[str]
-    mutated: tuple[frozenset[int], ...]
-    """storages changed in place, per recording"""
-    mutated_names: frozenset[str]
-    """parameters and buffers changed in place"""
-    flops: int
-    """of convolutions and matrix products, forward, at the traced batch size"""
+    written: frozenset[str]
+    """names of the parameters and buffers that it changes in place"""
+    effects: Effects
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a call brings: an argument, or what the network's Python holds elsewhere."""
+
+    node: fx.Node
+    batched: bool
+    """whether dimension 0 is the batch's: then it is split"""
+    number: bool = False
+    """a Python number that changes between calls, and travels as a tensor"""
+
+
+@dataclass(eq=False)
 class NetworkGraph:
-    """A traced network. Made by `trace`."""
+    """A captured network. Made by `of`.
+
+    Attributes:
+        network: the module.
+        graph: from TorchDynamo.
+        layers: its operations in order.
+        tensors: per placeholder of a parameter or buffer of the network, its dotted name.
+        leaves: what a call brings, in the order that stage 0 takes it.
+        numbers: scalar nodes whose values follow from sizes; the driver evaluates them.
+        outputs: what the graph returns, in order; a node, or a constant.
+        written_leaves: leaves that the network changes in place.
+        memory: of each placeholder; see `Effects`.
+        symbol: the size that is the batch's; ``None``: no size is free.
+        batch: the batch size of the first call.
+    """
 
     network: nn.Module
     graph: fx.Graph
-    """targets start with ``network.`` or ``constants.``; see `stage.Namespace`"""
     layers: tuple[Layer, ...]
-    constants: dict[str, Any]
-    template: Any
-    """the network's return value with a `Slot` for each tensor"""
-    outputs: tuple[fx.Node, ...]
-    structure: Hashable
-    """structure of the arguments, and all in them that is not a tensor"""
+    tensors: dict[fx.Node, str]
     leaves: tuple[Leaf, ...]
-    """the tensors in the arguments"""
-    autocast: torch.dtype | None
-    """what autocast computed in; None: it was off"""
-    training: bool | None
-    """None: right in both modes; else the mode of the network that the graph is right for"""
+    numbers: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+    written_leaves: tuple[Leaf, ...]
+    memory: dict[fx.Node, int]
+    symbol: Any
     batch: int | None
-    """the traced batch size"""
-    opaque: dict[str, str]
-    """modules that could not be followed, as one layer each, and why"""
-    memories: tuple[frozenset[str], ...]
-    """names of opaque modules that share a Python object which they change: no cut parts them"""
+    attributes: dict[str, Any]
+    """constants and nested graphs that nodes name"""
+    place: dict[fx.Node, int]
+    """per placeholder, its position among the arguments of the graph"""
+    info: dict[fx.Node, TensorInfo]
     fingerprint: str
-    """equal on every rank that traced the same network for the same sizes"""
-    example: tuple[Any, Any] = field(repr=False)
-    """descriptions of the traced arguments"""
+    guards: Any = field(repr=False)
+
+    # ------------------------------------------------------------------ making
+
+    @classmethod
+    def of(
+        cls,
+        module: fx.GraphModule,
+        network: nn.Module,
+        names: Sequence[str | None],
+        given: set[int],
+        values: Sequence[Any],
+    ) -> NetworkGraph:
+        """Describe what TorchDynamo has captured.
+
+        Args:
+            module: from TorchDynamo, with an example value for each node.
+            network: the module that was captured.
+            names: per placeholder, the name of the parameter or buffer that it is in this call.
+            given: identities of the tensors among the arguments of the call.
+            values: what the placeholders are in this call.
+        """
+        return _Describing(module, network, names, given, values).graph()
+
+    # ------------------------------------------------------------------ looking
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """One placeholder for each tensor in the arguments."""
-        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+        """The placeholders of what a call brings."""
+        return tuple(leaf.node for leaf in self.leaves)
 
     @property
-    def unused_parameters(self) -> tuple[str, ...]:
-        """Parameters that no layer uses; they belong to no partition and no stage."""
-        used = frozenset().union(*(layer.parameters for layer in self.layers), frozenset())
-        returned = {str(node.target).removeprefix("network.") for node in self.outputs}
-        names = (name for name, _ in self.network.named_parameters())
-        return tuple(name for name in names if name not in used | returned)
+    def tensor_outputs(self) -> tuple[fx.Node, ...]:
+        """What the last stage returns as tensors: outputs, and leaves that were written to."""
+        wanted = [n for n in self.outputs if isinstance(n, fx.Node) and n in self.info]
+        return tuple(dict.fromkeys([*wanted, *(leaf.node for leaf in self.written_leaves)]))
 
-    def value(self, node: fx.Node) -> Value | None:
-        """What is known of the tensor that a node stands for; None: it is no tensor."""
-        value = node.meta.get("value")
-        return value if isinstance(value, Value) else None
+    @property
+    def scalar_outputs(self) -> tuple[fx.Node, ...]:
+        """Outputs that are numbers read from tensors."""
+        known = {*self.info, *self.numbers}
+        return tuple(
+            dict.fromkeys(n for n in self.outputs if isinstance(n, fx.Node) and n not in known)
+        )
 
-    def batch_of(self, tensors: Sequence[Tensor]) -> int | None:
+    @property
+    def written(self) -> frozenset[str]:
+        """Parameters and buffers that a call changes."""
+        return frozenset[str]().union(*(layer.written for layer in self.layers))
+
+    @property
+    def used(self) -> frozenset[str]:
+        """Parameters and buffers that a layer uses."""
+        empty = frozenset[str]()
+        return empty.union(*(layer.parameters | layer.buffers for layer in self.layers))
+
+    def behind(self, node: fx.Node) -> set[fx.Node]:
+        """The tensors, numbers and other layers' results that a node takes, through scalars."""
+        found: set[fx.Node] = set()
+        waiting = list(node.all_input_nodes)
+        while waiting:
+            one = waiting.pop()
+            if one in found:
+                continue
+            found.add(one)
+            if self.is_scalar(one):
+                waiting += one.all_input_nodes
+        return found
+
+    def is_scalar(self, node: fx.Node) -> bool:
+        """Whether a node is recomputed where it is needed."""
+        return bool(node.meta.get("scalar") and not node.meta.get("number"))
+
+    # ------------------------------------------------------------------ a call
+
+    def bind(self, values: Sequence[Any]) -> list[Tensor]:
+        """What a call brings, as tensors, from the arguments of the graph."""
+        found: list[Tensor] = []
+        for leaf in self.leaves:
+            value = values[self.place[leaf.node]]
+            found.append(torch.tensor(value) if leaf.number else value)
+        return found
+
+    def batch_of(self, leaves: Sequence[Tensor]) -> int | None:
         """The batch size of a call, from the tensors of `bind`."""
-        return next((t.shape[0] for t, leaf in zip(tensors, self.leaves) if leaf.batched), None)
+        sizes = (t.shape[0] for t, leaf in zip(leaves, self.leaves) if leaf.batched)
+        return next(sizes, None)
 
-    def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-        """See `signature`."""
-        return signature(args, kwargs)
+    def sizes(self, leaves: Sequence[Tensor]) -> dict[Any, int]:
+        """The values of the size symbols in a call or a micro-batch."""
+        found: dict[Any, int] = {}
+        for leaf, tensor in zip(self.leaves, leaves):
+            example = leaf.node.meta.get("example_value")
+            if isinstance(example, Tensor):
+                for size, real in zip(example.shape, tensor.shape):
+                    if is_symbolic(size):
+                        for symbol in symbols_in(size):
+                            if value_with(size, {symbol: real}) == real:
+                                found.setdefault(symbol, real)
+        return found
 
-    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the graph is right for a call: it differs in the batch size at most."""
-        tensors: list[Tensor] = []
-        return flatten((args, dict(kwargs)), tensors) == self.structure and self._fits(tensors)
-
-    def _fits(self, tensors: Sequence[Tensor]) -> bool:
-        batch = self.batch_of(tensors)
-        autocast = autocast_dtype(tensors[0].device) if tensors else None
-        return autocast == self.autocast and all(
-            leaf.fits(tensor, batch) for leaf, tensor in zip(self.leaves, tensors)
-        )
-
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors in the arguments, in the order that the first stage takes them.
-
-        Raises:
-            NetworkError: the call differs from the traced one in more than the batch size.
-        """
-        tensors: list[Tensor] = []
-        if flatten((args, dict(kwargs)), tensors) == self.structure and self._fits(tensors):
-            return tensors
-        text = first_difference(self.example[0], args, "args") or first_difference(
-            self.example[1], dict(kwargs), "kwargs"
-        )
-        raise NetworkError(
-            f"the network was traced for another call: {text or self._size_difference(tensors)}; "
-            "trace it again for this one"
-        )
-
-    def _size_difference(self, tensors: Sequence[Tensor]) -> str:
-        batch = self.batch_of(tensors)
-        paths = [path for path, _ in tensors_in(self.example)]
-        for path, leaf, new in zip(paths, self.leaves, tensors):
-            if not leaf.fits(new, batch):
-                where = ("args" if path[0][1] == 0 else "kwargs") + spelled(path[1:])
-                return (
-                    f"{where} is {tuple(new.shape)} {new.dtype}, it was {leaf.size} {leaf.dtype}"
-                    + " (the first size is the batch's)" * leaf.batched
-                )
-        now = autocast_dtype(tensors[0].device)
-        return f"autocast differs: it computes in {now}, it was {self.autocast}"
-
-    def pack(self, outputs: Sequence[Tensor]) -> Any:
-        """The network's return value, from the tensors that the last stage returns."""
-        return rebuild(self.template, lambda v: outputs[v.number] if isinstance(v, Slot) else v)
+    def values_of_numbers(self, sizes: Sizes) -> tuple[Any, ...]:
+        """What the numbers are for these sizes."""
+        return tuple(value_with(node.meta["example_value"], sizes) for node in self.numbers)
 
     def split(self, leaves: Sequence[Tensor], microbatches: int) -> list[list[Tensor]]:
-        """Cut the tensors of `bind` along dimension 0, like `torch.Tensor.chunk`.
+        """Cut the tensors of `bind` along the batch, like `torch.Tensor.chunk`.
 
-        Tensors whose first size was the batch's are cut, all others are passed whole. As with
-        ``chunk`` there may be fewer parts than asked for.
+        As with ``chunk`` there may be fewer parts than asked for.
         """
         if self.batch_of(leaves) is None or microbatches == 1:
             return [list(leaves)]
@@ -275,3 +248,261 @@ class NetworkGraph:
             [leaf if column is None else column[i] for leaf, column in zip(leaves, columns)]
             for i in range(count)
         ]
+
+    def guards_allow(self, sizes: Sizes) -> bool:
+        """Whether the network's Python takes the same way for other sizes."""
+        return guards_hold(self.guards, sizes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network was captured."""
+        examples = (node.meta.get("example_value") for node in self.place)
+        return next((e.device for e in examples if isinstance(e, Tensor)), torch.device("cpu"))
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no size of the batch is free: captured with one sample, or for one size only."""
+        return self.symbol is None
+
+
+class _Describing:
+    """Builds one `NetworkGraph`."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        network: nn.Module,
+        names: Sequence[str | None],
+        given: set[int],
+        values: Sequence[Any],
+    ) -> None:
+        self.graph_ = module.graph
+        self.network, self.values, self.given = network, values, given
+        self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.place = {node: index for index, node in enumerate(self.placeholders)}
+        self.tensors = {n: name for n, name in zip(self.placeholders, names) if name is not None}
+        self.attributes = {
+            str(n.target): _attribute(module, str(n.target))
+            for n in module.graph.nodes
+            if n.op == "get_attr"
+        }
+        self.module_names = {str(id(part)): name for name, part in network.named_modules()}
+        self.childless = {name for name, part in network.named_modules() if not part._modules}
+        self.symbol = self._batch_symbol()
+        self.info: dict[fx.Node, TensorInfo] = {}
+        self.guards = guards_of(
+            [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
+        )
+
+    def graph(self) -> NetworkGraph:
+        for node in self.graph_.nodes:
+            self._look_at(node)
+        effects = annotate(self.graph_, self.attributes)
+        layers = self._layers(effects)
+        leaves = self._leaves()
+        output = next(n for n in self.graph_.nodes if n.op == "output")
+        outputs = output.args[0]
+        outputs = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
+        return NetworkGraph(
+            self.network,
+            self.graph_,
+            layers,
+            self.tensors,
+            leaves,
+            tuple(n for n in self.graph_.nodes if n.meta.get("number")),
+            outputs,
+            tuple(leaf for leaf in leaves if effects.memory.get(leaf.node) in effects.written),
+            effects.memory,
+            self.symbol,
+            self._batch(leaves),
+            self.attributes,
+            self.place,
+            self.info,
+            self._fingerprint(),
+            self.guards,
+        )
+
+    def _batch_symbol(self) -> Any:
+        """The size of dimension 0 of the first argument that is a tensor, where it is free."""
+        for node in self.placeholders:
+            value = self.values[self.place[node]]
+            if id(value) in self.given and isinstance(value, Tensor) and value.dim():
+                size = node.meta["example_value"].shape[0]
+                if not is_symbolic(size):
+                    return None
+                symbols = symbols_in(size)
+                return symbols[0] if len(symbols) == 1 else None
+        return None
+
+    def _batch(self, leaves: Sequence[Leaf]) -> int | None:
+        for leaf in leaves:
+            if leaf.batched:
+                return int(self.values[self.place[leaf.node]].shape[0])
+        return None
+
+    def _look_at(self, node: fx.Node) -> None:
+        example = node.meta.get("example_value")
+        if isinstance(example, Tensor):
+            self.info[node] = self._info(example)
+        elif node.op in ("call_function", "call_method") and _is_scalar(node, example):
+            node.meta["scalar"] = True
+            node.meta["number"] = self._is_number(example)
+        elif node.op == "placeholder":
+            node.meta["number"] = self._is_size(node)
+
+    def _info(self, example: Tensor) -> TensorInfo:
+        sizes = list(example.shape)
+        batched = bool(sizes) and self._is_batch(sizes[0])
+        batched = batched and not any(self._depends(size) for size in sizes[1:])
+        free = all(not is_symbolic(s) or value_with(s, {}, hint=True) is not None for s in sizes)
+        shape = tuple(value_with(s, {}, hint=True) or 0 for s in sizes)
+        strided = example.layout is torch.strided and not example.is_nested
+        return TensorInfo(shape, example.dtype, batched, free, strided)
+
+    def _is_batch(self, size: Any) -> bool:
+        return (
+            self.symbol is not None
+            and is_symbolic(size)
+            and symbols_in(size) == [self.symbol]
+            and value_with(size, {self.symbol: 7919}) == 7919
+        )
+
+    def _depends(self, size: Any) -> bool:
+        return self.symbol is not None and is_symbolic(size) and self.symbol in symbols_in(size)
+
+    def _is_size(self, node: fx.Node) -> bool:
+        """A number among the placeholders that is the size of a tensor of the call."""
+        example = node.meta.get("example_value")
+        return is_symbolic(example) and set(symbols_in(example)) <= self._size_symbols()
+
+    def _is_number(self, example: Any) -> bool:
+        if not is_symbolic(example):
+            return isinstance(example, int | float | bool)
+        symbols = set(symbols_in(example))
+        return symbols <= self._size_symbols() and value_with(example, {}, hint=True) is not None
+
+    def _size_symbols(self) -> set[Any]:
+        if not hasattr(self, "_symbols"):
+            self._symbols = {
+                symbol
+                for node in self.placeholders
+                if isinstance(example := node.meta.get("example_value"), Tensor)
+                for size in example.shape
+                if is_symbolic(size)
+                for symbol in symbols_in(size)
+            }
+        return self._symbols
+
+    def _layers(self, effects: Annotations) -> tuple[Layer, ...]:
+        parts: dict[fx.Node, list[fx.Node]] = {}
+        owner: dict[fx.Node, fx.Node] = {}
+        heads: list[fx.Node] = []
+        for node in self.graph_.nodes:
+            if node.op not in ("call_function", "call_method") or node.meta.get("scalar"):
+                continue
+            source = node.args[0] if node.args else None
+            takes_part = (
+                node.target is operator.getitem
+                and isinstance(source, fx.Node)
+                and (source not in self.info and source in owner)
+            )
+            if takes_part and isinstance(source, fx.Node):
+                owner[node] = owner[source]
+                parts[owner[source]].append(node)
+            else:
+                owner[node] = node
+                parts[node] = []
+                heads.append(node)
+        parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
+        return tuple(self._layer(node, tuple(parts[node]), effects, parameters) for node in heads)
+
+    def _layer(
+        self,
+        node: fx.Node,
+        parts: tuple[fx.Node, ...],
+        effects: Annotations,
+        parameters: set[str],
+    ) -> Layer:
+        module = self._module_of(node)
+        names = {self.tensors[n] for n in node.all_input_nodes if n in self.tensors}
+        written = {
+            name for n, name in self.tensors.items() if effects.memory[n] in effects.of[node].writes
+        }
+        return Layer(
+            node.name,
+            node,
+            parts,
+            module,
+            module in self.childless,
+            frozenset(names & parameters),
+            frozenset(names - parameters),
+            frozenset(written),
+            effects.of[node],
+        )
+
+    def _module_of(self, node: fx.Node) -> str:
+        for key in reversed(list(node.meta.get("nn_module_stack") or ())):
+            name = self.module_names.get(str(key).split("@")[0])
+            if name is not None:
+                return name
+        return ""
+
+    def _leaves(self) -> tuple[Leaf, ...]:
+        leaves = []
+        for node in self.placeholders:
+            if node in self.tensors or node.meta.get("number"):
+                continue
+            if node in self.info:
+                # what the arguments do not hold (a mask kept as an attribute) may be split as well:
+                # its size is the batch's only if the code has compared the two
+                leaves.append(Leaf(node, self.info[node].batched))
+            else:
+                leaves.append(Leaf(node, False, number=True))
+                node.meta["scalar"] = False
+        return tuple(leaves)
+
+    def _fingerprint(self) -> str:
+        lines = []
+        for node in self.graph_.nodes:
+            shape = self.info.get(node)
+            target = node.target if isinstance(node.target, str) else stable(node.target)
+            if node.op == "placeholder":
+                target = self.tensors.get(node, "")
+            lines.append(
+                f"{node.name} {node.op} {target} {stable(node.args)} "
+                f"{stable(dict(node.kwargs))} {shape}"
+            )
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+_ARITHMETIC = {
+    *(vars(operator)[name] for name in operator.__all__ if "item" not in name),
+    *(getattr(builtins, name) for name in ("min", "max", "int", "float", "bool", "abs", "round")),
+    builtins.len,
+    builtins.getattr,
+    torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite,
+    torch.sym_sqrt,
+    *(function for function in vars(math).values() if callable(function)),
+}  # fmt: skip
+_LOOKS = {"size", "item", "dim", "numel", "stride", "__len__", "storage_offset"}
+
+
+def _is_scalar(node: fx.Node, example: Any) -> bool:
+    """Whether a call is arithmetic that can be done again wherever it is needed."""
+    if example is None or not isinstance(
+        example, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool | torch.Size
+    ):
+        return False
+    if node.op == "call_method":
+        return node.target in _LOOKS
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and bool(source.meta.get("scalar"))
+    return node.target in _ARITHMETIC

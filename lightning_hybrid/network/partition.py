@@ -1,7 +1,6 @@
 """Group the layers of a network into network partitions, the smallest units that move as a whole.
 
-One heavy layer (convolution, linear layer, opaque module with parameters) with the light ones
-around it makes one partition: Akintoye et al. 2022, III-A.1. Where the light layers between two
+One heavy layer (convolution, linear layer) with the light ones around it makes one partition: Akintoye et al. 2022, III-A.1. Where the light layers between two
 heavy ones are divided follows the network's own modules: the cut lies where the fewest modules are
 left open, and as late as possible (so convolution, norm and ReLU stay together).
 """
@@ -9,12 +8,10 @@ left open, and as late as possible (so convolution, norm and ReLU stay together)
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import torch
-from torch import nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.cuts import Cuts
@@ -34,19 +31,19 @@ class NetworkPartition:
     layers: tuple[str, ...]
     """names of its layers' nodes"""
     modules: tuple[str, ...]
-    """per layer: dotted name of the module called, or of the one whose code calls the function"""
+    """per layer: dotted name of the module whose code calls it"""
     parameters: tuple[str, ...]
     """dotted names of its parameters"""
     flops: int
-    """load: floating-point operations of one forward at the traced batch size"""
+    """load: floating-point operations of one forward at the captured batch size"""
     output_bytes: int
-    """bytes of all that crosses a cut after it, at the traced batch size"""
+    """bytes of all that crosses a cut after it, at the captured batch size"""
     refused: tuple[tuple[str, str], ...]
     """places inside it where a cut was looked for and is not allowed: module name, and why"""
 
 
 def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
-    """The partitions of a traced network, in order; a cut before each but the first is allowed.
+    """The partitions of a captured network, in order; a cut before each but the first is allowed.
 
     The load of a partition counts 2 FLOPs per multiplication and addition in convolutions and
     matrix products (C_o C_i T H W K_T K_H K_W for a convolution: IV-C.1 of the paper), and one per
@@ -56,7 +53,7 @@ def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
     heavy = _heavy_layers(graph, cuts)
     starts, refused = [0], {}
     for before, after in pairwise(heavy):
-        place, reason = _best_place(graph, cuts, before + 1, after)
+        place, reason = best_place(graph, cuts, before + 1, after)
         if reason is None:
             starts.append(place)
         else:
@@ -72,17 +69,21 @@ def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
 
 def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
     """Load of one layer: counted operations, or one per element that it returns."""
-    elements = [torch.Size(value.size).numel() for value in layer.values]
-    if layer.flops or not _is_recurrent(graph, layer):
-        return layer.flops or sum(elements)
+    values = [graph.info[n] for n in (layer.node, *layer.parts) if n in graph.info]
+    elements = [math.prod(value.shape) for value in values]
+    if layer.effects.flops or not _is_recurrent(layer):
+        return layer.effects.flops or sum(elements)
     # recurrent layers are one operation that nobody counts: each parameter works in each step
-    steps = elements[0] // layer.values[0].size[-1]
+    steps = elements[0] // max(values[0].shape[-1], 1)
     return 2 * steps * sum(graph.network.get_parameter(name).numel() for name in layer.parameters)
 
 
-def _is_recurrent(graph: NetworkGraph, layer: Layer) -> bool:
-    module = graph.network.get_submodule(layer.module) if layer.is_module else None
-    return isinstance(module, nn.RNNBase | nn.RNNCellBase)
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+def _is_recurrent(layer: Layer) -> bool:
+    name = getattr(layer.node.target, "__name__", str(layer.node.target))
+    return name.removesuffix("_cell") in _RECURRENT
 
 
 def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
@@ -95,16 +96,14 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     heavy = [
         number
         for number, layer in enumerate(graph.layers)
-        if layer.parameters
-        and (layer.flops or layer.module in graph.opaque or _is_recurrent(graph, layer))
+        if layer.parameters and (layer.effects.flops or _is_recurrent(layer))
     ]
     shapes = {name: tuple(p.shape) for name, p in graph.network.named_parameters()}
     pointwise = {
         number
         for number in heavy
-        if all(size == 1 for name in graph.layers[number].parameters for size in shapes[name][2:])
-        and graph.layers[number].module not in graph.opaque
-        and not _is_recurrent(graph, graph.layers[number])
+        if all(size == 1 for n in graph.layers[number].parameters for size in shapes[n][2:])
+        and not _is_recurrent(graph.layers[number])
     }
 
     def beside_another(number: int) -> bool:
@@ -117,7 +116,7 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     return [n for n in heavy if n not in pointwise or not beside_another(n)]
 
 
-def _best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[int, str | None]:
+def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[int, str | None]:
     """The best position to cut from ``first`` to ``last``; with the reason if none is allowed."""
     places = sorted(range(first, last + 1), key=lambda p: (_open_modules(graph, p), -p))
     reasons = []
@@ -131,7 +130,10 @@ def _best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple
 
 def _open_modules(graph: NetworkGraph, position: int) -> int:
     """How many modules (the network itself not counted) have layers on both sides of a cut."""
-    before, after = (_scope(graph.layers[i]) for i in (position - 1, position))
+    one, other = (graph.layers[i] for i in (position - 1, position))
+    before, after = _scope(one), _scope(other)
+    if one.is_module and one.module == other.module:
+        return len(before) + 1
     common = 0
     for a, b in zip(before, after):
         if a != b:

@@ -118,7 +118,7 @@ COUNTED = "counted"
 
 
 def count(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> Profile:
-    """Count operations and bytes at the traced batch size; nothing runs."""
+    """Count operations and bytes at the captured batch size; nothing runs."""
     profiles = [
         PartitionProfile(
             partition.name,
@@ -144,8 +144,9 @@ def parameter_bytes(network: nn.Module, names: Sequence[str]) -> tuple[int, int]
 def _returned_bytes(graph: NetworkGraph, partition: NetworkPartition) -> int:
     largest: dict[int, int] = {}
     for layer in graph.layers[partition.start : partition.stop]:
-        for value in layer.values:
-            # views and in-place results share memory with what they are made of
-            storage = value.storages[0]
-            largest[storage] = max(largest.get(storage, 0), value.bytes)
+        for node in (layer.node, *layer.parts):
+            if node in graph.info:
+                # views and in-place results share memory with what they are made of
+                memory = graph.memory.get(node, -1)
+                largest[memory] = max(largest.get(memory, 0), graph.info[node].bytes)
     return sum(largest.values())

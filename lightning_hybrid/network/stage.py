@@ -1,20 +1,20 @@
-"""Cut a traced network into stages, one `nn.Module` each."""
+"""Cut a captured network into stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network.code import GraphCode
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.deferred import make
-from lightning_hybrid.network.graph import ANCHORED, NetworkGraph, size_from
+from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 
 
@@ -28,79 +28,100 @@ def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(code, dynamic=False, options={"fallback_random": True})
 
 
-class Stage(nn.Module):
-    """The layers between two cuts: takes and returns a list of tensors.
+@dataclass(frozen=True)
+class StageCode:
+    """A stage as plain data, for the rank that owns it.
 
-    The modules stay the network's own and are not registered here: their names, their state and
-    their training flags are still the network's, so ``train`` and ``state_dict`` are called on the
-    network. `move` is for the device.
-
-    Args:
-        namespace: what the generated code reads modules and constants from.
-        graph: the stage's part of the traced network.
-        network: the network.
-        modules: dotted names of the modules that it calls.
-        names: dotted names of the parameters and buffers that it uses.
+    Attributes:
+        code: takes tensors of the network, what crosses the cut before it, and numbers; returns a
+            list of what crosses the cut after it, or of what the network returns.
+        tensors: dotted names, in the network, of the parameters and buffers that it takes.
+        numbers: which of the call's numbers it takes.
+        written: names of those parameters and buffers that it changes.
         layers: (first, after last) number of its layers.
     """
 
-    def __init__(
-        self,
-        namespace: SimpleNamespace,
-        graph: fx.Graph,
-        network: nn.Module,
-        modules: Sequence[str],
-        names: frozenset[str],
-        layers: tuple[int, int],
-    ) -> None:
-        super().__init__()
-        self.graph = graph
-        self.layers = layers
-        self.module_names = tuple(modules)
-        self._namespace = namespace
-        self._owned = names
-        self._code = _as_function(graph)
+    code: GraphCode
+    tensors: tuple[str, ...]
+    numbers: tuple[int, ...]
+    written: frozenset[str]
+    layers: tuple[int, int]
+
+
+class Stage:
+    """The layers between two cuts, on the rank that runs them.
+
+    The parameters and buffers stay the network's own: they are looked up by name when the stage is
+    made, and each call takes what stands in that place.
+
+    Args:
+        code: what it computes.
+        network: the network, on this rank.
+        device: where it runs.
+    """
+
+    def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
+        self.written, self.layers, self.tensor_names = code.written, code.layers, code.tensors
+        self._numbers = code.numbers
+        self._places = [_place(network, name) for name in code.tensors]
+        self._run = code.code.function(device)
         self.compiled = False
 
     def compile_code(self) -> None:
-        """From now on run through ``torch.compile``; the network's modules stay what they are."""
+        """From now on run through ``torch.compile``."""
         if not self.compiled:
             self.compiled = True
-            self._code = compiled(self._code)
+            self._run = compiled(self._run)
 
-    def forward(self, values: list[Tensor]) -> list[Tensor]:
-        """Run the layers of this stage."""
-        output: list[Tensor] = self._code(self._namespace, *values)
-        return output
+    def __call__(self, values: Sequence[Any], numbers: Sequence[Any] = ()) -> list[Any]:
+        """Run the layers of this stage.
+
+        Args:
+            values: what crosses the cut before it; for stage 0 what a call brings.
+            numbers: all numbers of the call.
+        """
+        return self.run_with(self._tensors(), values, numbers)
+
+    def run_with(
+        self, tensors: Sequence[Tensor], values: Sequence[Any], numbers: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The same with other parameters and buffers, in the order of ``tensor_names``."""
+        result: list[Any] = self._run(*tensors, *values, *[numbers[n] for n in self._numbers])
+        return result
 
     def move(self, device: torch.device | str) -> None:
-        """Move the network's parameters, buffers and constants that this stage uses."""
+        """Move the network's parameters and buffers that this stage uses."""
         make([*self.parameters(), *self.buffers()])
         for _, parameter in self.named_parameters():
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad.data = parameter.grad.data.to(device)
-        constants = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
-        names = {*self.buffer_names, *(name.removeprefix("network.") for name in constants)}
-        for name in names - set(self.parameter_names):
-            path, _, key = name.rpartition(".")
-            if path.partition(".")[0] == "constants":
-                continue  # no tensors: those were given a name in the network
-            owner = self.network.get_submodule(path)
-            value = getattr(owner, key)
-            if isinstance(value, Tensor):
-                setattr(owner, key, value.to(device))
+        for (table, key), value in zip(self._places, self._tensors()):
+            if not isinstance(value, nn.Parameter):
+                table[key] = value.to(device)
 
-    @property
-    def network(self) -> nn.Module:
-        """The whole network."""
-        network: nn.Module = self._namespace.network
-        return network
+    def _tensors(self) -> list[Tensor]:
+        return [table[key] for table, key in self._places]
 
-    @property
-    def network_modules(self) -> tuple[nn.Module, ...]:
-        """The network's modules that this stage calls."""
-        return tuple(self.network.get_submodule(name) for name in self.module_names)
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The network's parameters that this stage uses, under their names in the network."""
+        for name, value in zip(self.tensor_names, self._tensors()):
+            if isinstance(value, nn.Parameter):
+                yield name, value
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The network's buffers that this stage uses, under their names in the network."""
+        for name, value in zip(self.tensor_names, self._tensors()):
+            if not isinstance(value, nn.Parameter):
+                yield name, value
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The network's parameters that this stage uses."""
+        return (value for _, value in self.named_parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The network's buffers that this stage uses."""
+        return (value for _, value in self.named_buffers())
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -112,46 +133,33 @@ class Stage(nn.Module):
         """Dotted names, in the network, of the buffers that this stage uses."""
         return tuple(name for name, _ in self.named_buffers())
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The network's parameters that this stage uses, under their names in the network."""
-        for name, value in self.network.named_parameters(prefix, recurse, remove_duplicate):
-            if name.removeprefix(prefix).lstrip(".") in self._owned:
-                yield name, value
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The network's buffers that this stage uses, under their names in the network."""
-        for name, value in self.network.named_buffers(prefix, recurse, remove_duplicate):
-            if name.removeprefix(prefix).lstrip(".") in self._owned:
-                yield name, value
-
-
-def _as_function(graph: fx.Graph) -> Callable[..., list[Tensor]]:
-    """The graph as a Python function; it forgets each tensor after its last use."""
-    code = graph.python_code("self")
-    scope: dict[str, Any] = dict(code.globals)
-    exec(compile(code.src, "<stage>", "exec"), scope)
-    forward: Callable[..., list[Tensor]] = scope["forward"]
-    return forward
+def _place(network: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The table of a module in which a parameter or buffer stands, and its key there."""
+    owner, _, key = name.rpartition(".")
+    part = network.get_submodule(owner)
+    return (part._parameters if key in part._parameters else part._buffers), key
 
 
 def cut(
-    graph: NetworkGraph, partitions: Sequence[NetworkPartition], boundaries: Sequence[int]
-) -> list[Stage]:
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    boundaries: Sequence[int],
+    device: torch.device | None = None,
+) -> list[StageCode]:
     """Cut the network before the partitions numbered ``boundaries``.
 
     Stage 0 takes the tensors of `NetworkGraph.bind`, each later stage what the one before it
-    returns, and `NetworkGraph.pack` makes the network's return value of what the last one returns.
-    A tensor that is needed further on passes through the stages between.
+    returns; the last one returns `NetworkGraph.tensor_outputs` and then
+    `NetworkGraph.scalar_outputs`. A tensor that is needed further on passes through the stages
+    between.
 
     Args:
-        graph: the traced network.
+        graph: the captured network.
         partitions: its partitions.
         boundaries: rising numbers of the partitions that stages 1, 2 ... begin with; none: one
             stage.
+        device: where the network was captured; that of the first leaf by default.
 
     Raises:
         NetworkError: the boundaries are out of order or out of range.
@@ -163,75 +171,88 @@ def cut(
             f"boundaries {list(boundaries)} must rise and lie in 1..{len(partitions) - 1} "
             f"(the network has {len(partitions)} partitions)"
         )
+    return cut_at(graph, [partitions[b].start for b in boundaries], device)
+
+
+def cut_at(
+    graph: NetworkGraph, positions: Sequence[int], device: torch.device | None = None
+) -> list[StageCode]:
+    """Cut the network before the layers numbered ``positions``; see `cut`."""
     cuts = Cuts(graph)
-    places = [0, *(partitions[b].start for b in boundaries), len(graph.layers)]
-    namespace = SimpleNamespace(network=graph.network, constants=SimpleNamespace(**graph.constants))
-    return [_stage(graph, cuts, namespace, start, stop) for start, stop in pairwise(places)]
+    device = device or graph.device
+    places = [0, *positions, len(graph.layers)]
+    return [_stage(graph, cuts, start, stop, device) for start, stop in pairwise(places)]
+
+
+def make_stages(
+    codes: Iterable[StageCode], network: nn.Module, device: torch.device
+) -> list[Stage]:
+    """Stages of a network on this rank."""
+    return [Stage(code, network, device) for code in codes]
 
 
 def _stage(
-    graph: NetworkGraph, cuts: Cuts, namespace: SimpleNamespace, start: int, stop: int
-) -> Stage:
+    graph: NetworkGraph, cuts: Cuts, start: int, stop: int, device: torch.device
+) -> StageCode:
     is_last = stop == len(graph.layers)
     inputs = list(graph.inputs) if start == 0 else cuts.crossing(start)
-    outputs = list(graph.outputs) if is_last else cuts.crossing(stop)
-    copier = _Copier(graph, inputs)
+    outputs: list[fx.Node] = (
+        [*graph.tensor_outputs, *graph.scalar_outputs] if is_last else cuts.crossing(stop)
+    )
     layers = graph.layers[start:stop]
-    for layer in layers:
-        copier.layer(layer.node)
-        for part in layer.parts:
-            copier.layer(part)
+    nodes = [node for layer in layers for node in (layer.node, *layer.parts)]
+    copier = _Copier(graph, inputs, nodes, outputs)
+    for node in nodes:
+        copier.add(node)
     code = copier.finished(outputs)
-    modules = dict.fromkeys(layer.module for layer in layers if layer.is_module)
-    names = frozenset[str]().union(*(layer.parameters | layer.buffers for layer in layers))
-    # an output may be a parameter that no layer uses
-    names |= {str(n.target).removeprefix("network.") for n in code.nodes if n.op == "get_attr"}
-    return Stage(namespace, code, graph.network, list(modules), names, (start, stop))
+    return StageCode(
+        GraphCode.of(code, graph.attributes, device),
+        tuple(graph.tensors[node] for node in copier.tensors),
+        tuple(graph.numbers.index(node) for node in copier.numbers),
+        frozenset[str]().union(*(layer.written for layer in layers)),
+        (start, stop),
+    )
 
 
 class _Copier:
-    """Copies layers into the graph of one stage, with the size arithmetic that they need."""
+    """Copies layers into the graph of one stage, with the scalars that they need."""
 
-    def __init__(self, graph: NetworkGraph, inputs: Sequence[fx.Node]) -> None:
-        self.source = graph
-        self.graph = fx.Graph()
+    def __init__(
+        self,
+        graph: NetworkGraph,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+    ) -> None:
+        self.source, self.graph = graph, fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
-        for node in inputs:
-            copy = self.graph.placeholder(node.name)
-            copy.meta.update(node.meta)
-            self._copies[node] = copy
-        self._anchor = next((n for n in inputs if self._batch_dim(n)), None)
-        self._inputs = inputs
+        self._as_numbers: dict[fx.Node, fx.Node] = {}
+        used = set(outputs)
+        for node in (*nodes, *outputs):
+            used |= graph.behind(node)
+        self.tensors = [node for node in graph.tensors if node in used]
+        self.numbers = [node for node in graph.numbers if node in used]
+        for node in (*self.tensors, *inputs, *self.numbers):
+            self._copies[node] = self.graph.placeholder(node.name)
+        self._travels_as_tensor = {leaf.node for leaf in graph.leaves if leaf.number}
 
-    def layer(self, node: fx.Node) -> None:
+    def add(self, node: fx.Node) -> None:
         """Copy one node of a layer."""
         self._copies[node] = self.graph.node_copy(node, self._copy)
 
     def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
         """The stage's graph, returning copies of ``outputs``."""
-        self.graph.output([self._copy(node) for node in outputs])
+        self.graph.output(
+            [self._copies[n] if n in self._travels_as_tensor else self._copy(n) for n in outputs]
+        )
         self.graph.lint()
         return self.graph
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        if node not in self._copies:  # a parameter, or arithmetic on sizes
-            if node.target in ANCHORED and not isinstance(node.target, str):
-                self._copies[node] = self._anchored(node)
-            else:
-                self._copies[node] = self.graph.node_copy(node, self._copy)
+        if node in self._travels_as_tensor:
+            if node not in self._as_numbers:
+                self._as_numbers[node] = self.graph.call_method("item", (self._copies[node],))
+            return self._as_numbers[node]
+        if node not in self._copies:  # a constant, or arithmetic on numbers
+            self._copies[node] = self.graph.node_copy(node, self._copy)
         return self._copies[node]
-
-    def _anchored(self, node: fx.Node) -> fx.Node:
-        """The same number, or the same device, from a tensor that this stage has."""
-        target: Any = node.target
-        if target is not size_from or self._anchor is None:
-            return self.graph.call_function(target, (self._copies[self._inputs[0]],))
-        old, _, numerator, denominator, offset = cast(tuple[Any, ...], node.args)
-        (_, was), (dim, now) = self._batch_dim(old), self._batch_dim(self._anchor)
-        ratio = Fraction(numerator, denominator) * was / now
-        numbers = (dim, ratio.numerator, ratio.denominator, offset)
-        return self.graph.call_function(size_from, (self._copies[self._anchor], *numbers))
-
-    def _batch_dim(self, node: Any) -> Any:
-        value = self.source.value(node)
-        return value.batch_dim if value is not None else None

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,24 +54,23 @@ class CallKey:
     """All that decides what travels in a call: calls with equal keys exchange no shapes.
 
     Attributes:
-        variant: number of the traced graph. A call with other sizes (another crop), other
-            arguments that are no tensors, or in a mode that changes the layers, has a graph of
-            its own, cut at the same places.
+        variant: number of the captured graph. Where a value that the network's Python looks at
+            has changed, there is a graph of its own, cut at the same places.
         inputs: per micro-batch, what enters stage 0.
+        numbers: per micro-batch, what the graph's numbers are (see
+            :class:`~lightning_hybrid.network.NetworkGraph`).
         grad: whether the call is differentiable.
-        training: the training flag of every module of the network, in its order of modules.
+        training: whether the network is in training.
         trainable: ``requires_grad`` of every parameter of the network, in its order.
-        settings: the plain attributes of the network's modules (a dropout's ``p``, a batch norm's
-            ``momentum``), which users change in the middle of a run; see `StagedNetwork.settings`.
         precision: what surrounds the call.
     """
 
     variant: int
     inputs: tuple[tuple[TensorSpec, ...], ...]
+    numbers: tuple[tuple[int | float, ...], ...]
     grad: bool
-    training: tuple[bool, ...]
+    training: bool
     trainable: tuple[bool, ...]
-    settings: tuple[object, ...]
     precision: Precision
 
     @property
@@ -118,7 +118,7 @@ class Call:
     exchange: bool
     draws: bool
     traffic: list[Traffic]
-    saved: list[dict[int, tuple[Values, Values]]]
+    saved: list[dict[int, tuple[Values, list[Any]]]]
 
 
 @dataclass(frozen=True)

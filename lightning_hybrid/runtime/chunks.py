@@ -12,7 +12,6 @@ from lightning_hybrid.network.structure import rebuild, tensors_in
 
 def call_in_chunks(
     forward: Callable[..., Any],
-    module: torch.nn.Module,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
     chunks: int,
@@ -20,8 +19,7 @@ def call_in_chunks(
     """``torch.cat([net(x_i) for x_i in x.chunk(chunks)])`` for any arguments and outputs.
 
     Args:
-        forward: the module's method.
-        module: the network.
+        forward: of the network.
         arguments: positional arguments; tensors whose first size is the batch's are split.
         keywords: keyword arguments, likewise.
         chunks: number of micro-batches.
@@ -31,7 +29,7 @@ def call_in_chunks(
     """
     tensors = [tensor for _, tensor in tensors_in((arguments, keywords)) if tensor.dim()]
     if not tensors:
-        return forward(module, *arguments, **keywords)
+        return forward(*arguments, **keywords)
     batch = tensors[0].shape[0]
     sizes = [len(part) for part in torch.empty(batch, device="meta").chunk(chunks)]
     results = []
@@ -42,7 +40,7 @@ def call_in_chunks(
             return leaf.narrow(0, start, size) if split else leaf
 
         some_arguments, some_keywords = rebuild((arguments, keywords), part)
-        results.append(forward(module, *some_arguments, **some_keywords))
+        results.append(forward(*some_arguments, **some_keywords))
     if len(results) == 1:
         return results[0]
     columns = iter(zip(*([tensor for _, tensor in tensors_in(r)] for r in results)))

@@ -1,10 +1,10 @@
 """What a driver can ask of its workers: the operations of a frame and what goes with them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, unique
-from typing import Any
 
-from lightning_hybrid.runtime.calls import Precision
+from lightning_hybrid.network import StageCode
 
 
 @unique
@@ -70,30 +70,22 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class Cut:
-    """How to cut a network, for a rank that has the module but not the batch.
+    """A rank's stages of a network.
 
     Attributes:
-        network: number of the network.
+        network: number of the network; one that is known gets another graph.
         name: its dotted name in the LightningModule; empty for the LightningModule itself.
-        arguments: args and kwargs of its first call, tensors on the meta device.
-        precision: what surrounds that call.
-        training: the training flag of every module of the network, in its order of modules.
-        boundaries: index of the first partition of each next stage.
-        devices: of each stage the position of its rank in the replica.
-        fingerprint: of the driver's graph; another one here means another network.
+        stages: the rank's stages, by number.
+        devices: of each stage of the network the position of its rank in the replica.
+        borrowed: names in the network of parameters that the rank uses and another one owns.
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
-        settings: plain attributes of the network's modules; see :class:`CallKey`.
     """
 
     network: int
     name: str
-    arguments: Any
-    precision: Precision
-    training: tuple[bool, ...]
-    boundaries: tuple[int, ...]
+    stages: Mapping[int, StageCode]
     devices: tuple[int, ...]
-    fingerprint: str
+    borrowed: frozenset[str]
     schedule: str
     seed: int
-    settings: tuple[object, ...]

@@ -1,44 +1,51 @@
 """From the first call of a network to its stages on all ranks.
 
-Until the first call nothing is known of the network; that call brings real inputs. It is traced,
+Until the first call nothing is known of the network; that call brings real inputs. It is captured,
 planned, cut and checked then and there, and only then runs, like every later call, through the
 pipeline.
+
+A module whose Python cannot be captured as one graph (it prints, logs, or branches on values) runs
+that Python as ever, on the driver, and the modules that it calls are looked at in its place. A
+network that is cut already and is then called in a way that cannot be captured, or that does not
+suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right.
 """
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from lightning_hybrid.compat import BatchNorm, own_saved_tensors
+from lightning_hybrid.compat import BatchNorm, own_saved_tensors, without_mode
 from lightning_hybrid.errors import (
     HybridError,
-    NetworkError,
     NetworkNotFoundError,
     PlanError,
 )
 from lightning_hybrid.network import (
+    Capture,
     NetworkGraph,
     NetworkPartition,
+    NotCaptured,
+    Stage,
     check,
     compiled,
     cut,
     find_boundary,
     network_partitions,
-    splits_along_batch,
-    trace,
+    why_whole,
 )
-from lightning_hybrid.network.effects import untouched
-from lightning_hybrid.network.find import Handler, candidates, unwatch, unwatched, watch
-from lightning_hybrid.network.structure import rebuild
+from lightning_hybrid.network.deferred import Hollow, is_unmade, make
+from lightning_hybrid.network.find import Handler, candidates, own_forward, unwatch, watch
+from lightning_hybrid.network.following import CannotFollow, follow
+from lightning_hybrid.network.stage import cut_at
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
-from lightning_hybrid.runtime.large import is_whole
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.transport import broadcast_object
 
@@ -71,6 +78,34 @@ class Discovery:
     say: Callable[[str], None]
 
 
+@dataclass(eq=False)
+class _Found:
+    """A module that the user's code calls.
+
+    Attributes:
+        name: its dotted name in the LightningModule.
+        module: the module.
+        forward: its own, as the user has it.
+        hollow: shows its weights to TorchDynamo.
+        capture: of its calls.
+        driven: it, cut; ``None``: not yet, or never.
+        plan: by which it is cut.
+    """
+
+    name: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    hollow: Hollow
+    capture: Capture
+    driven: DrivenNetwork | None = None
+    plan: Plan | None = None
+
+    @property
+    def shown(self) -> str:
+        """How messages name it."""
+        return f"Network {self.name or 'self'!r} ({type(self.module).__name__})"
+
+
 class Networks:
     """The networks of one LightningModule during one run, on a driver.
 
@@ -93,7 +128,9 @@ class Networks:
         self._module, self._driver, self._mesh = module, driver, mesh
         self._how, self._plans = discovery, plans
         self._cut: set[str] = set()
-        self._kept: set[str] = set()
+        self._kept: dict[str, str] = {}
+        self._opened: dict[str, str] = {}  # modules that run their own Python, and why
+        self._said: set[tuple[str, str]] = set()
         self._watched: dict[str, nn.Module] = {}
         if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1 or discovery.compiled:
             self._watched = candidates(module, discovery.names)
@@ -108,15 +145,20 @@ class Networks:
         """After a whole step: complain if nothing was called.
 
         Raises:
-            NetworkNotFoundError: no watched module was called.
+            NetworkNotFoundError: no watched module was called, or none of them can be cut.
         """
         if not self.found:
-            what = "that can be cut" if self._kept else "with parameters"
+            why = "".join(
+                f"\n{name or 'self'!r} cannot be captured as one graph:\n{reason}"
+                for name, reason in self._opened.items()
+            ) + "".join(f"\n{name or 'self'!r} {reason}" for name, reason in self._kept.items())
+            what = "that can be cut" if why else "with parameters"
             raise NetworkNotFoundError(
                 f"No call of a module {what} was seen in a whole step of "
                 f"{type(self._module).__name__}, so there is nothing to cut into "
                 f"{self._mesh.place.stages} stages. Call the network as a module (self(x), "
-                "self.net(x)), not by its weights; or use strategy='ddp'."
+                "self.net(x)), not by its weights; name it (HybridGabraStrategy(network='...')); "
+                f"or use strategy='ddp'.{why}"
             )
         if self._kept and not self._cut:
             self._driver.settle()
@@ -126,6 +168,8 @@ class Networks:
         for module in self._watched.values():
             unwatch(module)
 
+    # ------------------------------------------------------------------ the first call
+
     def _called(
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
@@ -133,85 +177,133 @@ class Networks:
         inner = {n: m for n, m in self._watched.items() if _inside(n, name)}
         for candidate in inner.values():
             unwatch(candidate)
+        forward = own_forward(module)
         if self._mesh.place.stages == 1:
-            return self._adopt_whole(name, module).forward(*arguments, **keywords)
-        with _as_if_alone():
-            try:
-                graph = trace(module, arguments, keywords, device=self._driver.device)
-            except NetworkError as error:
-                if name:
-                    self._run_once(module, arguments, keywords)
-                    if not self._how.automatic:
-                        raise
-                    self._keep(name, module, f"cannot be traced ({error})")
-                else:
-                    # The LightningModule's own forward is more than a network (it logs, say): it
-                    # runs here, and what it calls is watched.
-                    self._watch({n: m for n, m in inner.items() if n}, self._called)
-            else:
-                owned = self._adopt(name, module, graph, arguments, keywords)
-                self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
-        return module.forward(*arguments, **keywords)
+            self._adopt_whole(name, module, forward)
+            return module.forward(*arguments, **keywords)
+        if self._opened and len(_layers(module)) < self._mesh.place.stages:
+            self._keep(name, module, "is too small for the stages", quiet=True)
+            return forward(*arguments, **keywords)
+        found = self._prepare(name, module, forward)
+        try:
+            return self._captured(found, arguments, keywords)
+        except NotCaptured as error:
+            self._open(found, inner, error.reason)
+        return forward(*arguments, **keywords)
 
-    @staticmethod
-    def _run_once(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """A network that cannot be traced may simply fail: then its own error is to be shown."""
-        with untouched(module), torch.no_grad():
-            module.forward(*arguments, **keywords)
+    def _prepare(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> _Found:
+        hollow = Hollow(module, self._driver.device)
+        capture = Capture(module, forward, lambda g, v: self._run(found, g, v))
+        found = _Found(name, module, forward, hollow, capture)
+        return found
+
+    def _captured(self, found: _Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(without_mode(Synchronised))
+            stack.enter_context(self._driver.remote.suspended())
+            stack.enter_context(found.hollow)
+            return found.capture(arguments, keywords)
+
+    def _run(self, found: _Found, graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+        """A captured call."""
+        with found.hollow.lifted():
+            if found.driven is None and not self._waits(found, graph):
+                self._adopt(found, graph, values)
+            if found.driven is None:
+                return _here(graph, values)
+            if not found.driven.knows(graph):
+                self._add(found, graph, values)
+            return found.driven(graph, values)
+
+    def _waits(self, found: _Found, graph: NetworkGraph) -> bool:
+        """Whether a call tells too little to cut the network by: one sample, before training."""
+        waits = self._how.training and graph.is_static and not torch.is_grad_enabled()
+        if waits and not any(map(is_unmade, found.module.parameters())):
+            found.module.to(self._driver.device)
+        return waits
+
+    def _open(self, found: _Found, inner: Mapping[str, nn.Module], reason: str) -> None:
+        """Let a module run its own Python from here on, and look at the modules that it calls."""
+        name, module = found.name, found.module
+        parts = {n: m for n, m in inner.items() if n != name}
+        if not parts:
+            self._keep(name, module, f"cannot be captured as one graph:\n{_indented(reason)}")
+            return
+        self._opened[name] = _indented(reason)
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        make(own)
+        for tensor in own:
+            tensor.data = tensor.data.to(self._driver.device)
+        if name:
+            self._say(
+                found,
+                "runs its own Python on the driver, and the modules that it calls are cut in its "
+                f"place, since it cannot be captured as one graph:\n{_indented(reason)}",
+            )
+        self._watch(parts, self._called)
 
     def _watch(self, modules: Mapping[str, nn.Module], handler: Handler) -> None:
         for name, module in modules.items():
             watch(module, name, handler)
 
-    def _adopt_whole(self, name: str, module: nn.Module) -> nn.Module:
+    def _adopt_whole(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         """One stage: only micro-batches are left to do."""
         chunks = self._how.microbatches or 1
         self._cut.add(name)
-        forward: Callable[..., Any] = type(module).forward
         if self._how.compiled:
             forward = compiled(forward)
-        watch(module, name, lambda n, m, a, k: call_in_chunks(forward, m, a, k, chunks))
-        return module
+        watch(module, name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
 
-    def _adopt(
-        self,
-        name: str,
-        module: nn.Module,
-        graph: NetworkGraph,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> list[Tensor]:
-        """Plan, cut and check a network. Returns the parameters and buffers that stages now own."""
+    def _adopt(self, found: _Found, graph: NetworkGraph, values: Sequence[Any]) -> None:
+        """Plan, cut and check a network; or leave it on the driver."""
+        name, module = found.name, found.module
+        refusal = self._cannot_cut(found, graph)
         partitions = network_partitions(graph)
         stages = self._mesh.place.stages
-        if len(partitions) < stages and (self._how.automatic or self._others_can_be_cut(name)):
+        if (
+            refusal is None
+            and len(partitions) < stages
+            and (self._how.automatic or self._opened or self._others_can_be_cut(name))
+        ):
             count = _count(len(partitions), "network partition")
-            return self._keep(name, module, f"has {count}, fewer than {stages} stages")
-        plan = self._plan(name, graph, partitions, arguments, keywords)
-        boundaries = [find_boundary(partitions, first) for first in plan.cuts]
-        parts = cut(graph, partitions, boundaries)
-        if is_whole(module):  # else an earlier run has checked it
-            check(graph, parts, *_where_the_network_is(module, arguments, keywords))
-        network = self._driver.add_network(
+            refusal = f"has {count}, fewer than {stages} stages"
+        if refusal is not None:
+            self._keep(name, module, refusal)
+            return
+        with _as_if_alone():
+            leaves = _where_the_network_is(module, graph.bind(values))
+            plan = self._plan(found, graph, partitions, leaves)
+            boundaries = [find_boundary(partitions, first) for first in plan.cuts]
+            codes = cut(graph, partitions, boundaries, self._driver.device)
+            if not any(map(is_unmade, (*module.parameters(), *module.buffers()))):
+                check(graph, codes, leaves)
+            parts = self._parts(found, graph, leaves, plan.microbatches)
+        found.driven = self._driver.add_network(
             name,
             module,
             graph,
-            parts,
-            boundaries,
+            codes,
             devices=plan.devices,
-            microbatches=plan.microbatches,
+            parts=parts,
             schedule=plan.schedule,
         )
+        found.plan = plan
+        found.capture.own(frozenset[str]().union(*found.driven.owned_by_stage))
         self._cut.add(name)
-        here = [part for part, device in zip(parts, plan.devices) if device == 0]
-        remote = [p for part in parts if part not in here for p in part.parameters()]
         inner = {n: m for n, m in self._watched.items() if _inside(n, name) and n != name}
-        # with tied weights modules of this rank share some with the others
-        called_here = {id(module) for part in here for module in part.network_modules}
-        inner = {n: m for n, m in inner.items() if id(m) not in called_here}
-        self._watch({n: m for n, m in inner.items() if _share(m, remote)}, _refuse_part)
-        watch(module, name, lambda n, m, a, k: self._call(network, plan, a, k))
-        return network.tensors()
+        owned = found.driven.tensors()
+        self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
+        watch(module, name, lambda n, m, a, k: self._call(found, a, k))
+
+    def _cannot_cut(self, found: _Found, graph: NetworkGraph) -> str | None:
+        for leaf in graph.leaves:
+            if not leaf.number and not graph.info[leaf.node].is_strided:
+                return f"takes a tensor that is not dense ({leaf.node.name})"
+        if not graph.leaves:
+            return "takes no tensor"
+        if not graph.tensor_outputs:
+            return "returns no tensor that it computes"
+        return None
 
     def _others_can_be_cut(self, name: str) -> bool:
         """Whether a network beside this one is, or by its size may be, cut into stages."""
@@ -221,52 +313,86 @@ class Networks:
             if not _inside(other, name) and not _inside(name, other)
         )
 
-    def _keep(self, name: str, module: nn.Module, reason: str) -> list[Tensor]:
-        """Leave a network on the driver, whole. Returns its parameters."""
-        self._how.say(
-            f"Network {name or 'self'!r} ({type(module).__name__}) {reason}: it stays on the driver"
-            f"{'' if self._others_can_be_cut(name) else ', as under ddp over the replicas'}."
-        )
-        self._kept.add(name)
-        self._driver.keep(module)
-        return list(module.parameters())
-
-    def _call(
-        self,
-        network: DrivenNetwork,
-        plan: Plan,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
-        """A later call: through the pipeline, after a look whether its graph is known."""
-        if network.variant_for(arguments, keywords) is None:
-            with unwatched(network.module), self._driver.remote.suspended(), _as_if_alone():
-                graph = trace(network.module, arguments, keywords, device=self._driver.device)
-                partitions = network_partitions(graph)
-                boundaries = [find_boundary(partitions, first) for first in plan.cuts]
-                stages = cut(graph, partitions, boundaries)
-                # else its stages are on several devices, or on several ranks
-                if self._driver.device.type == "cpu" and is_whole(network.module):
-                    check(graph, stages, arguments, keywords)
-            self._driver.add_variant(
-                network, graph, stages, boundaries, plan.devices, plan.schedule
+    def _keep(self, name: str, module: nn.Module, reason: str, *, quiet: bool = False) -> None:
+        """Leave a network on the driver, whole."""
+        if not quiet and not self._opened:
+            alone = "" if self._others_can_be_cut(name) else ", as under ddp over the replicas"
+            self._how.say(
+                f"Network {name or 'self'!r} ({type(module).__name__}) {reason}\n"
+                f"It stays on the driver{alone}."
+                if "\n" in reason
+                else f"Network {name or 'self'!r} ({type(module).__name__}) {reason}: it stays on "
+                f"the driver{alone}."
             )
-        return network(arguments, keywords)
+        self._kept[name] = reason
+        self._driver.keep(module)
+        unwatch(module)
+
+    # ------------------------------------------------------------------ later calls
+
+    def _call(self, found: _Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """A call of a network that is cut."""
+        try:
+            return self._captured(found, arguments, keywords)
+        except NotCaptured as error:
+            reason = f"it cannot be captured as one graph:\n{_indented(error.reason)}"
+        except CannotFollow as error:
+            reason = str(error)
+        self._say(
+            found,
+            "runs on the driver in some calls, on weights that are fetched for each of them, since "
+            + reason,
+        )
+        return found.forward(*arguments, **keywords)
+
+    def _add(self, found: _Found, graph: NetworkGraph, values: Sequence[Any]) -> None:
+        """Give all ranks their stages of another graph of a network, cut at the same places.
+
+        Raises:
+            CannotFollow: the tensors that it needs are in other places.
+        """
+        driven, plan = found.driven, found.plan
+        assert driven is not None
+        assert plan is not None
+        positions = follow(graph, driven.owned_by_stage)
+        with _as_if_alone():
+            codes = cut_at(graph, positions, self._driver.device)
+            parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
+        self._driver.add_variant(driven, graph, codes, parts)
+        self._say_again(found)
+
+    def _parts(
+        self, found: _Found, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
+    ) -> int:
+        """Into how many micro-batches a batch may be split in calls of this graph."""
+        if wanted == 1 or graph.is_static:
+            return 1  # a single sample has no parts
+        reason = why_whole(graph, leaves, wanted, tried=self._is_here(found))
+        if reason is None:
+            return wanted
+        self._say_whole(found, reason)
+        return 1
+
+    def _is_here(self, found: _Found) -> bool:
+        """Whether numbers of all weights are here (those of other ranks may be old ones)."""
+        return not any(map(is_unmade, (*found.module.parameters(), *found.module.buffers())))
+
+    # ------------------------------------------------------------------ plans
 
     def _plan(
         self,
-        name: str,
+        found: _Found,
         graph: NetworkGraph,
         partitions: Sequence[NetworkPartition],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
+        leaves: Sequence[Tensor],
     ) -> Plan:
         """The plan of replica 0, or its error, on all drivers."""
+        name = found.name
         if name not in self._plans:
             plan: Plan | HybridError | None = None
             if self._mesh.place.replica == 0:
                 try:
-                    plan = self._make_plan(name, graph, partitions, arguments, keywords)
+                    plan = self._make_plan(found, graph, partitions, leaves)
                 except HybridError as error:
                     if self._mesh.place.replicas == 1:
                         raise
@@ -277,53 +403,76 @@ class Networks:
                 raise plan
             assert plan is not None
             self._plans[name] = plan
-            self._say_plan(name, graph.network, self._plans[name])
+            self._say_plan(found, plan)
         return self._plans[name]
 
     def _make_plan(
         self,
-        name: str,
+        found: _Found,
         graph: NetworkGraph,
         partitions: Sequence[NetworkPartition],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
+        leaves: Sequence[Tensor],
     ) -> Plan:
         stages = self._mesh.place.stages
         if len(partitions) < stages:
             raise PlanError(
-                f"Network {name or 'self'!r} ({type(graph.network).__name__}) has "
-                f"{_count(len(partitions), 'network partition')}, fewer than "
+                f"{found.shown} has {_count(len(partitions), 'network partition')}, fewer than "
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{_count(len(partitions), 'stage')}, or name another network: "
                 "HybridGabraStrategy(network='...')."
             )
-        arguments, keywords = _where_the_network_is(graph.network, arguments, keywords)
-        leaves = graph.bind(arguments, keywords)
         wanted = self._how.microbatches or _microbatches(leaves, stages)
-        slices = graph.split(leaves, wanted)
-        if (
-            len(slices) > 1
-            and is_whole(graph.network)
-            and not splits_along_batch(graph, graph.network, arguments, keywords, wanted)
-        ):
-            self._how.say(
-                f"The output of network {name!r} depends on how the batch is split, so each "
-                "batch goes through the stages whole (num_microbatches=1)."
-            )
-            wanted, slices = 1, [leaves]
-        return self._how.make_plan(name, graph, partitions, slices[0], wanted)
+        slices = [list(leaves)]
+        if wanted > 1 and not graph.is_static:
+            reason = why_whole(graph, leaves, wanted, tried=self._is_here(found))
+            if reason is not None:
+                self._say_whole(found, reason)
+                wanted = 1
+            slices = graph.split(leaves, wanted)
+        return self._how.make_plan(found.name, graph, partitions, slices[0], wanted)
 
-    def _say_plan(self, name: str, module: nn.Module, plan: Plan) -> None:
-        what = f"Network {name or 'self'!r} ({type(module).__name__})"
-        self._how.say(f"{what}: {plan.describe()}".rstrip())
-        normalised = any(isinstance(m, BatchNorm) for m in module.modules())
+    # ------------------------------------------------------------------ what is said
+
+    def _say(self, found: _Found, text: str) -> None:
+        if (found.name, text) not in self._said:
+            self._said.add((found.name, text))
+            self._how.say(f"{found.shown} {text}")
+
+    def _say_whole(self, found: _Found, reason: str) -> None:
+        self._say(
+            found,
+            f"takes each batch whole (num_microbatches=1): {reason}, so the numbers would depend on "
+            "how the batch is split.",
+        )
+
+    def _say_again(self, found: _Found) -> None:
+        reason = found.capture.reason
+        if reason is not None:
+            self._say(found, f"was captured again: {reason}")
+
+    def _say_plan(self, found: _Found, plan: Plan) -> None:
+        self._how.say(f"{found.shown}: {plan.describe()}".rstrip())
+        normalised = any(isinstance(m, BatchNorm) for m in found.module.modules())
         if normalised and plan.microbatches > 1 and self._how.training:
             self._how.say(
-                f"{what} has batch normalisation: in training its statistics "
+                f"{found.shown} has batch normalisation: in training its statistics "
                 f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "
                 "every pipeline. num_microbatches=1 gives the numbers of the whole batch, "
                 "Trainer(sync_batchnorm=True) those of all replicas' micro-batches."
             )
+
+
+def _here(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+    """Compute a graph on this rank, whole."""
+    code = cut_at(graph, [])[0]
+    stage = Stage(code, graph.network, graph.device)
+    tensors = {name: values[graph.place[node]] for node, name in graph.tensors.items()}
+    leaves = graph.bind(values)
+    numbers = graph.values_of_numbers(graph.sizes(leaves))
+    outputs = stage.run_with([tensors[name] for name in code.tensors], leaves, numbers)
+    found = dict(zip((*graph.tensor_outputs, *graph.scalar_outputs), outputs))
+    found |= zip(graph.numbers, numbers)
+    return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
 
 
 @contextmanager
@@ -355,28 +504,18 @@ def _inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def _where_the_network_is(
-    network: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments on the network's device: before it is cut it waits on the CPU."""
-    device = next(network.parameters()).device
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = rebuild(
-        (arguments, dict(keywords)),
-        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
-    )
-    return moved
+def _indented(text: str) -> str:
+    return textwrap.indent(text, "    ")
+
+
+def _where_the_network_is(network: nn.Module, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs on the network's device: before it is cut it waits on the CPU."""
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    return [leaf.to(device) for leaf in leaves]
 
 
 def _share(module: nn.Module, parameters: Iterable[Tensor]) -> bool:
     return not {id(p) for p in module.parameters()}.isdisjoint(map(id, parameters))
-
-
-def _refuse_part(name: str, module: nn.Module, arguments: Any, keywords: Any) -> Any:
-    raise NetworkError(
-        f"{name!r} ({type(module).__name__}) is part of a network that is cut into stages, and its "
-        "weights are on another rank: it cannot be called by itself. Call the whole network, or "
-        "name the modules that are called apart: HybridGabraStrategy(network=[...])."
-    )
 
 
 def _microbatches(leaves: Sequence[Tensor], stages: int) -> int:

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.compat import as_they_are, backward_reaches, graph_is_kept
 from lightning_hybrid.errors import HybridError, NetworkError, RemoteError
-from lightning_hybrid.network import NetworkGraph, Stage
+from lightning_hybrid.network import NetworkGraph, StageCode, make_stages
 from lightning_hybrid.network.deferred import is_deferred, is_unmade, make
+from lightning_hybrid.network.splitting import fits
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.calls import (
     BackwardMode,
@@ -59,8 +60,6 @@ from lightning_hybrid.runtime.signals import conversation
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     borrowed_parameters,
-    check_ownership,
-    names_of,
     own_buffers,
     own_parameters,
     tensors_of,
@@ -142,11 +141,10 @@ class Driver:
         name: str,
         network: nn.Module,
         graph: NetworkGraph,
-        stages: Sequence[Stage],
-        boundaries: Sequence[int],
+        codes: Sequence[StageCode],
         *,
         devices: Sequence[int],
-        microbatches: int,
+        parts: int,
         schedule: str,
     ) -> "DrivenNetwork":
         """Give every rank of the replica its stages of a network that has been cut.
@@ -155,13 +153,13 @@ class Driver:
             name: dotted name of the network in the LightningModule.
             network: the module.
             graph: its graph.
-            stages: its stages.
-            boundaries: index of the first partition of each next stage.
+            codes: its stages.
             devices: of each stage the position of its rank; the last one is 0, this rank.
-            microbatches: into how many slices a batch is split.
+            parts: into how many slices a batch is split in calls of this graph.
             schedule: name of the schedule.
 
         Raises:
+            NetworkError: code of a stage cannot travel to its rank.
             RemoteError: a worker cannot make its stages.
             DeferredError: stages share a weight that is made in ``configure_model``.
         """
@@ -169,15 +167,18 @@ class Driver:
         number = len(self._networks)
         prefix = f"{name}." if name else ""
         tensors = tensors_of(self.module)
-        borrowed = borrowed_parameters(stages, devices)
+        parameters = dict(network.named_parameters())
+        borrowed = borrowed_parameters(
+            [[n for n in code.tensors if n in parameters] for code in codes], devices
+        )
         refuse_tied(name, tensors, borrowed)
-        links = self._order_cut(number, name, graph, boundaries, devices, schedule)
         self._refuse_compiled(name, borrowed[0])
+        links = self._order_cut(number, name, codes, devices, borrowed, schedule)
         remote = []
         for worker in self._workers:
             lent = borrowed[worker]
-            theirs = [part for part, device in zip(stages, devices) if device == worker]
-            names = {n: prefix + n for n in names_of(theirs)}
+            theirs = [code for code, device in zip(codes, devices) if device == worker]
+            names = {n: prefix + n for code in theirs for n in code.tensors}
             self._control.tell(worker, Op.TAKE_WEIGHTS)
             self._control.send_tensors(worker, to_send(tensors, names.values()))
             remote.append(tuple(full for n, full in names.items() if n not in lent))
@@ -185,8 +186,9 @@ class Driver:
                 self._sharers.setdefault(full, []).append(self._owner[full][1])
             self._owner |= dict.fromkeys(remote[-1], (number, worker))
             leave_to_worker(tensors, remote[-1], self._mesh.place, worker)
-        here = [stages[number] for number in links]
-        mine = [prefix + n for n in names_of(here)]
+        stages = dict(zip(links, make_stages([codes[n] for n in links], network, self.device)))
+        here = [*stages.values()]
+        mine = [prefix + n for part in here for n in part.tensor_names]
         Claim(self.module, mine, (), self._mesh.place).settle(())
         for part in here:
             part.move(self.device)
@@ -206,9 +208,10 @@ class Driver:
             self._options,
         )
         driven = DrivenNetwork(
-            self, number, name, network, engine, graph, microbatches, remote, borrowed[0]
+            self, number, name, network, engine, graph, parts, remote, borrowed[0]
         )
-        driven.stages = tuple(stages)
+        driven.owned_by_stage = [frozenset(code.tensors) for code in codes]
+        driven.devices, driven.schedule = tuple(devices), schedule
         self._networks.append(driven)
         self._rest.close()
         self._rest = self._copies_of_the_rest()
@@ -268,49 +271,49 @@ class Driver:
         self._share_optimizers = self._share
 
     def add_variant(
-        self,
-        network: "DrivenNetwork",
-        graph: NetworkGraph,
-        stages: Sequence[Stage],
-        boundaries: Sequence[int],
-        devices: Sequence[int],
-        schedule: str,
+        self, network: "DrivenNetwork", graph: NetworkGraph, codes: Sequence[StageCode], parts: int
     ) -> None:
-        """Give every rank of the replica its stages of another graph of the same network."""
-        check_ownership(network.name, network.stages, stages)
-        settings, number = network.settings(), network.number
-        self._order_cut(number, network.name, graph, boundaries, devices, schedule, settings)
-        network.engine.add_variant(stages)
-        network.add_graph(graph)
+        """Give every rank of the replica its stages of another graph of the same network.
+
+        Args:
+            network: the network.
+            graph: the graph.
+            codes: its stages; each uses tensors that its rank has.
+            parts: into how many micro-batches a batch may be split.
+        """
+        number, devices = network.number, network.devices
+        nobody = [frozenset[str]() for _ in (0, *self._workers)]
+        self._order_cut(number, network.name, codes, devices, nobody, network.schedule)
+        here = [own.number for own in network.engine.owned]
+        stages = make_stages([codes[n] for n in here], network.module, self.device)
+        network.engine.add_variant(dict(zip(here, stages)))
+        network.add_graph(graph, parts)
 
     @conversation
     def _order_cut(
         self,
         number: int,
         name: str,
-        graph: NetworkGraph,
-        boundaries: Sequence[int],
+        codes: Sequence[StageCode],
         devices: Sequence[int],
+        borrowed: Sequence[frozenset[str]],
         schedule: str,
-        settings: tuple[object, ...] = (),
     ) -> dict[int, Links]:
-        """Have the workers make their stages. Returns the links of those that are here."""
+        """Have the workers make their stages. Returns the links of those that are here, if new."""
         assert self._control is not None
-        order = Cut(
-            number,
-            name,
-            graph.example,
-            Precision.current(self.device),
-            tuple(module.training for module in graph.network.modules()),
-            tuple(boundaries),
-            tuple(devices),
-            graph.fingerprint,
-            schedule,
-            self._seed,
-            settings,
-        )
-        self.tell(Op.CUT, payload=order)
-        links = link_stages(self._mesh, devices, self._control, self.device)
+        for code in codes:
+            code.code.check()
+        self._refuse_in_pass()
+        self.remote.flush()
+        for worker in self._workers:
+            theirs = {n: codes[n] for n, device in enumerate(devices) if device == worker}
+            order = Cut(
+                number, name, theirs, tuple(devices), borrowed[worker], schedule, self._seed
+            )
+            self._control.tell(worker, Op.CUT, payload=order)
+        links = {}
+        if number == len(self._networks):
+            links = link_stages(self._mesh, devices, self._control, self.device)
         self._hear_answers()
         return links
 
@@ -738,8 +741,8 @@ class DrivenNetwork(StagedNetwork):
         name: dotted name in the LightningModule.
         module: the network.
         engine: this rank's stages at work.
-        graph: packs and unpacks arguments and outputs.
-        microbatches: into how many slices a batch is split.
+        graph: of its first call.
+        parts: into how many slices a batch is split in calls of that graph.
         remote: per worker, names in the LightningModule of the tensors that it owns.
         borrowed: names in the network of what this rank uses and another one owns.
     """
@@ -752,18 +755,20 @@ class DrivenNetwork(StagedNetwork):
         module: nn.Module,
         engine: Engine,
         graph: NetworkGraph,
-        microbatches: int,
+        parts: int,
         remote: Sequence[tuple[str, ...]],
         borrowed: frozenset[str],
     ) -> None:
         super().__init__(number, name, module, engine, borrowed)
         self.driver, self.remote = driver, tuple(remote)
         self.graphs: list[NetworkGraph] = []
-        self._followed: list[tuple[list[int], list[object]]] = []
-        self.add_graph(graph)
-        self.stages: tuple[Stage, ...] = ()
-        self._microbatches = microbatches
+        self._parts: list[int] = []
+        self.owned_by_stage: list[frozenset[str]] = []
+        self.devices: tuple[int, ...] = ()
+        self.schedule = ""
+        self.add_graph(graph, parts)
         self._numbers: dict[CallKey, int] = {}
+        self._shapes: dict[Any, tuple[int, tuple[tuple[int | float, ...], ...]]] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
         self._count = 0
         # calls whose outputs were dropped; a finaliser may run anywhere, so it only notes them
@@ -773,33 +778,32 @@ class DrivenNetwork(StagedNetwork):
         leaf = torch.zeros((), requires_grad=True)
         self._anchor = leaf.view_as(leaf)
 
-    def add_graph(self, graph: NetworkGraph) -> None:
-        """Another way to call the network.
-
-        The settings of modules whose code was followed stand in the graph as constants.
-        """
-        settings = self.settings()
-        called = [f"{layer.module}." for layer in graph.layers if layer.is_module]
-        names = {id(vars(module)): f"{name}." for name, module in self.module.named_modules()}
-        followed = [
-            index
-            for index, (attributes, _) in enumerate(self._settings)
-            if not names[id(attributes)].startswith(tuple(called))
-        ]
+    def add_graph(self, graph: NetworkGraph, parts: int) -> None:
+        """Another way to call the network, with a batch in at most so many micro-batches."""
         self.graphs.append(graph)
-        self._followed.append((followed, [settings[index] for index in followed]))
+        self._parts.append(parts)
+
+    def knows(self, graph: NetworkGraph) -> bool:
+        """Whether all ranks have their stages of a graph."""
+        return any(known is graph for known in self.graphs)
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers that the network's stages own, here and on workers."""
         named = tensors_of(self.driver.module)
         return [named[name] for owned in (*self.remote, self.owned()) for name in owned]
 
-    def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Call the network."""
-        variant = self.variant_for(arguments, keywords)
-        assert variant is not None
-        graph = self.graphs[variant]
-        leaves = graph.bind(arguments, keywords)
+    def __call__(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+        """Call the network.
+
+        Args:
+            graph: of the call.
+            values: the arguments of the graph.
+
+        Returns:
+            What the graph returns.
+        """
+        variant = next(n for n, known in enumerate(self.graphs) if known is graph)
+        leaves = graph.bind(values)
         if torch.is_grad_enabled() and self._differentiable(leaves):
             outputs = _NetworkCall.apply(  # type: ignore[no-untyped-call]
                 self, variant, self._anchor_if_trained(), *leaves
@@ -807,18 +811,21 @@ class DrivenNetwork(StagedNetwork):
         else:
             _, parts = self.forward(variant, leaves, grad=False)
             outputs = _join(parts)
-        return graph.pack(outputs)
+        found = dict(zip((*graph.tensor_outputs, *graph.scalar_outputs), outputs))
+        if graph.written_leaves:
+            self._write_back(graph, leaves, found)
+        if graph.numbers:
+            found |= zip(graph.numbers, graph.values_of_numbers(graph.sizes(leaves)))
+        return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
 
-    def variant_for(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int | None:
-        """The number of the graph that is right for a call; ``None``: there is none yet."""
-        now = self.settings()
-        for number, graph in enumerate(self.graphs):
-            followed, values = self._followed[number]
-            in_mode = graph.training is None or graph.training == self.module.training
-            same = [now[index] for index in followed] == values
-            if in_mode and same and graph.accepts(arguments, keywords):
-                return number
-        return None
+    def _write_back(
+        self, graph: NetworkGraph, leaves: Sequence[Tensor], found: Mapping[Any, Any]
+    ) -> None:
+        """What the network has changed in place, in tensors that are not its own."""
+        for leaf, tensor in zip(graph.leaves, leaves):
+            if leaf in graph.written_leaves:
+                with torch.no_grad():
+                    tensor.copy_(found[leaf.node].detach())
 
     def _differentiable(self, leaves: Sequence[Tensor]) -> bool:
         return any(leaf.requires_grad for leaf in leaves) or self._trained()
@@ -839,8 +846,9 @@ class DrivenNetwork(StagedNetwork):
             self._free(self._dropped.popleft())
         self.driver.remote.adopt_replaced()
         self.driver.refresh_borrowed()
-        slices = self.graphs[variant].split(leaves, self._microbatches)
-        key = self._key(variant, slices, grad)
+        parts, numbers = self._split(variant, leaves)
+        slices = self.graphs[variant].split(leaves, parts)
+        key = self._key(variant, slices, numbers, grad)
         index = self._numbers.get(key)
         exchange = index is None
         if index is None:
@@ -908,14 +916,35 @@ class DrivenNetwork(StagedNetwork):
         if self.calls.pop(number, None) is not None:
             self.driver.tell(Op.FREE, self.number, number)
 
-    def _key(self, variant: int, slices: Sequence[Sequence[Tensor]], grad: bool) -> CallKey:
-        training, trainable = self.modes()
+    def _split(
+        self, variant: int, leaves: Sequence[Tensor]
+    ) -> tuple[int, tuple[tuple[int | float, ...], ...]]:
+        """Into how many micro-batches these go, and the numbers of each."""
+        shapes = variant, tuple([leaf.shape for leaf in leaves])
+        known = self._shapes.get(shapes)
+        if known is None:
+            graph, parts = self.graphs[variant], self._parts[variant]
+            if parts > 1 and not fits(graph, leaves, parts):
+                parts = 1  # its code takes another way for parts of this size
+            slices = graph.split(leaves, parts)
+            numbers = tuple(graph.values_of_numbers(graph.sizes(part)) for part in slices)
+            known = self._shapes[shapes] = parts, numbers
+        return known
+
+    def _key(
+        self,
+        variant: int,
+        slices: Sequence[Sequence[Tensor]],
+        numbers: tuple[tuple[int | float, ...], ...],
+        grad: bool,
+    ) -> CallKey:
         specs = tuple(
             tuple(TensorSpec(tuple(t.shape), t.dtype, grad and t.requires_grad) for t in leaves)
             for leaves in slices
         )
         precision = Precision.current(self.engine.device)
-        return CallKey(variant, specs, grad, training, trainable, self.settings(), precision)
+        training = self.module.training
+        return CallKey(variant, specs, numbers, grad, training, self.trainable(), precision)
 
 
 class _NetworkCall(torch.autograd.Function):
@@ -928,16 +957,21 @@ class _NetworkCall(torch.autograd.Function):
         call, parts = network.forward(variant, leaves, grad=True)
         ctx.network, ctx.call = network, call
         ctx.trained = anchor is not None
-        ctx.sizes = [[len(value) if value.dim() else 1 for value in part] for part in parts]
+        ctx.sizes = [[len(v) if isinstance(v, Tensor) and v.dim() else 1 for v in p] for p in parts]
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
         ctx.split = [leaf.batched for leaf in network.graphs[variant].leaves]
         ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)
         ctx.finaliser.atexit = False
         ctx.set_materialize_grads(False)
-        outputs = _join([[value.detach() for value in part] for part in parts])
-        differentiable = [value.requires_grad for value in parts[0]]
+        outputs = _join(
+            [[v.detach() if isinstance(v, Tensor) else v for v in part] for part in parts]
+        )
         ctx.mark_non_differentiable(
-            *(o for o, wanted in zip(outputs, differentiable) if not wanted)
+            *(
+                output
+                for output, value in zip(outputs, parts[0])
+                if isinstance(value, Tensor) and not value.requires_grad
+            )
         )
         return tuple(outputs)
 
@@ -979,7 +1013,7 @@ class _NetworkCall(torch.autograd.Function):
         return None, None, None, *_join_gradients(inputs, ctx.wanted, ctx.split)
 
 
-def _join(parts: Sequence[Values]) -> Values:
+def _join(parts: Sequence[Sequence[Any]]) -> list[Any]:
     """The outputs of the whole batch from those of its micro-batches."""
     if len(parts) == 1:
         return list(parts[0])

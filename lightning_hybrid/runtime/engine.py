@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -110,8 +110,8 @@ class Engine:
     """The stages of one network on one rank.
 
     Args:
-        stages: all stages of the network; this rank works with its own.
-        devices: of each of them the position of its rank.
+        stages: this rank's stages of the network, by number.
+        devices: of each stage of the network the position of its rank.
         place: this rank.
         links: of each stage that is here, in their order.
         copies: averages the gradients of this rank's stages over the replicas.
@@ -128,7 +128,7 @@ class Engine:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Mapping[int, Stage],
         devices: Sequence[int],
         place: Place,
         links: Mapping[int, Links],
@@ -220,7 +220,7 @@ class Engine:
             self._raise(next((work.error for work in works if work.error), None))
         return works[-1].inputs
 
-    def add_variant(self, stages: Sequence[Stage]) -> None:
+    def add_variant(self, stages: Mapping[int, Stage]) -> None:
         """Take the stages of another graph of the same network."""
         for own in self.owned:
             own.variants.append(stages[own.number])
@@ -242,7 +242,7 @@ class Engine:
 
     def statistics(self, key: CallKey) -> AbstractContextManager[Any]:
         """Inside, batch normalisation in training takes its statistics over the replicas."""
-        if self._statistics is None or not key.training[0]:
+        if self._statistics is None or not key.training:
             return nullcontext()
         return self._statistics
 
@@ -374,13 +374,14 @@ class _Forward:
 
     def _compute(self, microbatch: int, values: Values) -> Values:
         stage = self.engine.stage_for(self.own, self.call.key)
+        numbers = self.call.key.numbers[microbatch]
         if not self.call.key.grad:
             with self.engine.statistics(self.call.key):
-                return cast(Values, stage(values))
+                return stage(values, numbers)
         specs = self.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
         with torch.enable_grad(), own_saved_tensors(), self.engine.statistics(self.call.key):
-            outputs = cast(Values, stage(values))
+            outputs = stage(values, numbers)
         self.saved[microbatch] = (values, outputs)
         return outputs
 

@@ -167,14 +167,13 @@ class RemoteTensors:
     def suspended(self) -> Iterator[None]:
         """Inside, there are no windows: for code of ours that looks at a whole network."""
         self.flush()
-        names = list(self._places)
         self._shut_all()
         try:
             yield
         finally:
-            for name in names:
-                place, key, _ = self._places[name]
-                self._open(name, place, key)
+            for place, key, known in self._places.values():
+                if place.get(key) is known.value:  # else it was replaced, which a forward settles
+                    open_window(known.value, known)
 
     # -- what the owners do
 

@@ -1,19 +1,16 @@
 """A network that has been cut, as one rank sees it."""
 
-import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.compat import as_they_are
-from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage
 from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.runtime.calls import Call, CallKey, Traffic, Values
 from lightning_hybrid.runtime.engine import Engine
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class StagedNetwork:
@@ -41,17 +38,7 @@ class StagedNetwork:
         self.calls: dict[int, Call] = {}
         self.keys: list[CallKey] = []
         self._traffic: list[list[Traffic]] = []
-        self._modules = list(module.modules())
         self._parameters = list(module.parameters())
-        self._settings = [
-            (vars(part), name)
-            for part in self._modules
-            for name, value in vars(part).items()
-            if name != "training" and isinstance(value, _PLAIN)
-        ]
-        self._seen: list[object] = [self] * len(self._settings)
-        self._now: tuple[object, ...] = ()
-        self._last_settings = self.settings()
 
     def add_key(self, key: CallKey) -> int:
         """Give a new key its number."""
@@ -65,48 +52,21 @@ class StagedNetwork:
 
     def open(self, number: int, draw: int, key: int, *, exchange: bool, draws: bool) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
-        saved: list[dict[int, tuple[Values, Values]]] = [{} for _ in self.engine.owned]
+        saved: list[dict[int, tuple[Values, list[Any]]]] = [{} for _ in self.engine.owned]
         call = Call(number, draw, self.keys[key], exchange, draws, self._traffic[key], saved)
         if call.key.grad:
             self.calls[number] = call
         return call
 
-    def modes(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Training flag of every module, ``requires_grad`` of every parameter."""
+    def trainable(self) -> tuple[bool, ...]:
+        """``requires_grad`` of every parameter."""
         with as_they_are():
-            return (
-                tuple([module.training for module in self._modules]),
-                tuple([parameter.requires_grad for parameter in self._parameters]),
-            )
+            return tuple([parameter.requires_grad for parameter in self._parameters])
 
-    def settings(self) -> tuple[object, ...]:
-        """The plain attributes of every module (numbers, strings, ``None``), as they are now."""
-        values = [attributes.get(name) for attributes, name in self._settings]
-        if not all(map(operator.is_, values, self._seen)):  # mostly nothing has changed
-            self._seen = values
-            self._now = tuple([value if isinstance(value, _PLAIN) else None for value in values])
-        return self._now
-
-    def set_modes(self, key: CallKey) -> None:
+    def set_trainable(self, key: CallKey) -> None:
         """On a worker: the flags that the driver's network has."""
-        for module, training in zip(self._modules, key.training):
-            module.training = training
         for parameter, trainable in zip(self._parameters, key.trainable):
             parameter.requires_grad_(trainable)
-        self.set_settings(key.settings)
-
-    def set_settings(self, settings: tuple[object, ...]) -> None:
-        """On a worker: what has changed on the driver.
-
-        Only that: what a module counts by itself while it runs is right on the rank that runs it.
-        """
-        if settings == self._last_settings:
-            return
-        rows = zip(self._settings, settings, self._last_settings, strict=True)
-        for (attributes, name), value, before in rows:
-            if value != before:
-                attributes[name] = value
-        self._last_settings = settings
 
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
@@ -120,21 +80,23 @@ def names_of(stages: Sequence[Stage]) -> list[str]:
     return list(dict.fromkeys(n for s in stages for n in (*s.parameter_names, *s.buffer_names)))
 
 
-def borrowed_parameters(stages: Sequence[Stage], devices: Sequence[int]) -> list[frozenset[str]]:
+def borrowed_parameters(
+    stages: Sequence[Sequence[str]], devices: Sequence[int]
+) -> list[frozenset[str]]:
     """Per rank of a replica, the names of the parameters that it uses and another one owns.
 
     The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
     other rank uses it: what the driver borrows it sees through its windows.
 
     Args:
-        stages: all stages of the network.
+        stages: of each stage of the network, the names of the parameters that it uses.
         devices: of each of them the position of its rank.
     """
     used: list[set[str]] = [set() for _ in range(max(devices) + 1)]
     owner: dict[str, int] = {}
-    for stage, device in zip(stages, devices):
-        used[device] |= {*stage.parameter_names}
-        for name in stage.parameter_names:
+    for names, device in zip(stages, devices):
+        used[device] |= {*names}
+        for name in names:
             owner[name] = owner.get(name) or device
     return [
         frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)
@@ -165,21 +127,3 @@ def write_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             if not is_unmade(tensors[name]):
                 tensors[name].copy_(value)
-
-
-def check_ownership(name: str, first: Sequence[Stage], other: Sequence[Stage]) -> None:
-    """Check that another variant of a network needs every tensor where it is.
-
-    Raises:
-        NetworkError: it does not.
-    """
-    for number, (old, new) in enumerate(zip(first, other)):
-        moved = {*new.parameter_names, *new.buffer_names}
-        moved -= {*old.parameter_names, *old.buffer_names}
-        if moved:
-            raise NetworkError(
-                f"network {name!r} is called in another way than at first (other sizes or "
-                f"arguments), and then stage {number} uses {sorted(moved)[0]!r}, which another "
-                "stage owns. Give cut points that suit both: "
-                "HybridGabraStrategy(allocation=[...])."
-            )

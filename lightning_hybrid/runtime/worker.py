@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.errors import NetworkError, RemoteError
-from lightning_hybrid.network import cut, network_partitions, trace
+from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.calls import BackwardMode, CallKey
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
@@ -26,7 +26,6 @@ from lightning_hybrid.runtime.scaling import unscale
 from lightning_hybrid.runtime.signals import left_to_the_driver
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
-    borrowed_parameters,
     names_of,
     own_buffers,
     own_parameters,
@@ -139,23 +138,13 @@ class Worker:
 
     def _cut(self, order: Cut, *_: int) -> None:
         # first of all: the others wait for this rank in it
-        links = link_stages(self._mesh, order.devices, self._control, self._device)
+        known = order.network < len(self._networks)
+        links = {} if known else link_stages(
+            self._mesh, order.devices, self._control, self._device
+        )  # fmt: skip
         network = self._module.get_submodule(order.name)
-        if order.network < len(self._networks):
-            self._networks[order.network].set_settings(order.settings)
-        for module, training in zip(network.modules(), order.training):
-            module.training = training
-        self._modes = None  # of the last forward
-        with order.precision.applied():
-            graph = trace(network, *order.arguments, device=self._device)
-        if graph.fingerprint != order.fingerprint:
-            raise NetworkError(
-                f"{type(network).__name__} {order.name!r} was traced differently on "
-                f"{self._mesh.place} than on its driver. Every rank must build the same network: "
-                "look for Python code that depends on the rank, the time or unseeded randomness."
-            )
-        stages = cut(graph, network_partitions(graph), order.boundaries)
-        if order.network < len(self._networks):
+        stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
+        if known:
             self._networks[order.network].engine.add_variant(stages)
             return
         mine = [stages[number] for number in links]
@@ -165,8 +154,7 @@ class Worker:
         self._claim = Claim(self._module, names, (prefix + n for n, _ in whole), self._mesh.place)
         for stage in mine:
             stage.move(self._device)
-        borrowed = borrowed_parameters(stages, order.devices)[self._mesh.place.position]
-        own = own_parameters(mine, borrowed)
+        own = own_parameters(mine, order.borrowed)
         state = state_buffers(network)
         copies = Copies(own, own_buffers(mine), self._mesh.copies, self._trace, state)
         engine = Engine(
@@ -181,7 +169,8 @@ class Worker:
             self._trace,
             self._options,
         )
-        self._networks.append(StagedNetwork(order.network, order.name, network, engine, borrowed))
+        staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
+        self._networks.append(staged)
 
     def _forward(self, key: CallKey | None, *arguments: int) -> None:
         number, call, draw, index, exchange, draws = arguments
@@ -189,7 +178,7 @@ class Worker:
         if key is not None:
             network.add_key(key)
         if self._modes != (number, index):
-            network.set_modes(network.keys[index])
+            network.set_trainable(network.keys[index])
             self._modes = (number, index)
         opened = network.open(call, draw, index, exchange=bool(exchange), draws=bool(draws))
         network.engine.failure = self._failure

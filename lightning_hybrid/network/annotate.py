@@ -1,0 +1,192 @@
+"""What the operations of a captured graph do beside returning a value, found by one run.
+
+The run is on fake tensors (shapes without memory), operation by operation: which memory does it
+write to, which results share memory, does it draw random numbers, does it switch a mode, how many
+floating-point operations does it take. Where the run cannot go on, because what follows depends on
+values, nothing is known of the rest, and nothing of the rest is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_hybrid.compat import (
+    FakeTensorMode,
+    ShapeEnv,
+    TorchDispatchMode,
+    as_they_are,
+    functorch_level,
+    is_symbolic,
+    value_with,
+)
+from lightning_hybrid.network.structure import tensors_in
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What one operation does.
+
+    Attributes:
+        results: memory of what it returns; equal numbers mean shared memory.
+        writes: memory that it changes.
+        random: it draws from torch's generators.
+        ambient: after it, all modes (gradients, autocast, ``vmap`` levels) are as in the beginning.
+        known: whether all this is known.
+        flops: of convolutions and matrix products, at the captured sizes.
+    """
+
+    results: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    random: bool = False
+    ambient: bool = True
+    known: bool = True
+    flops: int = 0
+
+
+@dataclass
+class Annotations:
+    """The effects of all operations, and the memory of each tensor."""
+
+    of: dict[fx.Node, Effects] = field(default_factory=dict)
+    memory: dict[fx.Node, int] = field(default_factory=dict)
+
+    @property
+    def written(self) -> frozenset[int]:
+        """All memory that is changed."""
+        return frozenset[int]().union(*(effects.writes for effects in self.of.values()))
+
+
+def annotate(graph: fx.Graph, attributes: Mapping[str, Any]) -> Annotations:
+    """Run a captured graph once on fake tensors.
+
+    Args:
+        graph: each node has its ``example_value``, as from TorchDynamo.
+        attributes: constants and nested graphs that its nodes name.
+    """
+    with as_they_are(), torch.inference_mode(False):
+        return _Run(graph, attributes).annotations()
+
+
+_UNKNOWN = Effects(known=False)
+
+
+class _Run:
+    def __init__(self, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
+        self.graph, self.attributes = graph, attributes
+        self.found = Annotations()
+        self.values: dict[fx.Node, Any] = {}
+        self.numbers: dict[int, int] = {}
+        self.alive: list[Any] = []
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self.lost = False
+
+    def annotations(self) -> Annotations:
+        before = _modes()
+        flops, draws = FlopCounterMode(display=False), _Draws()
+        with self.mode, flops, draws:
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    self.values[node] = self._made(node.meta.get("example_value"))
+                    if isinstance(self.values[node], Tensor):
+                        self.found.memory[node] = self._memory(self.values[node])
+                elif node.op == "get_attr":
+                    self.values[node] = self.attributes[str(node.target)]
+                elif node.op != "output":
+                    counted, draws.seen = flops.get_total_flops(), False
+                    writes = self._run(node)
+                    effects = _UNKNOWN
+                    if not self.lost:
+                        results = {self._memory(t) for _, t in tensors_in(self.values[node])}
+                        now = _modes() == before
+                        done = flops.get_total_flops() - counted
+                        effects = Effects(
+                            frozenset(results), frozenset(writes), draws.seen, now, True, done
+                        )
+                    self.found.of[node] = effects
+                    value = self.values.get(node)
+                    if isinstance(value, Tensor):
+                        self.found.memory[node] = self._memory(value)
+        _restore(before)
+        return self.found
+
+    def _run(self, node: fx.Node) -> set[int]:
+        if self.lost:
+            return set()
+        args, kwargs = (
+            fx.map_arg(given, self.values.__getitem__) for given in (node.args, node.kwargs)
+        )
+        before = [(tensor, tensor._version) for _, tensor in tensors_in((args, kwargs))]
+        try:
+            if node.op == "call_method":
+                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # it depends on values
+            self.lost = True
+            return set()
+        self.values[node] = value
+        return {self._memory(t) for t, version in before if t._version != version}
+
+    def _made(self, example: Any) -> Any:
+        """A stand-in of the captured sizes."""
+        if isinstance(example, Tensor):
+            shape = [_hint(size) for size in example.shape]
+            if example.layout is not torch.strided:
+                return torch.zeros(shape, dtype=example.dtype, device=example.device)
+            stride = [_hint(step) for step in example.stride()]
+            return torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
+        return value_with(example, {}, hint=True) if is_symbolic(example) else example
+
+    def _memory(self, tensor: Tensor) -> int:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors have none
+            self.alive.append(tensor)
+            return self.numbers.setdefault(id(tensor), len(self.numbers))
+        self.alive.append(storage)  # an address is only a name while its owner lives
+        return self.numbers.setdefault(storage._cdata, len(self.numbers))
+
+
+def _hint(size: Any) -> int:
+    return int(value_with(size, {}, hint=True) or 0) if is_symbolic(size) else int(size)
+
+
+class _Draws(TorchDispatchMode):
+    """Notices random operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _modes() -> tuple[Any, ...]:
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        functorch_level(),
+        *autocast,
+    )
+
+
+def _restore(modes: tuple[Any, ...]) -> None:
+    """What a run that broke off has left switched."""
+    torch.set_grad_enabled(modes[0])
+    torch.set_default_dtype(modes[2])
+    for device, (enabled, dtype) in zip(("cpu", "cuda"), modes[4:]):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)

@@ -1,0 +1,169 @@
+"""Capture a network by TorchDynamo, the front end of ``torch.compile``.
+
+The network's Python runs as ever: TorchDynamo looks at each call, in microseconds, whether a value
+that its graph depends on has changed (and captures again if so), hands the graph's inputs to us,
+and replays afterwards what the Python has done beside (attributes, lists, hooks). Every tensor that
+escapes is an output of the graph.
+
+A network is captured as one graph or not at all: where TorchDynamo cannot follow, `capture` raises
+before anything has run, and the caller runs the network's Python itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hybrid.compat import (
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    capture_settings,
+    free_first_size,
+    recapture_reason,
+)
+from lightning_hybrid.network.graph import NetworkGraph
+from lightning_hybrid.network.structure import tensors_in
+
+Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
+"""Computes the outputs of a graph from its arguments."""
+
+
+class NotCaptured(Exception):
+    """A network's Python cannot be followed; nothing of the call has happened.
+
+    Args:
+        reason: what TorchDynamo says, and where in the user's code.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Capture:
+    """The calls of one network, captured.
+
+    Args:
+        network: the module.
+        forward: its ``forward``, as the user has it.
+        run: called with each call's graph and the arguments of the graph.
+
+    Attributes:
+        reason: why the last capture was needed, where that is a value in the user's code.
+    """
+
+    def __init__(self, network: nn.Module, forward: Callable[..., Any], run: Run) -> None:
+        self.network, self._run = network, run
+        self.reason: str | None = None
+        self._names: dict[int, str] = {}
+        self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
+        self._buffers: list[tuple[dict[str, Any], str, str]] = []
+        self._given: set[int] = set()
+        self._captured = 0
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        # each network counts its captures by itself, whatever else runs the same code
+        self._compiled = torch.compile(
+            call, backend=self._take, fullgraph=True, isolate_recompiles=True
+        )
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the network.
+
+        Raises:
+            NotCaptured: TorchDynamo cannot follow; nothing has happened.
+        """
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        self._given = {id(tensor) for tensor in given}
+        free_first_size(given)
+        try:
+            with capture_settings():
+                return self._compiled(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            raise NotCaptured(_reason(error)) from error
+
+    def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """What TorchDynamo calls with a new graph. (An error in here would lose its type.)"""
+        self._captured += 1
+        graphs: dict[tuple[str | None, ...], NetworkGraph] = {}
+        tensors = [
+            isinstance(node.meta.get("example_value"), Tensor)
+            for node in module.graph.nodes
+            if node.op == "placeholder"
+        ]
+        fresh = self._captured > 1
+
+        def run(*values: Any) -> Sequence[Any]:
+            nonlocal fresh
+            self.reason = _of_python(recapture_reason()) if fresh else None
+            fresh = False
+            names = self._named(values, tensors)
+            graph = graphs.get(names)
+            if graph is None:
+                graph = NetworkGraph.of(module, self.network, names, self._given, values)
+                graphs[names] = graph
+            return self._run(graph, values)
+
+        return run
+
+    def _named(self, values: Sequence[Any], tensors: Sequence[bool]) -> tuple[str | None, ...]:
+        """Per argument, the name of the parameter or buffer that it is."""
+        if not self._names:
+            self._learn_names()
+        names = [self._names.get(id(value)) for value in values]
+        for index, (name, is_tensor) in enumerate(zip(names, tensors)):
+            if name is None and is_tensor:
+                names[index] = self._replaced_buffer(values[index])
+        return tuple(names)
+
+    def own(self, names: Collection[str]) -> None:
+        """From here on stages own these tensors, and all others are inputs of the network.
+
+        A parameter that takes the place of another one is not what the stages have, so it is an
+        input as well. (A buffer that is replaced is brought to them.)
+        """
+        self._names = {key: name for key, name in self._names.items() if name in names}
+        self._buffers = [place for place in self._buffers if place[2] in names]
+
+    def _learn_names(self) -> None:
+        """Note the parameters and buffers as they are."""
+        found = [*self.network.named_buffers(), *self.network.named_parameters()]
+        self._names = {id(value): name for name, value in found}
+        self._alive = [value for _, value in found]
+        self._buffers = [
+            (part._buffers, key, f"{name}.{key}".removeprefix("."))
+            for name, part in self.network.named_modules()
+            for key in part._buffers
+        ]
+
+    def _replaced_buffer(self, value: Any) -> str | None:
+        for table, key, name in self._buffers:
+            if table.get(key) is value:
+                return name
+        return None
+
+
+_OF_MODES = ("GLOBAL_STATE", ".training ==", "requires_grad", "dispatch key", "grad_mode")
+"""Modes, each of which has a graph of its own: no news for the user."""
+
+
+def _of_python(reason: str | None) -> str | None:
+    """The reason of a capture, if it is a value that the user's code looks at."""
+    if reason is None or any(word in reason for word in _OF_MODES):
+        return None
+    line = reason.splitlines()[0].partition(": ")[2] or reason.splitlines()[0]
+    return " ".join(line.split())
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    for noise in ("Set TORCHDYNAMO_VERBOSE=1", "Developer debug context:", "For more details"):
+        head, _, tail = text.partition(noise)
+        text = head + tail.partition("from user code:")[1] + tail.partition("from user code:")[2]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n".join(line for line in lines if "lightning_hybrid" not in line)

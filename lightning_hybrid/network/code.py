@@ -1,0 +1,302 @@
+"""The code of a stage as plain data that travels to another process, and becomes a function there.
+
+An ``fx.GraphModule`` does not travel well: unpickling one traces it again, which fails on code that
+torch has not traced in this way (factory functions with symbolic sizes, ``vmap``). So the nodes
+travel, with functions by their qualified names.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hybrid.errors import NetworkError
+
+
+@dataclass(frozen=True)
+class _NodeName:
+    """Stands for a node among the arguments of another one."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """A graph that an operation takes as an argument (the body of a checkpointed region)."""
+
+    code: GraphCode
+
+
+class _Here:
+    """Stands for the device of the rank that runs the code."""
+
+
+@dataclass(frozen=True)
+class GraphCode:
+    """A graph as plain data.
+
+    Attributes:
+        nodes: per node its operation, name, target, and pickled arguments.
+        attributes: what ``get_attr`` nodes name: tensors, nested graphs, values.
+    """
+
+    nodes: tuple[tuple[str, str, Any, Any, Any], ...]
+    attributes: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, attributes: Mapping[str, Any], device: torch.device) -> GraphCode:
+        """Write down a graph.
+
+        Args:
+            graph: its nodes are operations of torch and functions that can be found by name.
+            attributes: the values of its ``get_attr`` nodes.
+            device: where it runs here; on another rank that rank's device takes its place.
+
+        Raises:
+            NetworkError: a function cannot be found by its name.
+        """
+
+        def plain(value: Any) -> Any:
+            return fx.node.map_aggregate(value, leaf)
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return _NodeName(value.name)
+            if isinstance(value, torch.device) and _same(value, device):
+                return _Here()
+            if isinstance(value, slice):
+                return slice(*(leaf(end) for end in (value.start, value.stop, value.step)))
+            return value
+
+        nodes = []
+        for node in graph.nodes:
+            target = node.target if isinstance(node.target, str) else qualified_name(node.target)
+            args, kwargs = plain(node.args), plain(dict(node.kwargs))
+            nodes.append((node.op, node.name, target, _mutable(args), _mutable(kwargs)))
+        kept = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
+        return cls(
+            tuple(nodes),
+            tuple(
+                (name, _travelling(value, device))
+                for name, value in attributes.items()
+                if name in kept
+            ),
+        )
+
+    def graph(self, device: torch.device) -> tuple[fx.Graph, dict[str, Any]]:
+        """The graph again, for a device, and what its ``get_attr`` nodes name."""
+        graph = fx.Graph()
+        made: dict[str, fx.Node] = {}
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, _NodeName):
+                return made[value.name]
+            if isinstance(value, slice):
+                return slice(*(leaf(end) for end in (value.start, value.stop, value.step)))
+            return device if isinstance(value, _Here) else value
+
+        for op, name, target, args, kwargs in self.nodes:
+            found = target if op not in ("call_function",) else function_named(target)
+            new_args = fx.node.map_aggregate(args, leaf)
+            new_kwargs = fx.node.map_aggregate(kwargs, leaf)
+            made[name] = graph.create_node(op, found, new_args, new_kwargs, name)
+        return graph, {name: _arrived(value, device) for name, value in self.attributes}
+
+    def function(self, device: torch.device) -> Callable[..., Any]:
+        """The graph as a Python function; it forgets each tensor after its last use."""
+        graph, attributes = self.graph(device)
+        root = _Root(attributes)
+        code = graph.python_code("self")
+        scope: dict[str, Any] = dict(code.globals)
+        exec(compile(code.src, "<stage>", "exec"), scope)
+        forward = scope["forward"]
+        return lambda *values: forward(root, *values)
+
+    def shape(self) -> Hashable:
+        """Equal for graphs that do the same under other names."""
+        numbers = {name: index for index, (_, name, *_) in enumerate(self.nodes)}
+
+        def text(value: Any) -> str:
+            if isinstance(value, _NodeName):
+                return f"%{numbers[value.name]}"
+            if isinstance(value, list | tuple):
+                return f"[{','.join(map(text, value))}]"
+            if isinstance(value, dict):
+                return f"{{{','.join(f'{k}={text(v)}' for k, v in value.items())}}}"
+            if isinstance(value, slice):
+                return f"slice{text((value.start, value.stop, value.step))}"
+            return "here" if isinstance(value, _Here) else repr(value)
+
+        return tuple(
+            (op, "" if op == "placeholder" else target, text(args), text(kwargs))
+            for op, _, target, args, kwargs in self.nodes
+        )
+
+    def check(self) -> None:
+        """See to it that the code can travel.
+
+        Raises:
+            NetworkError: it holds something that cannot be pickled.
+        """
+        for _, name, target, args, kwargs in self.nodes:
+            try:
+                pickle.dumps((args, kwargs))
+            except Exception as error:
+                raise NetworkError(
+                    f"operation {name!r} ({target}) takes an argument that cannot travel to "
+                    f"another process: {error}"
+                ) from error
+
+
+class _Root:
+    """What generated code reads constants from, by dotted name."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():
+            owner: Any = self
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    setattr(owner, part, _Root({}))
+                owner = getattr(owner, part)
+            setattr(owner, last, value)
+
+
+def _mutable(value: Any) -> Any:
+    """Plain containers for fx's immutable ones, which travel as well but compare oddly."""
+    if isinstance(value, dict):
+        return {key: _mutable(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_mutable(part) for part in value]
+    if type(value) is tuple:
+        return tuple(_mutable(part) for part in value)
+    return value
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
+
+
+def _travelling(value: Any, device: torch.device) -> Any:
+    if isinstance(value, fx.GraphModule):
+        inside = {
+            str(node.target): _inside(value, str(node.target))
+            for node in value.graph.nodes
+            if node.op == "get_attr"
+        }
+        return _Nested(GraphCode.of(value.graph, inside, device))
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return value
+
+
+def _inside(module: nn.Module, name: str) -> Any:
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _arrived(value: Any, device: torch.device) -> Any:
+    if isinstance(value, _Nested):
+        graph, attributes = value.code.graph(device)
+        root = nn.Module()
+        for name, inner in attributes.items():
+            owner = root
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    setattr(owner, part, nn.Module())
+                owner = getattr(owner, part)
+            setattr(owner, last, inner)
+        return fx.GraphModule(root, graph)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+# ---------------------------------------------------------------- names of functions
+
+
+def qualified_name(function: Any) -> str:
+    """``module:name`` of what a node calls.
+
+    Raises:
+        NetworkError: another process would not find it under that name.
+    """
+    for name in _candidates(function):
+        try:
+            if function_named(name) is function or function_named(name) == function:
+                return name
+        except (ImportError, AttributeError, NetworkError):
+            continue
+    raise NetworkError(
+        f"the network calls {function!r}, which another process cannot find by its name. Make it a "
+        "function of a module, or an operator (torch.library.custom_op)."
+    )
+
+
+def _candidates(function: Any) -> Iterable[str]:
+    if isinstance(function, torch._ops.OpOverload):
+        yield f"torch:ops.{function!s}"
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        yield f"torch:ops.{function!s}"
+    if isinstance(function, torch._ops.HigherOrderOperator):
+        yield f"torch:ops.higher_order.{function.name()}"
+        for known in _HIGHER_ORDER:
+            yield f"{known}:{function.name()}"
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", "")
+    module = getattr(function, "__module__", None)
+    if module:
+        yield f"{module}:{name}"
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type):
+        yield f"{owner.__module__}:{owner.__qualname__}.{function.__name__}"
+    for known in ("torch", "torch.nn.functional", "torch._C._nn", "torch._C", "_operator"):
+        yield f"{known}:{getattr(function, '__name__', name)}"
+    yield fx.node._get_qualified_name(function).replace(".", ":", 1)
+    head, _, tail = fx.node._get_qualified_name(function).rpartition(".")
+    yield f"{head}:{tail}"
+
+
+_HIGHER_ORDER = ("torch._higher_order_ops", "torch._higher_order_ops.wrap")
+
+
+def function_named(name: str) -> Any:
+    """The function of a qualified name.
+
+    Raises:
+        NetworkError: there is none on this rank.
+    """
+    module, _, path = name.partition(":")
+    try:
+        value: Any = builtins if module == "builtins" else importlib.import_module(module)
+        for part in path.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise NetworkError(
+            f"the network calls {name.replace(':', '.')}, which is not there on this rank; every "
+            "rank must import and register the same functions"
+        ) from error
+    return value
+
+
+def stable(value: Any) -> str:
+    """A text for a value in a graph that is the same in every process."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, tuple | list):
+        return f"({', '.join(stable(part) for part in value)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {stable(v)}' for k, v in value.items())}}}"
+    if callable(value):
+        try:
+            return qualified_name(value)
+        except NetworkError:
+            return type(value).__qualname__
+    return repr(value)

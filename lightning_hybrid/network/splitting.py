@@ -1,0 +1,285 @@
+"""Whether a batch may go through a network in parts.
+
+What the graph shows is asked first: sizes that are used as numbers, results that do not follow the
+batch, writes, random numbers. What it cannot show (``x - x.mean(0)``) is tried: the captured graph,
+in the mode in which it was captured, on the whole batch and on its parts, with the same random
+numbers and with parameters that are a little off, so that a gate that starts at zero is open.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.compat import BatchNorm, TorchDispatchMode, is_symbolic, symbols_in
+from lightning_hybrid.network.check import fresh
+from lightning_hybrid.network.deferred import is_unmade
+from lightning_hybrid.network.graph import Layer, NetworkGraph
+from lightning_hybrid.network.stage import Stage, cut_at
+from lightning_hybrid.network.structure import tensors_in
+
+MICROBATCH_STATISTICS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+)
+"""Buffers of batch normalisation, whose statistics are those of a micro-batch by agreement."""
+
+
+def why_whole(
+    graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int, *, tried: bool
+) -> str | None:
+    """Why a batch must go through the network as a whole; ``None``: it may be split.
+
+    Args:
+        graph: the captured network.
+        leaves: the tensors of a call; see `NetworkGraph.bind`.
+        microbatches: into how many parts, as in `torch.Tensor.chunk`.
+        tried: whether the network is here, so that it can be tried.
+    """
+    return _shown(graph, leaves, microbatches) or (
+        _tried(graph, leaves, microbatches) if tried else None
+    )
+
+
+def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bool:
+    """Whether the captured graph is right for parts of these sizes."""
+    return all(graph.guards_allow(graph.sizes(part)) for part in graph.split(leaves, microbatches))
+
+
+# ---------------------------------------------------------------- what the graph shows
+
+
+def _shown(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
+    if graph.is_static or graph.batch_of(leaves) is None:
+        return "its code was captured for one batch size only"
+    for node in graph.tensor_outputs:
+        if not graph.info[node].batched:
+            return f"{_place(graph, node)} does not have the batch as its first dimension"
+    if graph.scalar_outputs:
+        return f"{_place(graph, graph.scalar_outputs[0])} is read from a tensor"
+    for leaf in graph.written_leaves:
+        if not leaf.batched:
+            return f"{leaf.node.name} is changed in place"
+    for layer in graph.layers:
+        reason = _of_layer(graph, layer)
+        if reason is not None:
+            return reason
+    if not fits(graph, leaves, microbatches):
+        return "its code takes another way for other batch sizes"
+    return None
+
+
+def _of_layer(graph: NetworkGraph, layer: Layer) -> str | None:
+    where = f"{layer.module}.{layer.name}".removeprefix(".")
+    other = [name for name in layer.written if not _is_statistic(graph.network, name)]
+    if other:
+        return f"it changes {other[0]!r}"
+    if not layer.effects.known:
+        return f"what {where!r} does depends on values"
+    if layer.effects.random and not _follows_batch(graph, layer):
+        return f"{where!r} draws random numbers that are not of one sample each"
+    for argument, number in _numbers_taken(layer.node):
+        if _has_batch(graph, number) and not _is_size_argument(layer.node, argument):
+            return f"{where!r} computes with the batch size"
+    return None
+
+
+def _follows_batch(graph: NetworkGraph, layer: Layer) -> bool:
+    """Whether the batch's size is among those of the result, in any dimension."""
+    examples = [n.meta.get("example_value") for n in (layer.node, *layer.parts)]
+    sizes = [size for e in examples if isinstance(e, Tensor) for size in e.shape]
+    return any(is_symbolic(size) and graph.symbol in symbols_in(size) for size in sizes)
+
+
+def _is_statistic(network: nn.Module, name: str) -> bool:
+    owner, _, key = name.rpartition(".")
+    return key in MICROBATCH_STATISTICS and isinstance(network.get_submodule(owner), BatchNorm)
+
+
+def _has_batch(graph: NetworkGraph, node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    return is_symbolic(example) and graph.symbol in symbols_in(example)
+
+
+def _numbers_taken(node: fx.Node) -> Iterator[tuple[int | str, fx.Node]]:
+    """The scalars among the arguments of an operation, with their positions or names."""
+    places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    for place, value in places:
+        found: list[fx.Node] = []
+        fx.node.map_arg(value, found.append)
+        for one in found:
+            if one.meta.get("scalar") or one.meta.get("number"):
+                yield place, one
+
+
+_SHAPING = {
+    *("view", "reshape", "expand", "repeat", "unflatten", "broadcast_to", "new_zeros", "new_ones"),
+    *("new_empty", "new_full", "zeros", "ones", "empty", "full", "rand", "randn", "tile"),
+    *("view_as", "resize", "split", "chunk", "tensor_split", "narrow", "bernoulli", "normal"),
+}
+_FILLED_WITH = {"new_full": (2, "fill_value"), "full": (1, "fill_value")}
+
+
+def _is_size_argument(node: fx.Node, place: int | str) -> bool:
+    """Whether an operation takes a number as a size, and not to compute with it."""
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    if node.target is operator.getitem:
+        return False
+    return name in _SHAPING and place not in _FILLED_WITH.get(name, ())
+
+
+def _place(graph: NetworkGraph, node: fx.Node) -> str:
+    layer = next((y for y in graph.layers if node is y.node or node in y.parts), None)
+    where = f" (of module {layer.module!r})" if layer is not None and layer.module else ""
+    return f"the output {node.name!r}{where}"
+
+
+# ---------------------------------------------------------------- what a trial shows
+
+
+def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
+    state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
+    if any(is_unmade(state[name]) for name in graph.used):
+        return None
+    code = cut_at(graph, [])[0]
+    here = next((t.device for t in leaves), torch.device("cpu"))
+    stage = Stage(code, graph.network, here)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [_a_little_off(state[name], generator, here) for name in code.tensors]
+    draws = _SameDraws()
+
+    def once(part: Sequence[Tensor], start: int | None, size: int) -> list[Any]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_StatisticsAside())
+            stack.enter_context(draws.of_rows(start, size))
+            numbers = graph.values_of_numbers(graph.sizes(part))
+            own = [tensor.clone() for tensor in tensors] if graph.written else tensors
+            return stage.run_with(own, fresh(graph, part), numbers)
+
+    batch = graph.batch_of(leaves) or 1
+    try:
+        whole = once(leaves, None, batch)
+        parts, start = [], 0
+        for part in graph.split(leaves, microbatches):
+            size = graph.batch_of(part) or 0
+            parts.append(once(part, start, size))
+            start += size
+        pairs = [(one, torch.cat(others)) for one, others in zip(whole, zip(*parts))]
+    except _OtherDraws as error:
+        return str(error)
+    except RuntimeError as error:  # parts that cannot be computed, or joined
+        return f"its parts cannot be computed or joined ({str(error).splitlines()[0]:.120})"
+    for node, (one, other) in zip(graph.tensor_outputs, pairs):
+        if not _close(one, other):
+            return f"{_place(graph, node)} depends on how the batch is split"
+    return None
+
+
+def _a_little_off(value: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+    """A copy with noise, so that nothing is zero by initialisation."""
+    copy = value.detach().to(device, copy=True)
+    if not isinstance(value, nn.Parameter) or not copy.is_floating_point() or not copy.numel():
+        return copy
+    noise = torch.randn(copy.shape, generator=generator, dtype=torch.float32)
+    spread = copy.float().std().item() if copy.numel() > 1 else 0.0
+    return copy.add_(noise.to(device, copy.dtype), alpha=0.1 * (spread or 0.5))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = torch.finfo(one.dtype).eps ** 0.5
+    scale = one.abs().max().item() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+class _StatisticsAside(TorchFunctionMode):
+    """Batch normalisation mixes samples by agreement: here it takes what it has learned."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return self._affine(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _affine(
+        value: Tensor,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        channels = value.shape[1]
+        mean = value.new_zeros(channels) if mean is None else mean
+        variance = value.new_ones(channels) if variance is None else variance
+        return F.batch_norm(value, mean, variance, weight, bias, False, momentum, eps)
+
+
+class _OtherDraws(Exception):
+    """The parts draw other random numbers than the whole."""
+
+
+class _SameDraws:
+    """Random numbers drawn once for the whole batch; the parts get their rows of them."""
+
+    def __init__(self) -> None:
+        self._drawn: list[list[Tensor]] = []
+
+    def of_rows(self, start: int | None, size: int) -> TorchDispatchMode:
+        """A mode for the whole batch (``start`` is ``None``), or for some of its rows."""
+        return _Drawing(self._drawn, start, size)
+
+
+class _Drawing(TorchDispatchMode):
+    def __init__(self, drawn: list[list[Tensor]], start: int | None, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn, self._start, self._size, self._count = drawn, start, size, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        results = [tensor for _, tensor in tensors_in(result)]
+        if self._start is None:
+            self._drawn.append([tensor.clone() for tensor in results])
+            return result
+        if self._count >= len(self._drawn):
+            raise _OtherDraws("it draws more random numbers for a part than for the whole batch")
+        for tensor, whole in zip(results, self._drawn[self._count]):
+            tensor.copy_(self._rows(whole, tensor, func))
+        self._count += 1
+        return result
+
+    def _rows(self, whole: Tensor, part: Tensor, func: Any) -> Tensor:
+        """The draws of this part's samples, the batch being the outer half of a dimension.
+
+        (Where it is not, other samples' draws are taken, and the results will differ.)
+        """
+        other = [d for d, (a, b) in enumerate(zip(whole.shape, part.shape)) if a != b]
+        if len(other) != 1 or whole.dim() != part.dim() or part.shape[other[0]] % self._size:
+            raise _OtherDraws(f"{func} draws random numbers that are not of one sample each")
+        each = part.shape[other[0]] // self._size
+        start = (self._start or 0) * each
+        if start + each * self._size > whole.shape[other[0]]:
+            raise _OtherDraws(f"{func} draws random numbers that are not of one sample each")
+        return whole.narrow(other[0], start, each * self._size)
