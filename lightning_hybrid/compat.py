@@ -13,11 +13,14 @@ from torch import Tensor, nn
 # writers of subclasses ("Extending PyTorch") under this name
 from torch._C import DisableTorchFunctionSubclass as as_they_are
 
-# tensors with shapes and no memory; torch.export uses them, there is no public way to do so; and
-# how to leave them for a moment, to run the one sub-module that cannot run on them
+# what torch.compile raises where it cannot follow, and why it compiled again
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics
+
+# tensors with shapes and no memory; torch.export uses them, there is no public way to do so
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -31,18 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BatchNorm",
+    "FailOnRecompileLimitHit",
     "FakeTensorMode",
+    "ShapeEnv",
     "TorchDispatchMode",
+    "TorchDynamoException",
     "as_they_are",
-    "backward_reaches",
-    "graph_is_kept",
-    "hooks_silenced",
-    "own_saved_tensors",
-    "replace_unscaling",
-    "swap_memory",
-    "unrecorded",
-    "unscales_by_itself",
-    "unset_fake_temporarily",
 ]
 
 
@@ -100,31 +97,6 @@ def own_saved_tensors() -> Iterator[None]:
     else:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             yield
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-@contextmanager
-def hooks_silenced(network: nn.Module) -> Iterator[None]:
-    """Inside, no hook of a module runs, nor one for all modules.
-
-    Those that torch itself has registered (``weight_norm`` computes a weight in one) stay. There is
-    no public way to list hooks or to call a module without them.
-    """
-    tables = [getattr(module, name, None) for module in network.modules() for name in _HOOKS]
-    tables += [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
-    kept = [(table, dict(table)) for table in tables if table]
-    for table, hooks in kept:
-        for key, hook in hooks.items():
-            if not type(hook).__module__.startswith("torch."):
-                del table[key]
-    try:
-        yield
-    finally:
-        for table, hooks in kept:
-            table.clear()
-            table.update(hooks)
 
 
 @contextmanager

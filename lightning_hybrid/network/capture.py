@@ -88,7 +88,7 @@ class Capture:
             raise NotCaptured(_reason(error)) from error
 
     def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        """What TorchDynamo calls with a new graph. (An error in here would lose its type.)"""
+        """What TorchDynamo calls with a new graph; an error in here would lose its type."""
         self._captured += 1
         graphs: dict[tuple[str | None, ...], NetworkGraph] = {}
         tensors = [
