@@ -396,6 +396,7 @@ class ReplacesAnActivation(Row):
 class ReplacesALayer(Row):
     """By one with weights of its own, which the optimizer is told of."""
 
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("second",)
 
     def on_train_batch_start(self, *_: Any) -> None:

@@ -131,7 +131,7 @@ class Row(LightningModule):
 
     @classmethod
     def announced(cls, error: str, trained: bool) -> bool:
-        """Whether this is the refusal that the row speaks of: no reason to give up the processes."""
+        """Whether this is the refusal that the row speaks of, after which processes can go on."""
         words = cls.refused or cls.equal_or_refused
         return bool(words) and not trained and all(word in error for word in words)
 
