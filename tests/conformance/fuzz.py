@@ -1,7 +1,7 @@
 """Random networks with the habits of users' code, and what one device makes of them.
 
-A seed gives a :class:`Recipe`; a recipe gives a :class:`~suite.Row`; and :func:`one_device` trains it
-in plain PyTorch, with neither a Trainer nor a strategy.
+A seed gives a :class:`Recipe`; a recipe gives a :class:`~suite.Row`; and :func:`one_device` trains
+it in plain PyTorch, with neither a Trainer nor a strategy.
 """
 
 import copy
