@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -46,24 +46,31 @@ def main(folder: Path) -> None:
         rank = os.environ.get("LOCAL_RANK", "0")
         torch.save(record, place / f"writing{rank}")
         (place / f"writing{rank}").rename(place / f"rank{rank}.pt")
-        if record["error"] and not (rows[name].refused and suite.stages > 1):
+        if not _may_go_on(suite, rows[name], record):
             sys.stdout.flush()
             os._exit(0)
+
+
+def _may_go_on(suite: type[Conformance], row: type[Row], record: Record) -> bool:
+    if not record["error"]:
+        return True
+    return suite.stages > 1 and row.announced(record["error"], record.get("trained", True))
 
 
 def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
     """One row, from the same start everywhere. Returns all that is to be compared."""
     seed_everything(SEED, verbose=False)
-    module, witness = row(), Witness()
+    module, witness = row(), Witness(row.trains)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     if row.per_microbatch and suite.stages == 1:
         in_microbatches(module)
     run = Run(suite, module, folder, witness.attach)
     result, error = None, ""
-    try:
-        result = module.exercise(run)
-    except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
+    with _compilations(row) as captures:
+        try:
+            result = module.exercise(run)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
     state = module.state_dict() if error else module.weights(run)
     weights = {name: value.clone() for name, value in state.items()}
     return {
@@ -78,8 +85,25 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
         ],
         "forwards": witness.forwards,
         "gradients": witness.gradients,
+        "captures": len(captures),
         "pid": os.getpid(),
     }
+
+
+@contextmanager
+def _compilations(row: type[Row]) -> Iterator[list[Any]]:
+    """What TorchDynamo compiles meanwhile; not counted for rows that set no limit."""
+    found: list[Any] = []
+    if row.captures is None:
+        yield found
+        return
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(found.append)
+    try:
+        yield found
+    finally:
+        callback_handler.remove_start_callback(found.append)
 
 
 def in_microbatches(module: Row) -> None:
@@ -92,7 +116,7 @@ def in_microbatches(module: Row) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         call, parts = next(calls), []
         replica = module.trainer.global_rank
-        for index, part in enumerate(x.chunk(module.microbatches)):
+        for index, part in enumerate(x.chunk(module.parts or module.microbatches)):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(microbatch_seed(SEED, replica, call, index))
                 parts.append(original(part))
@@ -131,7 +155,6 @@ class Session:
         self._start_and_wait(rows, folder)
         for number, row in enumerate(rows):
             records = self._read(folder / row)
-            failed = any(record["error"] for record in records if record)
             if not all(records):
                 text = f"the processes ended or hung in this row:\n{_tail(folder / 'output.txt')}"
                 lost: Record = {"error": text}
@@ -139,13 +162,10 @@ class Session:
                 self.records[row] = [*errors, *(lost for r in records if r is None)]
                 return rows[number + 1 :]
             self.records[row] = [record for record in records if record]
-            if failed and not self._announced(row):
+            [found] = [r for r in self._suite.catalogue() if r.__name__ == row]
+            if not all(_may_go_on(self._suite, found, record) for record in self.records[row]):
                 return rows[number + 1 :]
         return []
-
-    def _announced(self, row: str) -> bool:
-        [found] = [r for r in self._suite.catalogue() if r.__name__ == row]
-        return bool(found.refused) and self._suite.stages > 1
 
     def _read(self, folder: Path) -> list[Record | None]:
         files = [folder / f"rank{rank}.pt" for rank in range(self._ranks)]

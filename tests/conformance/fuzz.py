@@ -1,0 +1,559 @@
+"""Random networks with the habits of users' code, and what one device makes of them.
+
+A seed gives a :class:`Recipe`; a recipe gives a :class:`~suite.Row`; and :func:`one_device` trains
+it in plain PyTorch, with neither a Trainer nor a strategy.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import seed_everything
+from suite import SEED, Row
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+WIDTH = 6
+EPOCH = (4, 5, 6, 4)
+"""Sizes of an epoch's batches; each run has two epochs."""
+STEPS = 2 * len(EPOCH)
+
+
+# ---------------------------------------------------------------- blocks
+
+
+class Block(nn.Module):
+    """From (batch, WIDTH) to the same.
+
+    Attributes:
+        draws: whether it uses random numbers.
+        normalises: whether it has batch statistics, so that its numbers are those of micro-batches.
+        meets: whether samples meet in it otherwise, so that batches must not be split.
+    """
+
+    draws = normalises = meets = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.owner: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Residual(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.gelu(self.layer(x))
+
+
+class Gated(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(WIDTH, 3), nn.SiLU(), nn.Linear(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * torch.sigmoid(self.gate(x))
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        x[:, 1:3].mul_(0.5)
+        x += 0.1
+        x[:, 0] = 1.0
+        return nn.functional.leaky_relu(x, 0.2, inplace=True)
+
+
+class Powers(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(self.layer(x))
+        return (x**2 + 2**x - x**-0.5) / 3
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.groups = nn.GroupNorm(2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.groups(torch.tanh(self.layer(self.norm(x))))
+
+
+class Convolved(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.conv(x[:, None]).chunk(2, dim=1)
+        return self.layer(torch.tanh(one).flatten(1) * other.squeeze(1).sigmoid())
+
+
+class Recurrent(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(2, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.cell(x.view(-1, 3, 2))[0].flatten(1))
+
+
+class Attends(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layer(x).view(-1, 3, 2)
+        return x + (q @ q.transpose(1, 2)).softmax(-1).matmul(q).flatten(1)
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class PartlyWithoutGradient(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = 1 / (1 + x.abs().amax(1, keepdim=True))
+        return self.layer(x) * scale + x.detach().softmax(1)
+
+
+class Drops(Block):
+    draws = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.tanh(self.layer(x)), 0.3, self.training)
+
+
+class AddsNoise(Block):
+    draws = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        return x + 0.1 * torch.randn_like(x) if self.training else x
+
+
+class Normalises(Block):
+    normalises = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.layer(x)))
+
+
+class Centers(Block):
+    meets = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return torch.tanh(x - x.mean(0))
+
+
+class UsesTheSize(Block):
+    meets = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * (x.shape[0] / 4)
+
+
+class ReadsTheStep(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * (1 + self.owner().global_step / 10)
+
+
+class BranchesOnTheEpoch(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return torch.tanh(x) if self.owner().current_epoch == 0 else torch.sigmoid(x)
+
+
+class Counts(Block):
+    """Its counter matters from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.layer(x)) * min(1.0, 0.4 + 0.1 * self.calls)
+
+
+class ReadsSettings(Block):
+    """A dictionary of numbers and an activation, which the user's step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: dict[str, Any] = {"scale": 1.0, "activation": torch.tanh, "extra": [0.1]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.settings["activation"](self.layer(x)) * self.settings["scale"]
+        for value in self.settings["extra"]:
+            x = x + value
+        return x
+
+
+class StoresPenalty(Block):
+    """One number for each sample, which the loss uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        self.penalty = x.square().mean(1)
+        return x
+
+
+class StoresPenaltyOfTheBatch(StoresPenalty):
+    """One number for the batch."""
+
+    meets = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.penalty = self.penalty.mean() + x.abs().amax()
+        return x
+
+
+PLAIN = (Block, Residual, Gated, InPlace, Powers, Normed, Convolved, Recurrent, Attends)
+REGIONS = (Checkpointed, PartlyWithoutGradient)
+PYTHON = (ReadsTheStep, BranchesOnTheEpoch, Counts, ReadsSettings, StoresPenalty)
+RANDOM = (Drops, AddsNoise)
+OF_THE_BATCH = (Centers, UsesTheSize, StoresPenaltyOfTheBatch)
+
+
+# ---------------------------------------------------------------- a network
+
+
+@dataclass
+class Recipe:
+    """What a seed has decided.
+
+    Attributes:
+        kinds: of the blocks.
+        order: in which blocks run; some run more than once.
+        skips: position in the order: earlier position whose output is added before it.
+        ties: blocks that share a weight.
+        frozen: blocks whose bias is not trained.
+        hooks: blocks that have a forward hook: what it does.
+        whole: whether the LightningModule itself is the network.
+        arguments: how it is called: tensor, dictionary, keyword (a number that changes).
+        output: what it returns: tensor, tuple, dictionary.
+        changes: whether the user changes settings and hooks in the middle of the run.
+        adam: whether the optimizer is Adam.
+        cuts: blocks where the later ones of three stages begin.
+    """
+
+    kinds: list[type[Block]]
+    order: list[int]
+    skips: dict[int, int] = field(default_factory=dict)
+    ties: tuple[int, int] | None = None
+    frozen: list[int] = field(default_factory=list)
+    hooks: dict[int, str] = field(default_factory=dict)
+    whole: bool = False
+    arguments: str = "tensor"
+    output: str = "tensor"
+    changes: bool = False
+    adam: bool = False
+    cuts: tuple[int, int] = (1, 2)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Numbers of parts of a batch that are right; the first is preferred."""
+        if any(kind.meets for kind in self.kinds):
+            return (1,)
+        per_part = any(kind.draws or kind.normalises for kind in self.kinds)
+        return (2, 1) if per_part else (1,)
+
+
+def recipe(seed: int) -> Recipe:
+    """The network of a seed: 4 to 7 blocks, of which some have habits."""
+    draw = random.Random(seed)
+    count = draw.randint(4, 7)
+    groups = [PLAIN, PLAIN, REGIONS, PYTHON, PYTHON]
+    if draw.random() < 0.3:
+        groups.append(RANDOM)
+    if draw.random() < 0.3:
+        groups.append((Normalises,))
+    if draw.random() < 0.15:
+        groups.append(OF_THE_BATCH)
+    kinds = [draw.choice(draw.choice(groups)) for _ in range(count)]
+    order = list(range(count))
+    cuts = sorted(draw.sample(range(1, count), 2))
+    if draw.random() < 0.3:
+        again = draw.randrange(count)
+        if not kinds[again].normalises:  # two stages cannot share running statistics
+            order.insert(draw.randint(again + 1, count), again)
+    found = Recipe(kinds, order, cuts=(cuts[0], cuts[1]))
+    found.skips = {
+        late: draw.randrange(late) for late in range(1, len(order)) if draw.random() < 0.25
+    }
+    if draw.random() < 0.25:
+        one, other = draw.sample(range(count), 2)
+        found.ties = one, other
+    found.frozen = [b for b in range(count) if draw.random() < 0.1]
+    kinds_of_hooks = ("use", "look", "change", "into")
+    found.hooks = {b: draw.choice(kinds_of_hooks) for b in range(count) if draw.random() < 0.25}
+    found.whole = draw.random() < 0.4
+    found.arguments = draw.choice(("tensor", "tensor", "dictionary", "keyword"))
+    found.output = draw.choice(("tensor", "tuple", "dictionary"))
+    found.changes = draw.random() < 0.5
+    found.adam = draw.random() < 0.3
+    return found
+
+
+class Runs:
+    """What the network and a LightningModule that is its own network have in common."""
+
+    blocks: nn.ModuleList
+    head: nn.Linear
+    recipe: Recipe
+    kept: dict[str, Tensor]
+
+    def make(self, made: Recipe, owner: Callable[[], Any]) -> None:
+        self.recipe, self.kept = made, {}
+        self.blocks = nn.ModuleList(kind() for kind in made.kinds)
+        self.head = nn.Linear(WIDTH, 3)
+        if made.ties is not None:
+            one, other = made.ties
+            self.blocks[other].layer.weight = self.blocks[one].layer.weight
+        for number, block in enumerate(self.blocks):
+            block.owner = owner
+            if number in made.frozen:
+                block.layer.bias.requires_grad_(False)
+            if number in made.hooks:
+                self.hook(number, made.hooks[number])
+
+    def hook(self, number: int, what: str) -> Any:
+        block = self.blocks[number]
+        if what == "change":
+            return block.register_forward_hook(lambda module, inputs, output: output * 0.9)
+        if what == "into":
+
+            def keep_inputs(module: nn.Module, inputs: tuple[Tensor]) -> None:
+                self.kept[f"use{number}"] = inputs[0]
+
+            return block.layer.register_forward_pre_hook(keep_inputs)
+
+        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            value = output if what == "use" else output.detach().clone()
+            self.kept[f"{what}{number}"] = value
+
+        return block.layer.register_forward_hook(keep)
+
+    def run(self, x: Any, scale: float = 1.0) -> Any:
+        if isinstance(x, dict):
+            x, scale = x["x"], x["scale"]
+        made: list[Tensor] = []
+        x = x * scale
+        for position, number in enumerate(self.recipe.order):
+            if position in self.recipe.skips:
+                x = x + made[self.recipe.skips[position]]
+            x = self.blocks[number](x)
+            made.append(x)
+        logits = self.head(x)
+        if self.recipe.output == "tuple":
+            return logits, made[0]
+        return (
+            {"logits": logits, "early": made[0]} if self.recipe.output == "dictionary" else logits
+        )
+
+
+class Net(nn.Module, Runs):
+    def forward(self, x: Any, scale: float = 1.0) -> Any:
+        return self.run(x, scale)
+
+
+# ---------------------------------------------------------------- the user's module
+
+
+class Fuzzed(Row, Runs):
+    """The LightningModule around a recipe; `seed` chooses it."""
+
+    seed: ClassVar[int] = 0
+    options: ClassVar = {"max_steps": STEPS}
+    microbatches = 2
+
+    def build(self) -> None:
+        made = recipe(self.seed)
+        owner = weakly(self)
+        if made.whole:
+            self.make(made, owner)
+        else:
+            self.net = Net()  # type: ignore[assignment]
+            self.net.make(made, owner)
+
+    @classmethod
+    def parts(cls) -> tuple[int, ...]:  # type: ignore[override]
+        return recipe(cls.seed).parts
+
+    @property
+    def host(self) -> Any:
+        """What has the blocks."""
+        return self.net if "net" in self._modules else self
+
+    def forward(self, x: Any, scale: float = 1.0) -> Any:
+        return self.run(x, scale)
+
+    def call(self, *arguments: Any, **named: Any) -> Any:
+        """The network's call; the reference has another."""
+        return self.host(*arguments, **named)
+
+    def train_dataloader(self) -> Any:
+        dataset = self.dataset(sum(EPOCH) * self.trainer.world_size, seed=100 + self.seed)
+        parts = torch.arange(len(dataset)).split(list(EPOCH) * self.trainer.world_size)
+        mine = parts[self.trainer.global_rank * len(EPOCH) :][: len(EPOCH)]
+        return DataLoader(dataset, batch_sampler=[part.tolist() for part in mine])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        step = len(self.seen) // 2
+        if self.host.recipe.changes:
+            self.change(step)
+        loss = self.loss(*batch)
+        looked = {n: t.detach().clone() for n, t in self.host.kept.items()}
+        self.seen += [loss.item(), looked]
+        return loss
+
+    def change(self, step: int) -> None:
+        for block in self.host.blocks:
+            if isinstance(block, ReadsSettings):
+                block.settings["scale"] = 1 / (1 + step)
+                if step == 3:
+                    block.settings["activation"] = nn.functional.softsign
+                if step == 5:
+                    block.settings["extra"].append(0.2)
+        if step == 2:
+            self.handle = self.host.hook(0, "use")
+        if step == 6:
+            self.handle.remove()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        made, scale = self.host.recipe, 1 + 0.1 * (len(self.seen) // 2)
+        self.host.kept.clear()
+        if made.arguments == "dictionary":
+            output = self.call({"x": x, "scale": scale})
+        elif made.arguments == "keyword":
+            output = self.call(x, scale=scale)
+        else:
+            output = self.call(x)
+        if made.output == "tensor":
+            loss = cross_entropy(output, y)
+        else:
+            logits, early = output.values() if made.output == "dictionary" else output
+            loss = cross_entropy(logits, y) + 0.1 * early.square().mean()
+        for name, value in self.host.kept.items():
+            if name.startswith("use"):
+                loss = loss + 0.05 * value.square().mean()
+        penalties = [b.penalty for b in self.host.blocks if isinstance(b, StoresPenalty)]
+        return loss + 0.1 * sum(p.mean() for p in penalties)
+
+    def configure_optimizers(self) -> Any:
+        if self.host.recipe.adam:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+        return super().configure_optimizers()
+
+
+def weakly(module: Row) -> Callable[[], Any]:
+    """A way back to the LightningModule that is no sub-module."""
+    return lambda: module
+
+
+def fuzzed(seed: int) -> type[Fuzzed]:
+    """The row of a seed."""
+    made = recipe(seed)
+    prefix = "" if made.whole else "net."
+    early, late = (f"{prefix}blocks.{block}" for block in made.cuts)
+    return type(f"Seed{seed}", (Fuzzed,), {"seed": seed, "cuts": {2: [late], 3: [early, late]}})
+
+
+# ---------------------------------------------------------------- one device
+
+
+def one_device(row: type[Fuzzed], replicas: int, parts: int) -> list[Fuzzed]:
+    """Train in plain PyTorch; each call of the network is one call per part of the batch.
+
+    Returns:
+        The modules of all replicas, with what they have seen and their last weights.
+    """
+    seed_everything(SEED, verbose=False)
+    first = row()
+    copies = [first]
+    for _ in range(1, replicas):
+        seed_everything(SEED, verbose=False)
+        copies.append(row())
+    trainers = [SimpleNamespace(world_size=replicas, global_rank=r) for r in range(replicas)]
+    for module, trainer in zip(copies, trainers):
+        module._trainer = trainer
+        module.call = in_parts(module, trainer.global_rank, parts)
+    optimizers = [module.configure_optimizers() for module in copies]
+    batches = [list(module.train_dataloader()) for module in copies]
+    for step in range(STEPS):
+        for module, trainer, mine in zip(copies, trainers, batches):
+            trainer.global_step, trainer.current_epoch = step, step // len(EPOCH)
+            module.zero_grad()
+            module.training_step(mine[step % len(EPOCH)], step % len(EPOCH)).backward()
+        _average([list(module.parameters()) for module in copies])
+        for optimizer in optimizers:
+            optimizer.step()
+    return copies
+
+
+def in_parts(module: Fuzzed, replica: int, parts: int) -> Callable[..., Any]:
+    """The network's call, in parts; what it keeps is put together, and counted once."""
+    from lightning_hybrid.runtime.random import draw_number, microbatch_seed
+
+    def call(x: Any, scale: float = 1.0) -> Any:
+        host, outputs, kept, penalties = module.host, [], [], []
+        blocks = [b for b in host.blocks if isinstance(b, Counts)]
+        stored = [b for b in host.blocks if isinstance(b, StoresPenalty)]
+        counts = [b.calls for b in blocks]
+        tensor = x["x"] if isinstance(x, dict) else x
+        for index, part in enumerate(tensor.chunk(parts)):
+            for block, calls in zip(blocks, counts):
+                block.calls = calls
+            draw = draw_number(module.trainer.global_step, 0)
+            with _generators(microbatch_seed(SEED, replica, draw, index)):
+                argument = {**x, "x": part} if isinstance(x, dict) else part
+                outputs.append(host(argument, scale=scale))
+            kept.append(dict(host.kept))
+            penalties.append([b.penalty for b in stored])
+        host.kept.update(_join(kept))
+        for block, values in zip(stored, zip(*penalties)):
+            block.penalty = values[0] if parts == 1 else torch.cat(values)
+        return _join(outputs)
+
+    return call
+
+
+def _join(values: list[Any]) -> Any:
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, dict):
+        return {name: torch.cat([v[name] for v in values]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(torch.cat(part) for part in zip(*values))
+    return torch.cat(values)
+
+
+@contextmanager
+def _generators(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _average(replicas: list[list[nn.Parameter]]) -> None:
+    for same in zip(*replicas):
+        if same[0].grad is not None:
+            mean = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
+            for parameter in same:
+                parameter.grad = copy.deepcopy(mean)

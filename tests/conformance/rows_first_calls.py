@@ -1,0 +1,442 @@
+"""Sizes that mislead: one sample at first, other things as long as the batch, samples that meet."""
+
+from typing import Any, ClassVar
+
+import torch
+from rows_steps import _Evaluated
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
+IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
+
+
+class _Net(Row):
+    """Its network is the row's own `Net`."""
+
+    class Net(Layers):
+        pass
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class _Sizes(_Net):
+    """Batches of given sizes, one after the other."""
+
+    sizes: ClassVar[tuple[int, ...]] = ()
+
+    def train_dataloader(self) -> Any:
+        dataset = self.dataset(sum(self.sizes) * self.trainer.world_size)
+        parts = torch.arange(len(dataset)).split(list(self.sizes) * self.trainer.world_size)
+        mine = parts[self.trainer.global_rank * len(self.sizes) :][: len(self.sizes)]
+        return DataLoader(dataset, batch_sampler=[part.tolist() for part in mine])
+
+
+# ---------------------------------------------------------------- one sample
+
+
+class ChecksSanityWithOneSample(_Evaluated):
+    """The first call of the network is on one sample, without gradients."""
+
+    shapes = fast = EVERY
+    options: ClassVar = {"num_sanity_val_steps": 2}
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.dataset(4, seed=2), batch_size=1)
+
+
+class TrainsOnOneSample(_Sizes):
+    sizes = (1, 1, 1, 1, 1, 1)
+    fast = IN_REPLICAS
+
+
+class StartsWithOneSample(_Sizes):
+    shapes = fast = EVERY
+    sizes = (1, 4, 4, 3, 1, 2)
+
+
+class EndsWithOneSample(_Sizes):
+    """The last batch of each epoch has one."""
+
+    sizes = (4, 4, 1)
+
+
+class PredictsOneSample(_Evaluated):
+    trains = False
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(self.dataset(3, seed=3), batch_size=1)
+
+    def exercise(self, run: Any) -> Any:
+        return run.trainer().predict(self)
+
+
+class NormalizesBatchesAfterOneSample(_Evaluated):
+    """Batch statistics need two samples at least: the sanity check has one, in `eval` mode."""
+
+    cuts: ClassVar = {2: ["net.3"]}
+    per_microbatch = True
+
+    def build(self) -> None:
+        layers = [m for i in (6, 8) for m in (nn.Linear(i, 8), nn.BatchNorm1d(8), nn.Tanh())]
+        self.net = nn.Sequential(*layers, nn.Linear(8, 3))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.dataset(2, seed=2), batch_size=1)
+
+
+class OneSampleWithoutABatch(_Net):
+    """The network is called sample by sample, on vectors."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([cross_entropy(self.net(a), b) for a, b in zip(x, y)]).mean()
+
+
+class OneImageWithoutABatch(_Net):
+    """At first a whole batch, then single images, for convolutions take both."""
+
+    cuts: ClassVar = {2: ["net.second"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv1d(1, 4, 3)
+            self.second = nn.Conv1d(4, 3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x))).mean(-1)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if len(self.seen) % 2 == 0:
+            return cross_entropy(self.net(x[:, None]), y)
+        return cross_entropy(torch.stack([self.net(a[None]) for a in x]), y)
+
+
+# ---------------------------------------------------------------- parts of unequal size
+
+
+class PartsOfUnequalSize(_Sizes):
+    fast = IN_REPLICAS
+    microbatches = 3
+    sizes = (5, 4, 7, 3, 5, 2)
+
+
+class MorePartsThanSamples(_Sizes):
+    microbatches = 4
+    sizes = (4, 3, 2, 1, 4, 4)
+
+
+class AveragesPartsOfUnequalSize(_Sizes):
+    """A mean over the batch is made within the network, and parts are not of one size."""
+
+    sizes = (5, 3, 5)
+    microbatches = 2
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            hidden = torch.tanh(self.first(x))
+            return self.third(torch.tanh(self.second(hidden))), hidden.square().mean()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits, penalty = self.net(x)
+        return cross_entropy(logits, y) + 0.1 * penalty
+
+
+# ---------------------------------------------------------------- other things of the batch's size
+
+
+class SupportsAsManyAsTheBatch(_Sizes):
+    """Prototypes are made of a support set, which has four samples as the first batch has."""
+
+    shapes = fast = EVERY
+    sizes = (4, 3, 4, 2, 5, 4)
+
+    class Net(Layers):
+        def forward(self, x: Tensor, support: Tensor) -> Tensor:  # type: ignore[override]
+            return -torch.cdist(super().forward(x), super().forward(support))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        support = torch.linspace(-1, 1, 24, dtype=x.dtype).view(4, 6)
+        return cross_entropy(self.net(x, support), y)
+
+
+class MasksAsLongAsTheBatch(_Sizes):
+    """An attention mask of (4, 4) for four positions, and batches of four at first."""
+
+    fast = IN_REPLICAS
+    sizes = (4, 4, 3, 2, 4, 5)
+    cuts: ClassVar = {2: ["net.head"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(3, 8)
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            x = self.embed(x)
+            x = x + self.attend(x, x, x, attn_mask=mask, need_weights=False)[0]
+            return self.head(x[:, -1])
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.cat([x, x], 1).view(len(x), 4, 3)
+        causal = torch.ones(4, 4, dtype=torch.bool).triu(1)
+        return cross_entropy(self.net(x, causal), y)
+
+
+class PositionsAsManyAsTheBatch(_Sizes):
+    """A table of positions, one row each, is an argument; features are as many as samples."""
+
+    sizes = (4, 4, 2, 3)
+    cuts: ClassVar = {2: ["net.second"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(1, 8)
+            self.second = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x[..., None]) + positions)).mean(1)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        positions = torch.linspace(-1, 1, 32, dtype=x.dtype).view(4, 8)
+        return cross_entropy(self.net(x[:, :4], positions), y)
+
+
+class HasTheBatchSecond(_Sizes):
+    """Sequences come as (time, batch, features), with four steps and four samples at first."""
+
+    shapes = fast = EVERY
+    sizes = (4, 4, 3, 4, 2, 5)
+    cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.head"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.GRU(2, 8)
+            self.second = nn.GRU(8, 8)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.second(self.first(x)[0])[0])  # (time, batch, classes)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        steps = torch.stack([x[:, i : i + 2] for i in range(4)])
+        return cross_entropy(self.net(steps)[-1], y)
+
+
+class HasSquareOutputs(_Net):
+    """Every sample with every sample: (batch, batch) leaves the network."""
+
+    shapes = fast = EVERY
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x @ x.T
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.net(x), torch.arange(len(x)))
+
+
+class SqueezesOutputs(_Sizes):
+    """`squeeze()` of everything: with one sample, or in a part of one, the batch goes too."""
+
+    fast = IN_REPLICAS
+    sizes = (4, 2, 3, 1, 4, 2)
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, :1].squeeze()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x) - x.sum(1).squeeze()).square().mean()
+
+
+class FlattensTheBatch(_Net):
+    """Samples come out as one long row, or several rows each."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            x = super().forward(x)
+            return x.flatten(), x.repeat_interleave(2, dim=0)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        row, twice = self.net(x)
+        return cross_entropy(row.view(len(x), 3), y) + cross_entropy(twice[::2], y)
+
+
+class FoldsTimeIntoTheBatch(_Net):
+    """Frames of a film are samples to the first layers."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            batch, frames = x.shape[:2]
+            x = torch.tanh(self.first(x.flatten(0, 1)))
+            x = torch.tanh(self.second(x)).view(batch, frames, -1)
+            return self.third(x.mean(1))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.net(torch.stack([x, x.flip(1), -x], 1)), y)
+
+
+class TakesTwoViewsAsOneBatch(_Net):
+    """Two views are concatenated by the user, and taken apart within the network."""
+
+    fast = IN_REPLICAS
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = super().forward(x).chunk(2)
+            return one - other
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.net(torch.cat([x, x.flip(1)])), y)
+
+
+class TakesLengths(_Net):
+    """Items of all samples in one tensor, and how many each has as a list of numbers."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor, lengths: list[int]) -> Tensor:  # type: ignore[override]
+            x = torch.tanh(self.first(x))
+            parts = [part.mean(0) for part in x.split(lengths)]
+            return self.third(torch.tanh(self.second(torch.stack(parts))))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        lengths = [1 + (i + len(self.seen)) % 3 for i in range(len(x))]
+        items = torch.cat([row.repeat(n, 1) for row, n in zip(x, lengths)])
+        return cross_entropy(self.net(items, lengths), y)
+
+
+# ---------------------------------------------------------------- samples that meet
+
+
+class _Meets(_Net):
+    """What the samples do to one another; batches must not be split."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.third(self.meet(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+        def meet(self, x: Tensor) -> Tensor:
+            raise NotImplementedError
+
+
+class CentersTheBatch(_Meets):
+    shapes = fast = EVERY
+
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            return (x - x.mean(0)) / (x.std(0) + 1)
+
+
+class AttendsToTheBatch(_Meets):
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            return x + (x @ x.T).softmax(-1) @ x
+
+
+class RollsTheBatch(_Meets):
+    """Each sample with the one before it."""
+
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            return x * x.roll(1, 0)
+
+
+class RanksTheBatch(_Meets):
+    """Positions in the order of a score."""
+
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            order = x[:, 0].argsort().argsort()
+            return x * (1 + order[:, None].to(x.dtype))
+
+
+class ScalesByTheSizeOfTheBatch(_Meets):
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            return x * x.shape[0] ** -0.5
+
+
+class BranchesOnTheSizeOfTheBatch(_Meets):
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            return x * 2 if len(x) > 2 else x
+
+
+class NumbersTheSamples(_Meets):
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            return x * torch.arange(len(x), dtype=x.dtype)[:, None]
+
+
+class MeetsThroughAGate(_Meets):
+    """A gate that is zero at the start hides from every comparison of values that samples meet."""
+
+    shapes = fast = EVERY
+    trains = True
+
+    class Net(_Meets.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.zeros(()))
+
+        def meet(self, x: Tensor) -> Tensor:
+            return x + self.gate * (x - x.mean(0)).square()
+
+
+class MeetsInTrainingOnly(_Meets):
+    """In `eval` mode, each sample is by itself."""
+
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            return x - x.flip(0).tanh() if self.training else x
+
+
+class MixesInTrainingOnly(_Meets):
+    """Manifold mixup with a permutation drawn by the network."""
+
+    per_microbatch = True
+    parts = 1
+    control = False  # random numbers
+
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            if not self.training:
+                return x
+            return 0.7 * x + 0.3 * x[torch.randperm(x.shape[0])]
+
+
+class DrawsOnceForTheBatch(_Meets):
+    """One random direction for all samples."""
+
+    per_microbatch = True
+    parts = 1
+    control = False  # random numbers
+
+    class Net(_Meets.Net):
+        def meet(self, x: Tensor) -> Tensor:
+            return x + 0.1 * torch.randn(x.shape[1], dtype=x.dtype) if self.training else x
+
+
+class BalancesTheBatch(_Net):
+    """A load-balancing loss: the share of each gate in the batch, times its mean probability."""
+
+    fast = IN_REPLICAS
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            gates = torch.tanh(self.second(torch.tanh(self.first(x)))).softmax(-1)
+            chosen = nn.functional.one_hot(gates.argmax(-1), 8).to(x.dtype).mean(0)
+            return self.third(gates), (chosen * gates.mean(0)).sum() * 8
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits, balance = self.net(x)
+        return cross_entropy(logits, y) + 0.1 * balance

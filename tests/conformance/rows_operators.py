@@ -1,0 +1,671 @@
+"""Operators and transformations within a network: what becomes of them when it is cut."""
+
+from typing import Any, ClassVar
+
+import torch
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
+IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
+
+
+class _Between(Row):
+    """`between` stands behind the first and behind the second layer, so in two stages."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.between(torch.tanh(self.first(x)))
+            return self.third(self.between(torch.tanh(self.second(x)) + x))
+
+        def between(self, x: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+class RaisesToPowers(_Between):
+    """`**` in all forms: by numbers, of numbers, of tensors, reversed, in place."""
+
+    shapes = fast = EVERY
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            x = x**2 + 2**x + (x.abs() + 0.5) ** -0.5 + (x + 3) ** x + x**3.0 + pow(x, 2)
+            x = x + torch.pow(0.5, x) + torch.pow(x, torch.tensor(2)) + x.square() ** 1
+            x = x + torch.float_power(x.abs() + 1, 0.5) + 0.0 ** x.abs().ceil()
+            x = x / 8
+            x **= 2
+            return x.pow_(2).sqrt()
+
+
+class ReflectsOperators(_Between):
+    """Numbers on the left, floor division, remainders, comparisons that are used as numbers."""
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            x = (1 - x) / 2 + 1 / (2 + x) + (5 % (x.abs() + 1)) + (3 // (x.detach().abs() + 1))
+            x = x + (x > 0) * x - (x <= 0) * 0.5 + (~(x > 1)) + (-x) @ torch.eye(8, dtype=x.dtype)
+            x @= torch.eye(8, dtype=x.dtype)
+            x += 1
+            x /= 3
+            return x % 2
+
+
+class SumsBooleans(_Between):
+    """Masks are counted per sample, and in the whole batch."""
+
+    fast = IN_REPLICAS
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            positive = x > 0
+            share = positive.sum(1, keepdim=True) / positive.shape[1]
+            return x * share + (positive & (x < 0.5)).any(1, keepdim=True) * 0.1
+
+
+class SumsBooleansOfTheBatch(_Between):
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            return x * (x > 0).sum() / x.numel()
+
+
+class IndexesByMasks(_Between):
+    """Values are written where a mask says, and columns replaced, in place."""
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            x[x > 0.5] = 0.5
+            x[:, 0] = x[:, 1] * 2
+            x[:, 2:4] += x[:, 4:6]
+            x[..., -1:].mul_(0.5)
+            return torch.where(x < -0.5, -0.5, x)
+
+
+class UsesManyOperators(_Between):
+    """`einsum`, an FFT with complex numbers, sorting, `topk`, cumulation, scattering."""
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            spectrum = torch.fft.rfft(x, dim=1)
+            x = x + torch.fft.irfft(spectrum * spectrum.conj(), n=8, dim=1) / 8
+            values, indices = x.topk(4, dim=1)
+            x = x.scatter_add(1, indices, values).cumsum(1).sort(1).values
+            return torch.einsum("bi,bj->bij", x, x.softmax(1)).diagonal(dim1=1, dim2=2)
+
+
+class ViewsAndCopies(_Between):
+    """Strides, `unfold`, `expand`, `as_strided`, views that are changed in place."""
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            x = x.unsqueeze(1).expand(-1, 3, -1).transpose(1, 2).contiguous()
+            flat = x.view(-1, 24)
+            flat[:, ::2].neg_()
+            windows = x.mean(2).unfold(1, 3, 1)
+            return nn.functional.pad(windows.sum(2), (1, 1)) + x.permute(0, 2, 1)[:, 1]
+
+
+# ---------------------------------------------------------------- operators of the user's own
+
+
+@torch.library.custom_op("rows::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    return x * x * x
+
+
+@cube.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _cube_backward(context: Any, gradient: Tensor) -> Tensor:
+    [x] = context.saved_tensors
+    return gradient * 3 * x * x
+
+
+cube.register_autograd(_cube_backward, setup_context=_keep)
+
+
+class HasAnOperator(_Between):
+    """Of its own, by `torch.library`, with a gradient."""
+
+    shapes = fast = EVERY
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            return cube(x) + torch.ops.rows.cube(0.5 * x)
+
+
+@torch.library.custom_op("rows::halve_loudly", mutates_args=())
+def halve_loudly(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().numpy() / 2)
+
+
+halve_loudly.register_autograd(lambda context, gradient: gradient / 2)
+
+
+class HasAnOperatorWithoutShapes(_Between):
+    """Nobody has said what shapes it gives."""
+
+    equal_or_refused = ("halve_loudly",)
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            return halve_loudly(x)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, low: float) -> Tensor:
+        context.save_for_backward(x)
+        context.low = low
+        return (x > low).to(x.dtype)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        [x] = context.saved_tensors
+        return gradient * (x.abs() < 1 + context.low), None
+
+
+class HasAnAutogradFunction(_Between):
+    fast = IN_REPLICAS
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            return _StraightThrough.apply(x, 0.1) + x
+
+
+class _DividesByTheBatch(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / (gradient.norm() + 1e-6)
+
+
+class MeetsInTheBackward(_Between):
+    """Gradients are normalised over the batch: samples meet in the backward alone."""
+
+    equal_or_refused = ("DividesByTheBatch",)
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            return _DividesByTheBatch.apply(x)
+
+
+class StopsGradients(_Between):
+    """`detach`, `no_grad`, rounding with a gradient that passes straight through."""
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                weight = x.softmax(1)
+            x = x * weight + x.detach().mean(1, keepdim=True)
+            return x + ((4 * x).round() / 4 - x).detach()
+
+
+class LeavesGradModes(_Between):
+    """A region without gradients begins before the cut, and ends behind it."""
+
+    cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
+    trains = False  # the head alone has gradients
+
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = super().forward(x)
+            return self.head(x)
+
+
+class HasAutocastInside(_Between):
+    """A part runs in lower precision, another is kept out of it."""
+
+    tolerance = 1e-6
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = torch.tanh(self.first(x.float())).double()
+                with torch.autocast("cpu", enabled=False):
+                    x = torch.tanh(self.second(x)) + x
+            return self.third(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.first.float()  # what is double stays so under autocast
+
+
+# ---------------------------------------------------------------- transformations
+
+
+class MapsOverSamples(_Between):
+    """`torch.vmap` of a layer, and of a function with a parameter of its own."""
+
+    fast = IN_REPLICAS
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.vmap(lambda row: torch.tanh(self.first(row)))(x)
+            x = torch.vmap(self.mix, in_dims=(0, None))(x, self.second.weight)
+            return self.third(x)
+
+        def mix(self, row: Tensor, weight: Tensor) -> Tensor:
+            return torch.tanh(weight @ row + self.second.bias) + row
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class CallsFunctionally(_Between):
+    """`torch.func.functional_call`: the weights of a layer are made by another layer."""
+
+    trains = False  # a gradient of what is made goes to what makes it
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            made = {name: torch.tanh(p) * 2 for name, p in self.second.named_parameters()}
+            x = torch.tanh(torch.func.functional_call(self.second, made, (x,))) + x
+            return self.third(x)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class HasAnEnsemble(_Between):
+    """Stacked weights of three members, run by `vmap` over `functional_call`."""
+
+    cuts: ClassVar = {2: ["net.head"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 8, 6) / 3)
+            self.bias = nn.Parameter(torch.zeros(3, 8))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def member(weight: Tensor, bias: Tensor) -> Tensor:
+                return torch.tanh(nn.functional.linear(x, weight, bias))
+
+            return self.head(torch.vmap(member)(self.weight, self.bias).mean(0))
+
+
+class DifferentiatesInside(_Between):
+    """`torch.func.grad` and `jacrev` within the network, by the inputs."""
+
+    equal_or_refused = ("grad",)
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            energy = torch.func.grad(lambda t: torch.tanh(self.first(t)).square().sum())
+            x = torch.tanh(self.first(x + 0.1 * energy(x)))
+            return self.third(torch.tanh(self.second(x)))
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class AsksAutogradInside(_Between):
+    """`torch.autograd.grad(..., create_graph=True)` within `forward`, as for forces."""
+
+    equal_or_refused = ("grad",)
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).square().sum(1)
+            [force] = torch.autograd.grad(energy.sum(), x, create_graph=True)
+            return self.third(torch.tanh(self.second(torch.tanh(self.first(force)))))
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class DifferentiatesForward(_Between):
+    """Forward-mode derivatives, by `torch.autograd.forward_ad`."""
+
+    equal_or_refused = ("forward_ad",)
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(x, torch.ones_like(x))
+                tangent = forward_ad.unpack_dual(torch.sin(dual)).tangent
+            return x + 0.1 * tangent
+
+
+# ---------------------------------------------------------------- checkpointing
+
+
+class CheckpointsAtTheTop(_Between):
+    """All of the network is one checkpointed call."""
+
+    shapes = fast = EVERY
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class CheckpointsItsBlocks(_Between):
+    """One region for each block, one over several, an older reentrant one."""
+
+    cuts: ClassVar = {2: ["net.blocks.2"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(6, 8)
+            blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)]
+            self.blocks = nn.Sequential(*blocks)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            x = checkpoint(self.blocks[0], x, use_reentrant=False)
+            x = checkpoint(self.blocks[1], x, use_reentrant=True)
+            return self.head(checkpoint_sequential(self.blocks[2:], 2, x, use_reentrant=False))
+
+
+class CheckpointsDropout(_Between):
+    """Dropout within checkpointed blocks: the second run must draw what the first has drawn."""
+
+    per_microbatch = True
+    control = False
+    cuts: ClassVar = {2: ["net.blocks.1"]}
+
+    class Net(CheckpointsItsBlocks.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.Tanh()) for _ in range(3))
+            self.blocks = nn.Sequential(*blocks)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+class HasDistributions(_Between):
+    """Log-probabilities, entropies, divergences; nothing is drawn."""
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            normal = torch.distributions.Normal(x, nn.functional.softplus(x) + 0.1)
+            other = torch.distributions.Normal(0.0, 1.0)
+            divergence = torch.distributions.kl_divergence(normal, other)
+            kinds = torch.distributions.Categorical(logits=x)
+            return normal.log_prob(x + 0.3) - 0.1 * divergence + kinds.entropy()[:, None]
+
+
+class DrawsFromDistributions(_Between):
+    """`rsample` of a normal, a relaxed categorical choice: a variational autoencoder."""
+
+    per_microbatch = True
+    control = False
+    shapes = fast = EVERY
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            normal = torch.distributions.Normal(x, nn.functional.softplus(x) + 0.1)
+            x = torch.tanh(normal.rsample())
+            return x + nn.functional.gumbel_softmax(x, tau=0.7, dim=1)
+
+
+class DrawsInManyWays(_Between):
+    """`rand`, `randn_like`, `bernoulli`, `randint`, `normal_`, dropout of channels."""
+
+    per_microbatch = True
+    control = False
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            x = x * torch.rand(x.shape[0], 1, dtype=x.dtype) + 0.1 * torch.randn_like(x)
+            x = x * torch.bernoulli(torch.full_like(x, 0.8))
+            x = x + torch.empty_like(x).normal_(0, 0.1)
+            x = x + 0.01 * torch.randint(0, 3, (len(x), 8))
+            return nn.functional.dropout1d(x[:, :, None], 0.2)[:, :, 0]
+
+
+class DrawsFromItsOwnGenerator(_Between):
+    """A `torch.Generator` of the network's own goes on from call to call."""
+
+    equal_or_refused = ("generator",)
+
+    class Net(_Between.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(3)
+
+        def between(self, x: Tensor) -> Tensor:
+            return x + 0.1 * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+class SeedsInForward(_Between):
+    """`torch.manual_seed` within `forward`: the same noise for every batch."""
+
+    equal_or_refused = ("manual_seed",)
+    control = False
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(3)
+                return x + 0.1 * torch.randn(8, dtype=x.dtype)
+
+
+# ---------------------------------------------------------------- what depends on values
+
+
+class TakesANumberOut(_Between):
+    """`.item()`: a scale that is a number, of the whole batch."""
+
+    equal_or_refused = ("item()",)
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            return x / (1 + x.detach().abs().max().item())
+
+
+class BranchesOnAValue(_Between):
+    """An `if` on a sum, which goes both ways in the course of the run."""
+
+    equal_or_refused = ("rows_operators.py",)
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            if x.sum() > 0:
+                return 2 * x
+            return x.abs()
+
+
+class LoopsUntilItConverges(_Between):
+    """A fixed point: as many rounds as the values need."""
+
+    equal_or_refused = ("rows_operators.py",)
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            for _ in range(20):
+                new = 0.3 * torch.tanh(x) + 0.1
+                if (new - x).abs().max() < 1e-3:
+                    break
+                x = new
+            return x
+
+
+class FindsNonzero(_Between):
+    """Only rows with a positive first feature go through the layer."""
+
+    equal_or_refused = ("nonzero",)
+    fast = IN_REPLICAS
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            chosen = (x[:, 0] > 0).nonzero()[:, 0]
+            x = x.index_add(0, chosen, torch.tanh(self.second(x[chosen])))
+            return self.third(x)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class ChoosesByAMask(_Between):
+    """`x[mask]`, as many rows as there are."""
+
+    equal_or_refused = ("rows_operators.py",)
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            chosen = x[:, 0] > 0
+            result = torch.zeros_like(x)
+            result[chosen] = 2 * x[chosen]
+            return result + x
+
+
+class FindsUnique(_Between):
+    """Each distinct token is embedded once."""
+
+    equal_or_refused = ("unique",)
+    cuts: ClassVar = {2: ["net.second"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Embedding(9, 8)
+            self.second = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = (x[:, 0] * 2).round().long().clamp(-4, 4) + 4
+            distinct, where = torch.unique(tokens, return_inverse=True)
+            return self.second(torch.tanh(self.first(distinct)))[where]
+
+
+class PacksSequences(_Between):
+    """`pack_padded_sequence` around an LSTM; the lengths are a tensor beside the batch."""
+
+    equal_or_refused = ("pack",)
+    fast = IN_REPLICAS
+    cuts: ClassVar = {2: ["net.head"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.LSTM(2, 8, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            states, _ = pad_packed_sequence(self.first(packed)[0], batch_first=True)
+            return self.head(states.sum(1))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        lengths = 1 + (torch.arange(len(x)) + len(self.seen)) % 3
+        return cross_entropy(self.net(x.view(len(x), 3, 2), lengths), y)
+
+
+class LeavesTorch(_Between):
+    """NumPy in the middle of a network, without a gradient."""
+
+    equal_or_refused = ("numpy",)
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            ranks = x.detach().cpu().numpy().argsort(axis=1)
+            return x + 0.1 * torch.from_numpy(ranks).to(x)
+
+
+class CatchesErrors(_Between):
+    """`try` and `with` around layers."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                x = torch.tanh(self.first(x))
+                x = x + self.missing  # type: ignore[operator]
+            except AttributeError:
+                x = torch.tanh(self.second(x)) + x
+            return self.third(x)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
+class HasAScriptedPart(_Between):
+    """One layer was compiled by TorchScript."""
+
+    equal_or_refused = ("script",)
+
+    def build(self) -> None:
+        self.net = Layers()
+
+        class Gate(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(x) * torch.sigmoid(x)
+
+        self.net.first = nn.Sequential(nn.Linear(6, 8), torch.jit.script(Gate()))  # type: ignore
+
+
+class HasAnLSTM(_Between):
+    """Two layers, both directions; the state of the last step is used."""
+
+    cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.head"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.LSTM(2, 4, num_layers=2, bidirectional=True, batch_first=True)
+            self.second = nn.LSTM(8, 8, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            states, _ = self.first(x.view(-1, 3, 2))
+            _, (hidden, _) = self.second(states)
+            return self.head(hidden[-1])
+
+
+class UnrollsACell(_Between):
+    """A cell in a Python loop over the time steps, with a state that is made in `forward`."""
+
+    cuts: ClassVar = {2: ["net.head"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.LSTMCell(2, 8)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = cell = x.new_zeros(x.shape[0], 8)
+            for step in x.view(-1, 3, 2).unbind(1):
+                hidden, cell = self.first(step, (hidden, cell))
+            return self.head(hidden)

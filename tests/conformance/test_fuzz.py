@@ -1,0 +1,80 @@
+"""Random networks under stages, against plain PyTorch on one device."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+from comparison import differences
+from fuzz import Fuzzed, fuzzed, one_device
+from suite import Conformance, Record, Row, assert_no_error
+
+from lightning_hybrid import HybridGabraStrategy
+
+pytestmark = pytest.mark.distributed
+FAST = 4
+"""As many seeds of two stages belong to `make test`."""
+
+
+class _Fuzz(Conformance):
+    seeds: ClassVar[range]
+
+    @classmethod
+    def make_strategy(cls, row: type[Row]) -> HybridGabraStrategy:
+        return HybridGabraStrategy(
+            data_parallel_size=cls.replicas,
+            pipeline_parallel_size=cls.stages,
+            num_microbatches=row.microbatches,
+            allocation=row.cuts[cls.stages],
+        )
+
+    @classmethod
+    def catalogue(cls) -> list[type[Row]]:
+        return [fuzzed(seed) for seed in cls.seeds]
+
+    @classmethod
+    def rows(cls) -> list[type[Row]]:
+        return cls.catalogue()
+
+    @classmethod
+    def is_fast(cls, row: type[Row]) -> bool:
+        return issubclass(row, Fuzzed) and row.seed < FAST
+
+    def test_row(
+        self, row: type[Row], records: Callable[[type[Conformance], type[Row]], list[Record]]
+    ) -> None:
+        assert issubclass(row, Fuzzed)
+        ranks = records(type(self), row)
+        assert_no_error(ranks)
+        assert len({record["pid"] for record in ranks}) == len(ranks)
+        assert all(record["gradients"] for record in ranks), "a stage had no gradients"
+        found = [_differences(ranks, row, self.stages, parts) for parts in row.parts()]
+        assert not all(found), "\n".join(found[0][:10])
+
+
+def _differences(ranks: list[Record], row: type[Fuzzed], stages: int, parts: int) -> list[str]:
+    """From one device that takes batches in so many parts."""
+    copies = one_device(row, len(ranks) // stages, parts)
+    weights = copies[0].state_dict()
+    found = []
+    for replica, expected in enumerate(copies):
+        of_replica = ranks[replica * stages : (replica + 1) * stages]
+        found += differences(of_replica[0]["seen"], expected.seen, row.tolerance, "seen")
+        for record in of_replica:
+            found += differences(record["weights"], dict(weights), row.tolerance, "weights")
+    return found
+
+
+class TestFuzzTwoStages(_Fuzz):
+    stages = 2
+    seeds = range(250)
+
+
+class TestFuzzThreeStages(_Fuzz):
+    stages = 3
+    seeds = range(250, 400)
+
+
+class TestFuzzReplicas(_Fuzz):
+    replicas = 2
+    stages = 2
+    seeds = range(400, 500)
