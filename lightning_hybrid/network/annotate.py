@@ -88,8 +88,8 @@ class _Run:
 
     def annotations(self) -> Annotations:
         before = _modes()
-        flops, draws = FlopCounterMode(display=False), _Draws()
-        with self.mode, flops, draws:
+        flops, watch = FlopCounterMode(display=False), _Watch()
+        with self.mode, flops, watch:
             for node in self.graph.nodes:
                 if node.op == "placeholder":
                     self.values[node] = self._made(node.meta.get("example_value"))
@@ -98,15 +98,16 @@ class _Run:
                 elif node.op == "get_attr":
                     self.values[node] = self.attributes[str(node.target)]
                 elif node.op != "output":
-                    counted, draws.seen = flops.get_total_flops(), False
-                    writes = self._run(node)
+                    counted, watch.draws = flops.get_total_flops(), False
+                    writes = self._run(node) | {self._memory(t) for t in watch.statistics}
+                    watch.statistics.clear()
                     effects = _UNKNOWN
                     if not self.lost:
                         results = {self._memory(t) for _, t in tensors_in(self.values[node])}
                         now = _modes() == before
                         done = flops.get_total_flops() - counted
                         effects = Effects(
-                            frozenset(results), frozenset(writes), draws.seen, now, True, done
+                            frozenset(results), frozenset(writes), watch.draws, now, True, done
                         )
                     self.found.of[node] = effects
                     value = self.values.get(node)
@@ -157,17 +158,26 @@ def _hint(size: Any) -> int:
     return int(value_with(size, {}, hint=True) or 0) if is_symbolic(size) else int(size)
 
 
-class _Draws(TorchDispatchMode):
-    """Notices random operations."""
+class _Watch(TorchDispatchMode):
+    """Notices random operations, and the statistics that batch normalisation writes.
+
+    (Its schema does not say that it changes them, nor do their version counters.)
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self.draws = False
+        self.statistics: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        given = dict(zip((argument.name for argument in func._schema.arguments), args))
+        given |= kwargs or {}
+        if given.get("training", given.get("train")):
+            running = (given.get(name) for name in ("running_mean", "running_var"))
+            self.statistics += [tensor for tensor in running if isinstance(tensor, Tensor)]
         return func(*args, **(kwargs or {}))
 
 

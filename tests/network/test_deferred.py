@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning_hybrid.network.tracing import trace
 from monai.networks.nets import DenseNet121, SwinUNETR, UNet, ViT, resnet18
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -27,7 +28,6 @@ from lightning_hybrid.network.deferred import (
 )
 from lightning_hybrid.network.measure import measure
 from lightning_hybrid.network.partition import network_partitions
-from lightning_hybrid.network.tracing import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
 
