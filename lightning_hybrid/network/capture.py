@@ -5,13 +5,14 @@ that its graph depends on has changed (and captures again if so), hands the grap
 and replays afterwards what the Python has done beside (attributes, lists, hooks). Every tensor that
 escapes is an output of the graph.
 
-A network is captured as one graph or not at all: where TorchDynamo cannot follow, `capture` raises
-before anything has run, and the caller runs the network's Python itself.
+First a network is captured as one graph or not at all: where TorchDynamo cannot follow, `Capture`
+raises before anything has run, and the caller can do otherwise (see
+:mod:`lightning_hybrid.runtime.discovery`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, fx, nn
 from lightning_hybrid.compat import (
     FailOnRecompileLimitHit,
     TorchDynamoException,
+    as_they_are,
     capture_settings,
     free_first_size,
     recapture_reason,
@@ -29,6 +31,16 @@ from lightning_hybrid.network.structure import tensors_in
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 """Computes the outputs of a graph from its arguments."""
+
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """Shape and type of a tensor, whatever its class."""
+    with as_they_are():
+        return tuple(tensor.shape), tensor.dtype
 
 
 class NotCaptured(Exception):
@@ -50,13 +62,25 @@ class Capture:
         network: the module.
         forward: its ``forward``, as the user has it.
         run: called with each call's graph and the arguments of the graph.
+        shared: shape and type of the parameters and buffers that all ranks have, by name. Others
+            (a buffer that a hook has registered on this rank) are inputs of the network.
+        whole: capture it as one graph or not at all; else as a chain of graphs, with the Python
+            between them run as ever.
 
     Attributes:
         reason: why the last capture was needed, where that is a value in the user's code.
     """
 
-    def __init__(self, network: nn.Module, forward: Callable[..., Any], run: Run) -> None:
-        self.network, self._run = network, run
+    def __init__(
+        self,
+        network: nn.Module,
+        forward: Callable[..., Any],
+        run: Run,
+        shared: Mapping[str, Kind],
+        *,
+        whole: bool = True,
+    ) -> None:
+        self.network, self._run, self._shared = network, run, shared
         self.reason: str | None = None
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
@@ -69,7 +93,7 @@ class Capture:
 
         # each network counts its captures by itself, whatever else runs the same code
         self._compiled = torch.compile(
-            call, backend=self._take, fullgraph=True, isolate_recompiles=True
+            call, backend=self._take, fullgraph=whole, isolate_recompiles=True
         )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,19 +156,21 @@ class Capture:
 
     def _learn_names(self) -> None:
         """Note the parameters and buffers as they are."""
-        found = [*self.network.named_buffers(), *self.network.named_parameters()]
+        everything = [*self.network.named_buffers(), *self.network.named_parameters()]
+        found = [(n, value) for n, value in everything if self._shared.get(n) == kind_of(value)]
         self._names = {id(value): name for name, value in found}
         self._alive = [value for _, value in found]
         self._buffers = [
-            (part._buffers, key, f"{name}.{key}".removeprefix("."))
+            (part._buffers, key, full)
             for name, part in self.network.named_modules()
             for key in part._buffers
+            if (full := f"{name}.{key}".removeprefix(".")) in self._shared
         ]
 
     def _replaced_buffer(self, value: Any) -> str | None:
         for table, key, name in self._buffers:
             if table.get(key) is value:
-                return name
+                return name if self._shared[name] == kind_of(value) else None
         return None
 
 

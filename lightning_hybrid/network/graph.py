@@ -20,6 +20,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -158,13 +159,13 @@ class NetworkGraph:
         """The placeholders of what a call brings."""
         return tuple(leaf.node for leaf in self.leaves)
 
-    @property
+    @cached_property
     def tensor_outputs(self) -> tuple[fx.Node, ...]:
         """What the last stage returns as tensors: outputs, and leaves that were written to."""
         wanted = [n for n in self.outputs if isinstance(n, fx.Node) and n in self.info]
         return tuple(dict.fromkeys([*wanted, *(leaf.node for leaf in self.written_leaves)]))
 
-    @property
+    @cached_property
     def scalar_outputs(self) -> tuple[fx.Node, ...]:
         """Outputs that are numbers read from tensors."""
         known = {*self.info, *self.numbers}
@@ -172,12 +173,17 @@ class NetworkGraph:
             dict.fromkeys(n for n in self.outputs if isinstance(n, fx.Node) and n not in known)
         )
 
-    @property
+    @cached_property
     def written(self) -> frozenset[str]:
         """Parameters and buffers that a call changes."""
         return frozenset[str]().union(*(layer.written for layer in self.layers))
 
-    @property
+    @cached_property
+    def writes_parameters(self) -> bool:
+        """Whether a call changes a parameter (a codebook, an average of weights)."""
+        return not self.written.isdisjoint(name for name, _ in self.network.named_parameters())
+
+    @cached_property
     def used(self) -> frozenset[str]:
         """Parameters and buffers that a layer uses."""
         empty = frozenset[str]()

@@ -5,15 +5,16 @@ planned, cut and checked then and there, and only then runs, like every later ca
 pipeline.
 
 A module whose Python cannot be captured as one graph (it prints, logs, or branches on values) runs
-that Python as ever, on the driver, and the modules that it calls are looked at in its place. A
-network that is cut already and is then called in a way that cannot be captured, or that does not
-suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right.
+that Python as ever, on the driver, and the modules that it calls are looked at in its place; if none
+of them is large enough, it becomes a chain of graphs, of which the large ones are cut. A network
+that is cut already and is then called in a way that cannot be captured, or that does not suit its
+cuts, runs on the driver too, on weights that are fetched for it: slowly, and right.
 """
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, fx, nn
 from lightning_hybrid.compat import BatchNorm, own_saved_tensors, without_mode
 from lightning_hybrid.errors import (
     HybridError,
+    NetworkError,
     NetworkNotFoundError,
     PlanError,
 )
@@ -38,6 +40,7 @@ from lightning_hybrid.network import (
     network_partitions,
     why_whole,
 )
+from lightning_hybrid.network.capture import kind_of
 from lightning_hybrid.network.deferred import Hollow, is_unmade, make
 from lightning_hybrid.network.find import Handler, candidates, own_forward, unwatch, watch
 from lightning_hybrid.network.following import CannotFollow, follow
@@ -47,6 +50,7 @@ from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
 from lightning_hybrid.runtime.mesh import Mesh
+from lightning_hybrid.runtime.staged import tensors_of
 from lightning_hybrid.runtime.transport import broadcast_object
 
 Planner = Callable[[str, NetworkGraph, Sequence[NetworkPartition], list[Tensor], int], Plan]
@@ -87,18 +91,19 @@ class _Found:
         module: the module.
         forward: its own, as the user has it.
         hollow: shows its weights to TorchDynamo.
+        whole: whether it is one graph; else a chain of them.
         capture: of its calls.
-        driven: it, cut; ``None``: not yet, or never.
-        plan: by which it is cut.
+        driven: its graphs that are cut, with their plans.
     """
 
     name: str
     module: nn.Module
     forward: Callable[..., Any]
     hollow: Hollow
+    whole: bool
     capture: Capture
-    driven: DrivenNetwork | None = None
-    plan: Plan | None = None
+    emptied: ExitStack | None = None
+    driven: list[tuple[DrivenNetwork, Plan]] = field(default_factory=list)
 
     @property
     def shown(self) -> str:
@@ -131,6 +136,8 @@ class Networks:
         self._kept: dict[str, str] = {}
         self._opened: dict[str, str] = {}  # modules that run their own Python, and why
         self._said: set[tuple[str, str]] = set()
+        # what a hook makes on this rank alone, the others do not have
+        self._shared = {name: kind_of(value) for name, value in tensors_of(module).items()}
         self._watched: dict[str, nn.Module] = {}
         if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1 or discovery.compiled:
             self._watched = candidates(module, discovery.names)
@@ -184,36 +191,95 @@ class Networks:
         if self._opened and len(_layers(module)) < self._mesh.place.stages:
             self._keep(name, module, "is too small for the stages", quiet=True)
             return forward(*arguments, **keywords)
-        found = self._prepare(name, module, forward)
+        found = self._prepare(name, module, forward, whole=True)
         try:
             return self._captured(found, arguments, keywords)
         except NotCaptured as error:
-            self._open(found, inner, error.reason)
-        return forward(*arguments, **keywords)
+            reason = error.reason
+        parts = {n: m for n, m in inner.items() if n != name}
+        if any(len(_layers(part)) >= self._mesh.place.stages for part in parts.values()):
+            self._open(found, parts, reason)
+            return forward(*arguments, **keywords)
+        self._opened[name] = _indented(reason)
+        found = self._prepare(name, module, forward, whole=False)
+        return self._captured(found, arguments, keywords)
 
-    def _prepare(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> _Found:
+    def _prepare(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], *, whole: bool
+    ) -> _Found:
+        prefix = f"{name}." if name else ""
+        shared = {
+            full.removeprefix(prefix): kind
+            for full, kind in self._shared.items()
+            if full.startswith(prefix)
+        }
         hollow = Hollow(module, self._driver.device)
-        capture = Capture(module, forward, lambda g, v: self._run(found, g, v))
-        found = _Found(name, module, forward, hollow, capture)
+        capture = Capture(module, forward, lambda g, v: self._run(found, g, v), shared, whole=whole)
+        found = _Found(name, module, forward, hollow, whole, capture)
         return found
 
     def _captured(self, found: _Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        remote = self._driver.remote
         with ExitStack() as stack:
             stack.enter_context(without_mode(Synchronised))
-            stack.enter_context(self._driver.remote.suspended())
+            stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
-            return found.capture(arguments, keywords)
+            if found.whole or not found.driven:
+                result = found.capture(arguments, keywords)
+            else:
+                result = self._chain(found, arguments, keywords)
+        if not found.driven and found.name not in self._kept:  # it is too early, look again
+            watch(found.module, found.name, lambda n, m, a, k: self._call(found, a, k))
+        return result
+
+    def _chain(self, found: _Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """A call of a chain of graphs: the Python between them must not see old weights."""
+        with ExitStack() as stack:
+            found.emptied = stack
+            stack.enter_context(self._driver.remote.emptied())
+            try:
+                return found.capture(arguments, keywords)
+            except RuntimeError as error:
+                if "storage" not in str(error).lower():
+                    raise
+                raise NetworkError(
+                    f"{found.shown} uses a weight that another rank owns, in Python between two of "
+                    f"the graphs that it was captured as, because of\n{self._opened[found.name]}"
+                ) from error
 
     def _run(self, found: _Found, graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
-        """A captured call."""
-        with found.hollow.lifted():
-            if found.driven is None and not self._waits(found, graph):
-                self._adopt(found, graph, values)
-            if found.driven is None:
+        """A captured call, or a part of one."""
+        with found.hollow.lifted(), self._filled(found):
+            driven = self._driven(found, graph)
+            if driven is None and not self._waits(found, graph):
+                driven = self._adopt(found, graph, values)
+            if driven is None:
                 return _here(graph, values)
-            if not found.driven.knows(graph):
-                self._add(found, graph, values)
-            return found.driven(graph, values)
+            if not driven[0].knows(graph):
+                self._add(found, driven, graph, values)
+            return driven[0](graph, values)
+
+    @contextmanager
+    def _filled(self, found: _Found) -> Iterator[None]:
+        """Inside, a chain's weights of other ranks have their memory here again."""
+        if found.whole or found.emptied is None:
+            yield
+            return
+        found.emptied.close()
+        try:
+            yield
+        finally:
+            found.emptied.enter_context(self._driver.remote.emptied())
+
+    def _driven(self, found: _Found, graph: NetworkGraph) -> tuple[DrivenNetwork, Plan] | None:
+        """The network that this graph is another form of, if there is one."""
+        those = [one for one in found.driven if not one[0].owned_names.isdisjoint(graph.used)]
+        if len(those) > 1:
+            raise NetworkError(
+                f"{found.shown} cannot be captured as one graph, and two of its graphs share "
+                f"{sorted(those[1][0].owned_names & graph.used)[0]!r}:\n{self._opened[found.name]}"
+            )
+        return those[0] if those else None
 
     def _waits(self, found: _Found, graph: NetworkGraph) -> bool:
         """Whether a call tells too little to cut the network by: one sample, before training."""
@@ -222,13 +288,9 @@ class Networks:
             found.module.to(self._driver.device)
         return waits
 
-    def _open(self, found: _Found, inner: Mapping[str, nn.Module], reason: str) -> None:
+    def _open(self, found: _Found, parts: Mapping[str, nn.Module], reason: str) -> None:
         """Let a module run its own Python from here on, and look at the modules that it calls."""
         name, module = found.name, found.module
-        parts = {n: m for n, m in inner.items() if n != name}
-        if not parts:
-            self._keep(name, module, f"cannot be captured as one graph:\n{_indented(reason)}")
-            return
         self._opened[name] = _indented(reason)
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         make(own)
@@ -254,7 +316,9 @@ class Networks:
             forward = compiled(forward)
         watch(module, name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
 
-    def _adopt(self, found: _Found, graph: NetworkGraph, values: Sequence[Any]) -> None:
+    def _adopt(
+        self, found: _Found, graph: NetworkGraph, values: Sequence[Any]
+    ) -> tuple[DrivenNetwork, Plan] | None:
         """Plan, cut and check a network; or leave it on the driver."""
         name, module = found.name, found.module
         refusal = self._cannot_cut(found, graph)
@@ -268,17 +332,21 @@ class Networks:
             count = _count(len(partitions), "network partition")
             refusal = f"has {count}, fewer than {stages} stages"
         if refusal is not None:
-            self._keep(name, module, refusal)
-            return
+            if found.whole:
+                self._keep(name, module, refusal)
+            else:
+                self._kept.setdefault(name, refusal)
+            return None
+        key = f"{name}#{len(found.driven) + 1}" if found.driven else name
         with _as_if_alone():
             leaves = _where_the_network_is(module, graph.bind(values))
-            plan = self._plan(found, graph, partitions, leaves)
+            plan = self._plan(key, found, graph, partitions, leaves)
             boundaries = [find_boundary(partitions, first) for first in plan.cuts]
             codes = cut(graph, partitions, boundaries, self._driver.device)
             if not any(map(is_unmade, (*module.parameters(), *module.buffers()))):
                 check(graph, codes, leaves)
             parts = self._parts(found, graph, leaves, plan.microbatches)
-        found.driven = self._driver.add_network(
+        driven = self._driver.add_network(
             name,
             module,
             graph,
@@ -287,13 +355,16 @@ class Networks:
             parts=parts,
             schedule=plan.schedule,
         )
-        found.plan = plan
-        found.capture.own(frozenset[str]().union(*found.driven.owned_by_stage))
+        found.driven.append((driven, plan))
+        if found.whole:
+            found.capture.own(driven.owned_names)
         self._cut.add(name)
         inner = {n: m for n, m in self._watched.items() if _inside(n, name) and n != name}
-        owned = found.driven.tensors()
-        self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
+        if found.whole:
+            owned = driven.tensors()
+            self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
         watch(module, name, lambda n, m, a, k: self._call(found, a, k))
+        return driven, plan
 
     def _cannot_cut(self, found: _Found, graph: NetworkGraph) -> str | None:
         for leaf in graph.leaves:
@@ -338,6 +409,8 @@ class Networks:
             reason = f"it cannot be captured as one graph:\n{_indented(error.reason)}"
         except CannotFollow as error:
             reason = str(error)
+        if not found.whole:  # a part of it has run already
+            raise NetworkError(f"{found.shown} cannot be called in this way, since {reason}")
         self._say(
             found,
             "runs on the driver in some calls, on weights that are fetched for each of them, since "
@@ -345,15 +418,19 @@ class Networks:
         )
         return found.forward(*arguments, **keywords)
 
-    def _add(self, found: _Found, graph: NetworkGraph, values: Sequence[Any]) -> None:
+    def _add(
+        self,
+        found: _Found,
+        known: tuple[DrivenNetwork, Plan],
+        graph: NetworkGraph,
+        values: Sequence[Any],
+    ) -> None:
         """Give all ranks their stages of another graph of a network, cut at the same places.
 
         Raises:
             CannotFollow: the tensors that it needs are in other places.
         """
-        driven, plan = found.driven, found.plan
-        assert driven is not None
-        assert plan is not None
+        driven, plan = known
         positions = follow(graph, driven.owned_by_stage)
         with _as_if_alone():
             codes = cut_at(graph, positions, self._driver.device)
@@ -381,13 +458,13 @@ class Networks:
 
     def _plan(
         self,
+        name: str,
         found: _Found,
         graph: NetworkGraph,
         partitions: Sequence[NetworkPartition],
         leaves: Sequence[Tensor],
     ) -> Plan:
         """The plan of replica 0, or its error, on all drivers."""
-        name = found.name
         if name not in self._plans:
             plan: Plan | HybridError | None = None
             if self._mesh.place.replica == 0:

@@ -508,7 +508,8 @@ class Driver:
 
     def _ship_optimizers(self, fresh: int) -> None:
         assert self._control is not None
-        parameters = dict(self.module.named_parameters())
+        # what a hook has added on this rank, the others do not have
+        parameters = {n: p for n, p in self.module.named_parameters() if id(p) in self._names}
         optimizers = [link.optimizer for link in self._optimizers]
         for worker in self._workers:
             owned = {name for network in self._networks for name in network.remote[worker - 1]}
@@ -783,6 +784,11 @@ class DrivenNetwork(StagedNetwork):
         self.graphs.append(graph)
         self._parts.append(parts)
 
+    @property
+    def owned_names(self) -> frozenset[str]:
+        """Names in the network of the tensors that stages own."""
+        return frozenset[str]().union(*self.owned_by_stage)
+
     def knows(self, graph: NetworkGraph) -> bool:
         """Whether all ranks have their stages of a graph."""
         return any(known is graph for known in self.graphs)
@@ -846,6 +852,8 @@ class DrivenNetwork(StagedNetwork):
             self._free(self._dropped.popleft())
         self.driver.remote.adopt_replaced()
         self.driver.refresh_borrowed()
+        if self.graphs[variant].writes_parameters:
+            self.driver.remote.outdate(Kind.PARAMETER)
         parts, numbers = self._split(variant, leaves)
         slices = self.graphs[variant].split(leaves, parts)
         key = self._key(variant, slices, numbers, grad)

@@ -175,6 +175,24 @@ class RemoteTensors:
                 if place.get(key) is known.value:  # else it was replaced, which a forward settles
                     open_window(known.value, known)
 
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Inside, what other ranks own has no memory here: computing with it is an error."""
+        taken = []
+        with torch.no_grad(), as_they_are():
+            for kind in (Kind.PARAMETER, Kind.BUFFER):
+                for remote in self._tensors[kind].values():
+                    taken.append((remote.value, remote.value.data))
+                    empty = torch.empty_like(remote.value)
+                    empty.untyped_storage().resize_(0)
+                    remote.value.data = empty
+        try:
+            yield
+        finally:
+            with torch.no_grad(), as_they_are():
+                for value, data in taken:
+                    value.data = data
+
     # -- what the owners do
 
     def outdate(self, *kinds: Kind) -> None:
