@@ -6,8 +6,9 @@ from typing import Any
 
 import sympy
 import torch
-import torch.fx.experimental._config as shape_config
-from torch import Tensor
+import torch._dynamo.config as dynamo_module
+import torch.fx.experimental._config as shape_module
+from torch import Tensor, nn
 
 # switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
 # writers of subclasses ("Extending PyTorch") under this name
@@ -99,6 +100,11 @@ def own_saved_tensors() -> Iterator[None]:
             yield
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether full backward hooks are on a module; there is no public way to ask."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 @contextmanager
 def without_mode(kind: type) -> Iterator[None]:
     """Inside, a torch function mode of this kind, if it is the innermost one, is not active."""
@@ -139,10 +145,14 @@ def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 # ---------------------------------------------------------------- TorchDynamo
 
-_CAPTURE = {
+# torch gives these modules a method that their source does not show
+dynamo_config: Any = dynamo_module
+shape_config: Any = shape_module
+
+_CAPTURE: dict[str, Any] = {
     # a network must never run uncaptured without a word
     "fail_on_recompile_limit_hit": True,
-    "recompile_limit": 16,
+    "recompile_limit": 64,
     # hooks that are put on inner modules in the middle of a run are seen
     "skip_nnmodule_hook_guards": False,
     # values in control flow that does not branch on them
@@ -158,7 +168,7 @@ _CAPTURE = {
 def capture_settings() -> Iterator[None]:
     """Inside, TorchDynamo captures as this package needs it; its settings are process-wide."""
     # sizes are equal if the code says so, not because they happen to be
-    with torch._dynamo.config.patch(**_CAPTURE), shape_config.patch(use_duck_shape=False):
+    with dynamo_config.patch(_CAPTURE), shape_config.patch({"use_duck_shape": False}):
         yield
 
 

@@ -9,6 +9,7 @@ import os
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -519,8 +520,8 @@ class HybridGabraStrategy(DDPStrategy):
             stats |= {f"{worker}.{name}": value for name, value in others.items()}
         return stats
 
-    def _make_plan(self, *arguments: Any) -> Plan:
-        if self._given_plan is not None:
+    def _make_plan(self, *arguments: Any, chosen: bool) -> Plan:
+        if self._given_plan is not None and not chosen:
             return self._given_plan
         replicas, stages = self._shape()
         assert self._process_group_backend is not None
@@ -529,7 +530,7 @@ class HybridGabraStrategy(DDPStrategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return make_plan(
             *arguments,
-            settings=self._settings,
+            settings=replace(self._settings, allocation="exact") if chosen else self._settings,
             replicas=replicas,
             stages=stages,
             backend=self._process_group_backend,

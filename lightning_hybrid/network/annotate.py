@@ -92,7 +92,7 @@ class _Run:
         with self.mode, flops, watch:
             for node in self.graph.nodes:
                 if node.op == "placeholder":
-                    self.values[node] = self._made(node.meta.get("example_value"))
+                    self._make(node)
                     if isinstance(self.values[node], Tensor):
                         self.found.memory[node] = self._memory(self.values[node])
                 elif node.op == "get_attr":
@@ -119,29 +119,36 @@ class _Run:
     def _run(self, node: fx.Node) -> set[int]:
         if self.lost:
             return set()
-        args, kwargs = (
-            fx.map_arg(given, self.values.__getitem__) for given in (node.args, node.kwargs)
-        )
+        args: Any = fx.map_arg(node.args, self.values.__getitem__)
+        kwargs: Any = fx.map_arg(dict(node.kwargs), self.values.__getitem__)
         before = [(tensor, tensor._version) for _, tensor in tensors_in((args, kwargs))]
         try:
             if node.op == "call_method":
                 value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+                function: Any = node.target
+                value = function(*args, **kwargs)
         except Exception:  # it depends on values
             self.lost = True
             return set()
         self.values[node] = value
         return {self._memory(t) for t, version in before if t._version != version}
 
+    def _make(self, node: fx.Node) -> None:
+        try:
+            self.values[node] = self._made(node.meta.get("example_value"))
+        except (NotImplementedError, RuntimeError):
+            self.values[node], self.lost = None, True
+
     def _made(self, example: Any) -> Any:
         """A stand-in of the captured sizes."""
         if isinstance(example, Tensor):
             shape = [_hint(size) for size in example.shape]
-            if example.layout is not torch.strided:
-                return torch.zeros(shape, dtype=example.dtype, device=example.device)
+            if example.layout is not torch.strided or example.is_nested:
+                raise NotImplementedError("a sparse or nested tensor")
             stride = [_hint(step) for step in example.stride()]
-            return torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
+            made = torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
+            return made.requires_grad_(example.requires_grad)
         return value_with(example, {}, hint=True) if is_symbolic(example) else example
 
     def _memory(self, tensor: Tensor) -> int:

@@ -92,7 +92,8 @@ class Capture:
             return forward(*args, **kwargs)
 
         # each network counts its captures by itself, whatever else runs the same code
-        self._compiled = torch.compile(
+        compiler: Any = torch.compile
+        self._compiled = compiler(
             call, backend=self._take, fullgraph=whole, isolate_recompiles=True
         )
 
@@ -169,7 +170,7 @@ class Capture:
 
     def _replaced_buffer(self, value: Any) -> str | None:
         for table, key, name in self._buffers:
-            if table.get(key) is value:
+            if isinstance(value, Tensor) and table.get(key) is value:
                 return name if self._shared[name] == kind_of(value) else None
         return None
 

@@ -51,8 +51,10 @@ def run(graph: NetworkGraph, stages: Sequence[Stage], leaves: Sequence[Tensor]) 
 
 
 def _once(graph: NetworkGraph, stages: Sequence[Stage], leaves: Sequence[Tensor]) -> list[Any]:
-    with untouched(graph.network, graph.written), torch.no_grad():
-        return run(graph, stages, fresh(graph, leaves))
+    grad = torch.set_grad_enabled(graph.differentiable)
+    with untouched(graph.network, graph.written), grad:
+        found = run(graph, stages, fresh(graph, leaves))
+        return [value.detach() if isinstance(value, Tensor) else value for value in found]
 
 
 def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:

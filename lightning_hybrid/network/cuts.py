@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from lightning_hybrid.network.graph import Layer, NetworkGraph
@@ -39,6 +40,9 @@ class Cuts:
         self._spans = {name: span for name, span in spans.items() if name in written}
         self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
         self._memory = self._lives_of_memory(count)
+        self._looks_back = max(
+            (i for i, layer in enumerate(graph.layers) if _differentiates(layer.node)), default=-1
+        )
         self._unknown = next(
             (i for i, layer in enumerate(graph.layers) if not layer.effects.known), count
         )
@@ -89,34 +93,50 @@ class Cuts:
 
     def refusal(self, position: int) -> str | None:
         """Why the network may not be cut here; None: it may."""
-        graph = self.graph
-        if position in (0, len(graph.layers)):
+        layers = self.graph.layers
+        if position in (0, len(layers)):
             return None  # a stage without layers
-        before = graph.layers[position - 1]
+        before = layers[position - 1]
         if position > self._unknown:
-            return f"what {_called(graph.layers[self._unknown])} does depends on values"
+            return f"what {_called(layers[self._unknown])} does depends on values"
+        if position <= self._looks_back:
+            return f"{_called(layers[self._looks_back])} differentiates what comes before it"
         if not before.effects.ambient:
             return (
                 f"it lies between {_called(before)} and the place where gradients, autocast or "
                 "vmap are switched back"
             )
+        return self._does_not_travel(position) or self._changes_later(position)
+
+    def _does_not_travel(self, position: int) -> str | None:
         crossing = self.crossing(position)
         if not crossing:
             return "no tensor crosses"
-        for name, (first, last) in self._spans.items():
-            if first < position <= last:
-                one, other = _called(graph.layers[first]), _called(graph.layers[last])
-                return f"{name!r} changes, and is used by {one} before the cut and {other} after it"
+        numbers = {leaf.node for leaf in self.graph.leaves if leaf.number}
         for node in crossing:
-            info = graph.info.get(node)
-            if info is None and not any(leaf.node is node for leaf in graph.leaves):
+            info = self.graph.info.get(node)
+            if info is None and node not in numbers:
                 return f"{node.name}, which crosses, is no tensor"
             if info is not None and not (info.free and info.is_strided):
                 return f"the shape of {node.name}, which crosses, depends on values"
+        return None
+
+    def _changes_later(self, position: int) -> str | None:
+        layers = self.graph.layers
+        for name, (first, last) in self._spans.items():
+            if first < position <= last:
+                one, other = _called(layers[first]), _called(layers[last])
+                return f"{name!r} changes, and is used by {one} before the cut and {other} after it"
         for first, last, why in self._memory:
             if first < position <= last:
                 return f"memory made before the cut is used after it, and {why}"
         return None
+
+
+def _differentiates(node: fx.Node) -> bool:
+    return node.target is torch.autograd.grad or (
+        node.op == "call_method" and node.target == "backward"
+    )
 
 
 def _called(layer: Layer) -> str:

@@ -53,8 +53,8 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
             missing = (layer.parameters | layer.buffers) - owned[stage]
             if missing:
                 raise CannotFollow(
-                    f"it is called in another way than at first (other sizes, values or modes), and "
-                    f"then stage {stage} uses {sorted(missing)[0]!r}, which another stage owns. "
+                    "it is called in another way than at first (other sizes, values or modes), "
+                    f"and then stage {stage} uses {sorted(missing)[0]!r} of another stage. "
                     "Cut points that suit both would do: HybridGabraStrategy(allocation=[...])"
                 )
     return positions

@@ -129,6 +129,8 @@ class NetworkGraph:
     info: dict[fx.Node, TensorInfo]
     fingerprint: str
     guards: Any = field(repr=False)
+    differentiable: bool = True
+    """whether gradients were switched on when it was captured"""
 
     # ------------------------------------------------------------------ making
 
@@ -265,6 +267,16 @@ class NetworkGraph:
         examples = (node.meta.get("example_value") for node in self.place)
         return next((e.device for e in examples if isinstance(e, Tensor)), torch.device("cpu"))
 
+    @cached_property
+    def uncuttable(self) -> str | None:
+        """An operation that runs the user's Python later, and so belongs on the driver."""
+        for node in self.graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                name = node.target.name()
+                if name not in _TRAVELLING:
+                    return f"{name} (in {node.name!r})"
+        return None
+
     @property
     def is_static(self) -> bool:
         """Whether no size of the batch is free: captured with one sample, or for one size only."""
@@ -326,6 +338,7 @@ class _Describing:
             self.info,
             self._fingerprint(),
             self.guards,
+            torch.is_grad_enabled(),
         )
 
     def _batch_symbol(self) -> Any:
@@ -448,7 +461,7 @@ class _Describing:
 
     def _module_of(self, node: fx.Node) -> str:
         for key in reversed(list(node.meta.get("nn_module_stack") or ())):
-            name = self.module_names.get(str(key).split("@")[0])
+            name: str | None = self.module_names.get(str(key).split("@")[0])
             if name is not None:
                 return name
         return ""
@@ -497,6 +510,12 @@ _ARITHMETIC = {
     torch.sym_sqrt,
     *(function for function in vars(math).values() if callable(function)),
 }  # fmt: skip
+_TRAVELLING = {
+    *("tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd_function_apply"),
+    *("wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast", "invoke_subgraph", "out_dtype"),
+    *("cond", "map", "map_impl", "scan", "associative_scan", "while_loop", "flex_attention"),
+}
+"""Operations on graphs that mean the same on another rank."""
 _LOOKS = {"size", "item", "dim", "numel", "stride", "__len__", "storage_offset"}
 
 

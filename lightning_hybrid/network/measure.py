@@ -1,7 +1,7 @@
 """Run the partitions of a network on a real micro-batch, and look at the clock.
 
-Nobody notices: what runs are the captured operations on copies of the weights, so buffers, gradients
-and generators stay what they are, and no hook runs.
+Nobody notices: what runs are the captured operations on copies of the weights, so buffers,
+gradients and generators stay what they are, and no hook runs.
 """
 
 from __future__ import annotations

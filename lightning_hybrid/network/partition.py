@@ -1,8 +1,9 @@
 """Group the layers of a network into network partitions, the smallest units that move as a whole.
 
-One heavy layer (convolution, linear layer) with the light ones around it makes one partition: Akintoye et al. 2022, III-A.1. Where the light layers between two
-heavy ones are divided follows the network's own modules: the cut lies where the fewest modules are
-left open, and as late as possible (so convolution, norm and ReLU stay together).
+One heavy layer (convolution, linear layer) with the light ones around it makes one partition:
+Akintoye et al. 2022, III-A.1. Where the light layers between two heavy ones are divided follows the
+network's own modules: the cut lies where the fewest modules are left open, and as late as possible
+(so convolution, norm and ReLU stay together).
 """
 
 from __future__ import annotations

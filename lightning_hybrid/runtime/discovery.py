@@ -5,22 +5,22 @@ planned, cut and checked then and there, and only then runs, like every later ca
 pipeline.
 
 A module whose Python cannot be captured as one graph (it prints, logs, or branches on values) runs
-that Python as ever, on the driver, and the modules that it calls are looked at in its place; if none
-of them is large enough, it becomes a chain of graphs, of which the large ones are cut. A network
-that is cut already and is then called in a way that cannot be captured, or that does not suit its
-cuts, runs on the driver too, on weights that are fetched for it: slowly, and right.
+that Python as ever, on the driver, and the modules that it calls are looked at in its place; if
+none of them is large enough, it becomes a chain of graphs, of which the large ones are cut. A
+network that is cut already and is then called in a way that cannot be captured, or that does not
+suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right.
 """
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.compat import BatchNorm, own_saved_tensors, without_mode
+from lightning_hybrid.compat import BatchNorm, has_backward_hooks, own_saved_tensors, without_mode
 from lightning_hybrid.errors import (
     HybridError,
     NetworkError,
@@ -53,9 +53,30 @@ from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.staged import tensors_of
 from lightning_hybrid.runtime.transport import broadcast_object
 
-Planner = Callable[[str, NetworkGraph, Sequence[NetworkPartition], list[Tensor], int], Plan]
-"""Makes a plan from the network's name, its graph and partitions, the inputs of one micro-batch,
-and the number of micro-batches."""
+
+class Planner(Protocol):
+    """Makes plans."""
+
+    def __call__(
+        self,
+        name: str,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        leaves: list[Tensor],
+        microbatches: int,
+        *,
+        chosen: bool,
+    ) -> Plan:
+        """A plan for a network.
+
+        Args:
+            name: of the network.
+            graph: of it.
+            partitions: of the graph.
+            leaves: the inputs of one micro-batch.
+            microbatches: their number.
+            chosen: choose the cuts, whatever the user has said.
+        """
 
 
 @dataclass(frozen=True)
@@ -196,6 +217,9 @@ class Networks:
             return self._captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = error.reason
+        hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
+        if hooked:
+            reason = f"{hooked[0]!r} has a full backward hook\n{reason}"
         parts = {n: m for n, m in inner.items() if n != name}
         if any(len(_layers(part)) >= self._mesh.place.stages for part in parts.values()):
             self._open(found, parts, reason)
@@ -370,6 +394,8 @@ class Networks:
         for leaf in graph.leaves:
             if not leaf.number and not graph.info[leaf.node].is_strided:
                 return f"takes a tensor that is not dense ({leaf.node.name})"
+        if graph.uncuttable is not None:
+            return f"has {graph.uncuttable}, which runs Python of the user's later"
         if not graph.leaves:
             return "takes no tensor"
         if not graph.tensor_outputs:
@@ -431,6 +457,9 @@ class Networks:
             CannotFollow: the tensors that it needs are in other places.
         """
         driven, plan = known
+        refusal = self._cannot_cut(found, graph)
+        if refusal is not None:
+            raise CannotFollow(f"it {refusal}")
         positions = follow(graph, driven.owned_by_stage)
         with _as_if_alone():
             codes = cut_at(graph, positions, self._driver.device)
@@ -506,7 +535,14 @@ class Networks:
                 self._say_whole(found, reason)
                 wanted = 1
             slices = graph.split(leaves, wanted)
-        return self._how.make_plan(found.name, graph, partitions, slices[0], wanted)
+        make = self._how.make_plan
+        try:
+            return make(found.name, graph, partitions, slices[0], wanted, chosen=False)
+        except NetworkError:
+            if found.whole:
+                raise
+            # the user's cut points are for the network as a whole
+            return make(found.name, graph, partitions, slices[0], wanted, chosen=True)
 
     # ------------------------------------------------------------------ what is said
 
@@ -518,8 +554,8 @@ class Networks:
     def _say_whole(self, found: _Found, reason: str) -> None:
         self._say(
             found,
-            f"takes each batch whole (num_microbatches=1): {reason}, so the numbers would depend on "
-            "how the batch is split.",
+            f"takes each batch whole (num_microbatches=1): {reason}, so the numbers would depend "
+            "on how the batch is split.",
         )
 
     def _say_again(self, found: _Found) -> None:

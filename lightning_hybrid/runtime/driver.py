@@ -120,6 +120,8 @@ class Driver:
         self._networks: list[DrivenNetwork] = []
         self._optimizers: list[OptimizerLink] = []
         self._names = {id(p): name for name, p in module.named_parameters()}
+        # what a hook makes on this rank alone, the workers do not have
+        self._shared = frozenset(tensors_of(module))
         self._settled = False
         self._in_pass = False  # workers may be waiting for a stage of this rank
         self._rest = self._copies_of_the_rest()
@@ -705,7 +707,11 @@ class Driver:
         if weights and self._control is not None:
             for worker in self._workers:
                 self._control.tell(worker, Op.TAKE_WEIGHTS)
-                everyones = {n: t for n, t in tensors_of(self.module).items() if not is_deferred(t)}
+                everyones = {
+                    name: tensor
+                    for name, tensor in tensors_of(self.module).items()
+                    if name in self._shared and not is_deferred(tensor)
+                }
                 self._control.send_tensors(worker, everyones)
             self._ship_optimizers(fresh=0)
         self._ask(Op.END, payload=results)

@@ -160,7 +160,7 @@ class HooksAllModules(Row):
 class HooksTheBackward(Row):
     """Full backward hooks note the gradients at a layer of each stage."""
 
-    equal_or_refused = ("backward hook", "first")
+    equal_or_refused = ("full backward hook", "first")
 
     def build(self) -> None:
         super().build()
@@ -174,7 +174,7 @@ class HooksTheBackward(Row):
 class ChangesGradientsInABackwardHook(Row):
     """Gradients are clipped on their way through the net."""
 
-    equal_or_refused = ("backward hook", "second")
+    equal_or_refused = ("full backward hook", "second")
 
     def build(self) -> None:
         super().build()

@@ -354,7 +354,9 @@ def assert_computed_apart(ranks: list[Record], row: type[Row], stages: int) -> N
     assert len({record["pid"] for record in ranks}) == len(ranks)
     for replica in _replicas(ranks, stages):
         got = "gradients" if row.trains else "forwards"
-        owned = [set(record[got]) for record in replica]
+        # a driver tries the whole network once, so its forward passes say little
+        owners = replica if row.trains or stages == 1 else replica[1:]
+        owned = [set(record[got]) for record in owners]
         assert all(owned) or (row.idle and any(owned)), f"a stage had no {got}: {owned}"
         assert sum(map(len, owned)) == len(set().union(*owned)), f"two stages had {got} of one"
 
