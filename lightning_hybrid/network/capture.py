@@ -168,9 +168,9 @@ class Capture:
             if (full := f"{name}.{key}".removeprefix(".")) in self._shared
         ]
 
-    def _replaced_buffer(self, value: Any) -> str | None:
+    def _replaced_buffer(self, value: Tensor) -> str | None:
         for table, key, name in self._buffers:
-            if isinstance(value, Tensor) and table.get(key) is value:
+            if table.get(key) is value:
                 return name if self._shared[name] == kind_of(value) else None
         return None
 

@@ -279,9 +279,11 @@ def function_named(name: str) -> Any:
         for part in path.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
+        operator = path.removeprefix("ops.").replace(".", "::", 1)
         raise NetworkError(
-            f"the network calls {name.replace(':', '.')}, which is not there on this rank; every "
-            "rank must import and register the same functions"
+            f"the network calls {operator if path.startswith('ops.') else f'{module}.{path}'}, "
+            "which is not there on this rank; every rank must import and register the same "
+            "functions, before the run begins"
         ) from error
     return value
 

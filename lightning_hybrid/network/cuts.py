@@ -56,7 +56,8 @@ class Cuts:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for leaf in self.graph.leaves:
-            first.setdefault(self.graph.memory.get(leaf.node, -1), -1)
+            if leaf.node in self.graph.memory:
+                first.setdefault(self.graph.memory[leaf.node], -1)
         for index, layer in enumerate(self.graph.layers):
             for number in layer.effects.results:
                 first.setdefault(number, index)

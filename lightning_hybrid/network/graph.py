@@ -463,7 +463,7 @@ class _Describing:
         for key in reversed(list(node.meta.get("nn_module_stack") or ())):
             name: str | None = self.module_names.get(str(key).split("@")[0])
             if name is not None:
-                return name
+                return name.partition(".parametrizations.")[0]
         return ""
 
     def _leaves(self) -> tuple[Leaf, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +39,8 @@ class StageCode:
         numbers: which of the call's numbers it takes.
         written: names of those parameters and buffers that it changes.
         layers: (first, after last) number of its layers.
+        beside: names of further parameters and buffers of the modules whose tensors it takes: this
+            graph does not use them, but others will (a count of batches, in training).
     """
 
     code: GraphCode
@@ -46,6 +48,12 @@ class StageCode:
     numbers: tuple[int, ...]
     written: frozenset[str]
     layers: tuple[int, int]
+    beside: tuple[str, ...] = ()
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Names of all tensors that belong to the rank of this stage."""
+        return (*self.tensors, *self.beside)
 
 
 class Stage:
@@ -61,9 +69,10 @@ class Stage:
     """
 
     def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
-        self.written, self.layers, self.tensor_names = code.written, code.layers, code.tensors
+        self.written, self.layers, self.tensor_names = code.written, code.layers, code.owned
         self._numbers = code.numbers
-        self._places = [_place(network, name) for name in code.tensors]
+        self._all_places = [_place(network, name) for name in code.owned]
+        self._places = self._all_places[: len(code.tensors)]
         self._run = code.code.function(device)
         self.compiled = False
 
@@ -80,12 +89,13 @@ class Stage:
             values: what crosses the cut before it; for stage 0 what a call brings.
             numbers: all numbers of the call.
         """
-        return self.run_with(self._tensors(), values, numbers)
+        tensors = [table[key] for table, key in self._places]
+        return self.run_with(tensors, values, numbers)
 
     def run_with(
         self, tensors: Sequence[Tensor], values: Sequence[Any], numbers: Sequence[Any] = ()
     ) -> list[Any]:
-        """The same with other parameters and buffers, in the order of ``tensor_names``."""
+        """The same with other parameters and buffers, in the order of ``StageCode.tensors``."""
         result: list[Any] = self._run(*tensors, *values, *[numbers[n] for n in self._numbers])
         return result
 
@@ -96,12 +106,12 @@ class Stage:
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad.data = parameter.grad.data.to(device)
-        for (table, key), value in zip(self._places, self._tensors()):
+        for (table, key), value in zip(self._all_places, self._tensors()):
             if not isinstance(value, nn.Parameter):
                 table[key] = value.to(device)
 
     def _tensors(self) -> list[Tensor]:
-        return [table[key] for table, key in self._places]
+        return [table[key] for table, key in self._all_places]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The network's parameters that this stage uses, under their names in the network."""
@@ -181,7 +191,23 @@ def cut_at(
     cuts = Cuts(graph)
     device = device or graph.device
     places = [0, *positions, len(graph.layers)]
-    return [_stage(graph, cuts, start, stop, device) for start, stop in pairwise(places)]
+    stages = [_stage(graph, cuts, start, stop, device) for start, stop in pairwise(places)]
+    return _with_what_is_beside(stages, graph.network)
+
+
+def _with_what_is_beside(stages: Sequence[StageCode], network: nn.Module) -> list[StageCode]:
+    """The same, with the tensors of their modules that this graph does not use."""
+    taken = {name for stage in stages for name in stage.tensors}
+    home: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for name in stage.tensors:
+            home.setdefault(name.rpartition(".")[0], number)
+    beside: list[list[str]] = [[] for _ in stages]
+    for name, _ in (*network.named_parameters(), *network.named_buffers()):
+        module = name.rpartition(".")[0]
+        if name not in taken and module and module in home:
+            beside[home[module]].append(name)
+    return [replace(stage, beside=tuple(names)) for stage, names in zip(stages, beside)]
 
 
 def make_stages(

@@ -62,8 +62,9 @@ class Planner(Protocol):
         name: str,
         graph: NetworkGraph,
         partitions: Sequence[NetworkPartition],
-        leaves: list[Tensor],
+        leaves: Sequence[Tensor],
         microbatches: int,
+        /,
         *,
         chosen: bool,
     ) -> Plan:
@@ -246,6 +247,7 @@ class Networks:
         remote = self._driver.remote
         with ExitStack() as stack:
             stack.enter_context(without_mode(Synchronised))
+            stack.enter_context(own_saved_tensors())
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole or not found.driven:
@@ -306,11 +308,15 @@ class Networks:
         return those[0] if those else None
 
     def _waits(self, found: _Found, graph: NetworkGraph) -> bool:
-        """Whether a call tells too little to cut the network by: one sample, before training."""
-        waits = self._how.training and graph.is_static and not torch.is_grad_enabled()
-        if waits and not any(map(is_unmade, found.module.parameters())):
-            found.module.to(self._driver.device)
-        return waits
+        """Whether a call comes before training, and so tells too little to cut the network by.
+
+        Evaluation may have other layers, one sample only, and no gradients. Until a training step
+        calls it, the network is whole here, if it can be.
+        """
+        if not self._how.training or torch.is_grad_enabled() or not self._is_here(found):
+            return False
+        found.module.to(self._driver.device)
+        return True
 
     def _open(self, found: _Found, parts: Mapping[str, nn.Module], reason: str) -> None:
         """Let a module run its own Python from here on, and look at the modules that it calls."""
@@ -367,18 +373,17 @@ class Networks:
             plan = self._plan(key, found, graph, partitions, leaves)
             boundaries = [find_boundary(partitions, first) for first in plan.cuts]
             codes = cut(graph, partitions, boundaries, self._driver.device)
-            if not any(map(is_unmade, (*module.parameters(), *module.buffers()))):
+            if self._is_here(found):
                 check(graph, codes, leaves)
-            parts = self._parts(found, graph, leaves, plan.microbatches)
-        driven = self._driver.add_network(
-            name,
-            module,
-            graph,
-            codes,
-            devices=plan.devices,
-            parts=parts,
-            schedule=plan.schedule,
-        )
+            driven = self._driver.add_network(
+                name,
+                module,
+                graph,
+                codes,
+                devices=plan.devices,
+                parts=self._parts(found, graph, leaves, plan.microbatches),
+                schedule=plan.schedule,
+            )
         found.driven.append((driven, plan))
         if found.whole:
             found.capture.own(driven.owned_names)
@@ -442,7 +447,10 @@ class Networks:
             "runs on the driver in some calls, on weights that are fetched for each of them, since "
             + reason,
         )
-        return found.forward(*arguments, **keywords)
+        # batch statistics are those of a micro-batch in all calls
+        normalised = any(isinstance(m, BatchNorm) and m.training for m in found.module.modules())
+        chunks = found.driven[0][1].microbatches if normalised else 1
+        return call_in_chunks(found.forward, arguments, keywords, chunks)
 
     def _add(
         self,
@@ -464,7 +472,7 @@ class Networks:
         with _as_if_alone():
             codes = cut_at(graph, positions, self._driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
-        self._driver.add_variant(driven, graph, codes, parts)
+            self._driver.add_variant(driven, graph, codes, parts)
         self._say_again(found)
 
     def _parts(

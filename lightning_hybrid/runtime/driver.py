@@ -171,7 +171,7 @@ class Driver:
         tensors = tensors_of(self.module)
         parameters = dict(network.named_parameters())
         borrowed = borrowed_parameters(
-            [[n for n in code.tensors if n in parameters] for code in codes], devices
+            [[n for n in code.owned if n in parameters] for code in codes], devices
         )
         refuse_tied(name, tensors, borrowed)
         self._refuse_compiled(name, borrowed[0])
@@ -180,7 +180,7 @@ class Driver:
         for worker in self._workers:
             lent = borrowed[worker]
             theirs = [code for code, device in zip(codes, devices) if device == worker]
-            names = {n: prefix + n for code in theirs for n in code.tensors}
+            names = {n: prefix + n for code in theirs for n in code.owned}
             self._control.tell(worker, Op.TAKE_WEIGHTS)
             self._control.send_tensors(worker, to_send(tensors, names.values()))
             remote.append(tuple(full for n, full in names.items() if n not in lent))
@@ -212,7 +212,7 @@ class Driver:
         driven = DrivenNetwork(
             self, number, name, network, engine, graph, parts, remote, borrowed[0]
         )
-        driven.owned_by_stage = [frozenset(code.tensors) for code in codes]
+        driven.owned_by_stage = [frozenset(code.owned) for code in codes]
         driven.devices, driven.schedule = tuple(devices), schedule
         self._networks.append(driven)
         self._rest.close()

@@ -232,12 +232,10 @@ class Witness:
 
     def attach(self, module: LightningModule) -> None:
         """Observe what is not observed yet. (All modules exist when a strategy is set up.)"""
-        trains = getattr(module, "trains", True)
         for name, part in module.named_modules():
             owns = next(part.parameters(recurse=False), None) is not None
             if not self._trains and owns and part is not module and id(part) not in self._known:
-                if not trains:
-                    part.register_forward_hook(partial(noting, name))
+                part.register_forward_hook(partial(noting, name))
                 self._known.add(id(part))
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
