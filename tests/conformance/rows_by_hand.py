@@ -295,3 +295,10 @@ class StartsAgain(Row):
             torch.manual_seed(11)  # the state before is not the same in every strategy
             nn.init.normal_(self.net.first.weight, std=0.3)
             self.net.second.reset_parameters()
+
+
+class CallsAPartOfTheNetwork(Row):
+    """A layer of an earlier stage is called by itself: its weights are fetched, and trained."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + self.net.first(x).square().mean()

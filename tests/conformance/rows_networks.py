@@ -275,7 +275,6 @@ class CountsCalls(Row):
 
     shapes = fast = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.1"]}
-    per_microbatch = True
 
     class Counting(nn.Linear):
         def __init__(self, inputs: int, outputs: int) -> None:

@@ -73,14 +73,6 @@ class RefusedWithoutACall(Row):
         return nn.functional.cross_entropy(hidden @ self.net.third.weight.T, y)
 
 
-class RefusedPartOfANetwork(Row):
-    shapes = (ONE_OF_TWO,)
-    refused = ("'net.first'", "Linear", "network=[")
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().loss(x, y) + self.net.first(x).square().mean()
-
-
 class RefusedLBFGS(Row):
     shapes = (ONE_OF_TWO,)
     refused = ("LBFGS", "another optimizer")
