@@ -6,7 +6,6 @@ strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
 """
 
 import os
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -35,7 +34,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
-from lightning_hybrid.errors import PlanError, RemoteError
+from lightning_hybrid.errors import PlanError
 from lightning_hybrid.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
@@ -51,6 +50,7 @@ from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.engine import StageOptions
+from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import (
     Watch,
     first_fault,
@@ -209,7 +209,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._deferral: Deferral | None = None
         self._outlined = False  # the checkpoint that is being loaded is an outline
         self._statistics: AbstractContextManager[Any] = nullcontext()
-        self._failure = "this rank has failed"
+        self._failure = Failure("this rank has failed")
         self._phase = _Phase.TOGETHER
         self._mesh: Mesh | None = None
         self._networks: Networks | None = None
@@ -374,7 +374,7 @@ class HybridGabraStrategy(DDPStrategy):
             survey=self._survey if self._is_open else None,
             capacity=self._capacity,
         )
-        self._watch = Watch(self._mesh)
+        self._watch = Watch(str(self._mesh.place), self._mesh.store)
         if self._mesh.cluster is not None:
             self.set_world_ranks()
             measure_links(self._mesh, self.root_device)
@@ -418,7 +418,7 @@ class HybridGabraStrategy(DDPStrategy):
     @staticmethod
     def _meet(mesh: Mesh) -> None:
         if not meet(mesh.world):
-            raise RemoteError(read_fault(mesh))
+            raise read_fault(mesh).exception()
 
     # ------------------------------------------------------------------ a run
 
@@ -672,31 +672,30 @@ class HybridGabraStrategy(DDPStrategy):
         self._phase = _Phase.TOGETHER
         self._meet(self._mesh)
 
-    def fail(self, error: BaseException) -> str | None:
+    def fail(self, error: BaseException) -> Failure | None:
         """This rank fails with ``error``: tell the others.
 
         Returns:
-            The text of the failure that came first, on another rank; ``None``: it is this one.
+            The failure that came first, on another rank; ``None``: it is this one.
         """
         self._stop_watching()
-        place = self.place
-        text = "".join(traceback.format_exception(error))
-        first = first_fault(self._mesh, error, f"{place} failed:\n{text}")
+        place = str(self.place)
+        first = first_fault(self._mesh, error, place)
+        self._failure = first or Failure.of(error, place)
         if first is None and self._phase is _Phase.TOGETHER and not is_loss(error):
             say_at_next_meeting(self._mesh)
-        if self._driver is not None and self._start_method != "popen":
-            self._abort_workers(first or f"{place} failed:\n{text}")
-        self._failure = first or f"{place} failed:\n{text}"
+        if self._start_method != "popen":
+            self._abort_workers()
         self._phase = _Phase.FAILED
         return first
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._abort_workers(self._failure)
+        self._abort_workers()
 
-    def _abort_workers(self, text: str) -> None:
+    def _abort_workers(self) -> None:
         if self._driver is not None:
-            self._driver.abort(text)
+            self._driver.abort(self._failure)
         self._phase = _Phase.FAILED
         forget_mesh()
 

@@ -13,7 +13,9 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 from lightning_hybrid.compat import unrecorded
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.network.deferred import value_of
+from lightning_hybrid.runtime.losses import is_late
 from lightning_hybrid.runtime.mesh import Group
 
 FRAME = 8
@@ -101,15 +104,14 @@ class Link:
         """Send without waiting; the tensors must not be changed before :meth:`flush`."""
         for tensor in tensors:
             tensor = tensor.detach().contiguous()
-            work = _start(self._group.send, [tensor], self._other, 0, peer=self._peer)
+            work = start(self._group.send, [tensor], self._other, 0, peer=self._peer)
             self._sends.append((work, tensor))
 
     def post(self, specs: Sequence[TensorSpec]) -> Arrival:
         """Get ready to receive tensors of these shapes, in this order."""
         tensors = [spec.empty(self._device) for spec in specs]
         works = [
-            _start(self._group.recv, [tensor], self._other, 0, peer=self._peer)
-            for tensor in tensors
+            start(self._group.recv, [tensor], self._other, 0, peer=self._peer) for tensor in tensors
         ]
         return Arrival(tensors, works, self._peer)
 
@@ -150,7 +152,7 @@ class Control:
             frame = torch.zeros(FRAME, dtype=torch.int64)
             frame[0] = _STILL_HERE
             with self._lock:
-                work = _start(self._group.send, [frame], peer, 0, peer=self._names[peer])
+                work = start(self._group.send, [frame], peer, 0, peer=self._names[peer])
             # nobody waits for it: the peer may not listen for long
             self._beats.append((work, frame))
 
@@ -195,7 +197,7 @@ class Control:
             wait(work, _A_RANK)
 
     def _send(self, peer: int, tensor: Tensor) -> None:
-        work = _start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
+        work = start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
         self._sends.append((work, tensor))
         while len(self._sends) > _KEPT_SENDS or self._kept_bytes() > _KEPT_BYTES:
             oldest, _ = self._sends.popleft()
@@ -206,7 +208,7 @@ class Control:
 
     def _receive(self, peer: int, tensor: Tensor) -> None:
         name = self._names[peer]
-        wait(_start(self._group.recv, [tensor], peer, 0, peer=name), name)
+        wait(start(self._group.recv, [tensor], peer, 0, peer=name), name)
 
 
 def broadcast_object(
@@ -227,12 +229,12 @@ def broadcast_object(
     size = torch.tensor([len(data)], device=device)
     options = dist.BroadcastOptions()
     options.rootRank = source
-    wait(_start(group.broadcast, [size], options, peer=_A_RANK), _A_RANK)
+    wait(start(group.broadcast, [size], options, peer=_A_RANK), _A_RANK)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
     if buffer is None:
         buffer = torch.empty(int(size), dtype=torch.uint8)
     buffer = buffer.to(device or buffer.device)
-    wait(_start(group.broadcast, [buffer], options, peer=_A_RANK), _A_RANK)
+    wait(start(group.broadcast, [buffer], options, peer=_A_RANK), _A_RANK)
     return value if here else pickle.loads(buffer.cpu().numpy().tobytes())
 
 
@@ -242,18 +244,34 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
 
 
 def meet(group: Group, *, failed: bool = False) -> bool:
-    """Wait until every rank of ``group`` is here, and hear whether all are well.
-
-    A rank that has failed comes to the next meeting all the same, to say so.
-    """
-    flag = torch.tensor([int(failed)])
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    wait(_start(group.allreduce, [flag], options, peer=_A_RANK), _A_RANK)
+    """Wait until every rank of ``group`` is here, and hear whether all are well."""
+    flag, work = _come(group, failed=failed)
+    wait(work, _A_RANK)
     return not flag.item()
 
 
-def _start(call: Any, *arguments: Any, peer: str) -> dist.Work:
+def say_at_next_meeting(group: Group, patience: timedelta) -> None:
+    """A rank that has failed comes to the next meeting all the same, to say so.
+
+    Who comes after it has run out of ``patience`` still hears it, as long as its process lives.
+    """
+    with suppress(ConnectionLost, RuntimeError):
+        _come(group, failed=True)[1].wait(patience)
+
+
+def _come(group: Group, *, failed: bool) -> tuple[Tensor, dist.Work]:
+    flag = torch.tensor([int(failed)])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    return flag, start(group.allreduce, [flag], options, peer=_A_RANK)
+
+
+def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
+    """Begin a transfer: ``call`` is a method of a process group.
+
+    Raises:
+        ConnectionLost: ``peer`` has gone away before.
+    """
     try:
         with unrecorded():
             work: dist.Work = call(*arguments)
@@ -272,11 +290,6 @@ def wait(work: dist.Work, peer: str) -> None:
         work.wait()
     except RuntimeError as error:
         raise _lost(peer, error) from None
-
-
-def is_late(error: BaseException) -> bool:
-    """Whether gloo gave up waiting; the second is what the other transfers of a pair say then."""
-    return any(words in str(error) for words in ("Timed out waiting", "Application timeout"))
 
 
 def _lost(peer: str, error: RuntimeError) -> ConnectionLost:

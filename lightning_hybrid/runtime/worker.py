@@ -1,6 +1,5 @@
 """A worker: it owns stages of each network, not the last one, and obeys its driver."""
 
-import traceback
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -9,12 +8,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.errors import NetworkError, RemoteError
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import cut, network_partitions, trace
 from lightning_hybrid.runtime.calls import BackwardMode, CallKey
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
+from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.large import Claim, share_optimizers
 from lightning_hybrid.runtime.links import control_of, link_stages
@@ -87,7 +87,7 @@ class Worker:
         self._parameters = dict(module.named_parameters())
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._modes: tuple[int, int] | None = None
-        self._failure: str | None = None
+        self._failure: Failure | None = None
         self._claim: Claim | None = None
 
     def serve(self) -> Any:
@@ -97,7 +97,8 @@ class Worker:
             What the driver sends at the end: its results.
 
         Raises:
-            RemoteError: the driver has failed, or was lost.
+            Exception: the driver's, which has failed; caused by a RemoteError.
+            ConnectionLost: the driver was lost.
         """
         self._heartbeat = Heartbeat(self._control, [DRIVER], self._mesh.timeout)
         with left_to_the_driver():
@@ -116,15 +117,14 @@ class Worker:
             operation = Op(number)
             self._heartbeat.on = operation in _ANSWERED
             if operation is Op.ABORT:
-                raise RemoteError(payload)
+                raise payload.exception()
             answer = None
             try:
                 answer = getattr(self, f"_{operation.name.lower()}")(payload, *arguments)
             except ConnectionLost:
                 raise
             except Exception as error:
-                text = "".join(traceback.format_exception(error))
-                self._failure = self._failure or f"{self._mesh.place} failed:\n{text}"
+                self._failure = self._failure or Failure.of(error, str(self._mesh.place))
             if operation in _ANSWERED:
                 self._control.tell(DRIVER, 0, payload=(self._failure, answer))
             if operation in (Op.GIVE_WEIGHTS, Op.GIVE_GRADIENTS) and self._failure is None:
