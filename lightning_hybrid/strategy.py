@@ -7,7 +7,7 @@ strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -210,6 +210,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._outlined = False  # the checkpoint that is being loaded is an outline
         self._statistics: AbstractContextManager[Any] = nullcontext()
         self._failure = Failure("this rank has failed")
+        self._salvages = False  # whether the workers can be asked for their weights
         self._phase = _Phase.TOGETHER
         self._mesh: Mesh | None = None
         self._networks: Networks | None = None
@@ -684,6 +685,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._failure = first or Failure.of(error, place)
         if first is None and self._phase is _Phase.TOGETHER and not is_loss(error):
             say_at_next_meeting(self._mesh)
+        self._salvages = not is_loss(error)
         if self._start_method != "popen":
             self._abort_workers()
         self._phase = _Phase.FAILED
@@ -695,6 +697,11 @@ class HybridGabraStrategy(DDPStrategy):
 
     def _abort_workers(self) -> None:
         if self._driver is not None:
+            assert self.lightning_module is not None
+            if self._salvages and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+                self._salvages = False
+                with suppress(Exception):  # the first error is what counts
+                    self._driver.salvage()
             self._driver.abort(self._failure)
         self._phase = _Phase.FAILED
         forget_mesh()
@@ -929,5 +936,7 @@ class HybridGabraStrategy(DDPStrategy):
             "_mesh": None,
             "_watch": None,
             "_stopwatch": None,
+            "_performance": None,
+            "_statistics": nullcontext(),
             "_deferral": None,
         }

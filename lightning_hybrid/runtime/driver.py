@@ -598,7 +598,7 @@ class Driver:
             return {}
         self.remote.adopt_replaced()
         values = self.give(Kind.PARAMETER, names)
-        write_tensors(self.module, values)
+        write_tensors(self.module, values.items())
         self.remote.adopt_fetched()
         return values
 
@@ -699,15 +699,32 @@ class Driver:
             Exception: of a worker that has failed since it was last heard of.
         """
         if weights and self._control is not None:
-            for worker in self._workers:
-                self._control.tell(worker, Op.TAKE_WEIGHTS)
-                everyones = {n: t for n, t in tensors_of(self.module).items() if not is_deferred(t)}
-                self._control.send_tensors(worker, everyones)
+            self._hand_out_all()
             self._ship_optimizers(fresh=0)
         self._ask(Op.END, payload=results)
         if self._control is not None:
             self._control.flush()
         self._stop_heartbeat()
+
+    def _hand_out_all(self) -> None:
+        """Give every worker the weights of all stages."""
+        assert self._control is not None
+        everyones = {n: t for n, t in tensors_of(self.module).items() if not is_deferred(t)}
+        for worker in self._workers:
+            self._control.tell(worker, Op.TAKE_WEIGHTS)
+            with as_they_are():
+                self._control.send_tensors(worker, everyones)
+
+    @conversation
+    def salvage(self) -> None:
+        """Before :meth:`abort`: have the weights of all stages in the module, here and on workers.
+
+        A script that catches the error finds there what its training has made, as on one device.
+        """
+        if self._networks:
+            self.tell(Op.FORGET_FAILURE)
+            self.gather_weights()
+            self._hand_out_all()
 
     def abort(self, failure: Failure) -> None:
         """Tell the workers that this replica has failed: all that are still there."""
@@ -716,6 +733,10 @@ class Driver:
             assert self._control is not None
             with suppress(ConnectionLost):
                 self._control.tell(worker, Op.ABORT, payload=failure)
+
+    def __deepcopy__(self, memo: object) -> "Driver":
+        """Copies of a Trainer, and of what it has patched, drive the same workers."""
+        return self
 
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:

@@ -245,6 +245,10 @@ class Mesh:
             device_id=None if device.type == "cpu" else device,
         )
 
+    def __deepcopy__(self, memo: object) -> "Mesh":
+        """Whoever copies a Trainer in the middle of a run copies what refers to this rank."""
+        return self
+
     def shutdown(self) -> None:
         """Close every group of ours; the default group is Lightning's to destroy."""
         for group in self._groups:

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_hybrid.compat import unrecorded
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.network.deferred import value_of
+from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.losses import is_late
 from lightning_hybrid.runtime.mesh import Group
 
@@ -37,8 +38,7 @@ _KEPT_SENDS, _KEPT_BYTES = 64, 2**26
 
 _SOMEBODY = "a rank of"
 _A_RANK = f"{_SOMEBODY} the group"
-_STILL_HERE = -1  # a frame that says nothing else
-_KEPT_BEATS = 256
+_STILL_HERE, _LEAVING = -1, -2  # frames between all others
 
 
 class ConnectionLost(RemoteError):
@@ -134,7 +134,9 @@ class Control:
         self._group, self._names = group, tuple(names)
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._lock = threading.RLock()  # a heartbeat stands between messages, never inside of one
-        self._beats: deque[tuple[dist.Work, Tensor]] = deque(maxlen=_KEPT_BEATS)
+        self._beat = torch.zeros(FRAME, dtype=torch.int64)
+        self._beat[0] = _STILL_HERE
+        self._beats: list[dist.Work] = []
 
     def tell(self, peer: int, operation: int, *arguments: int, payload: Any = None) -> None:
         """Send a frame, and ``payload`` pickled behind it, without waiting."""
@@ -146,28 +148,37 @@ class Control:
             if data:
                 self._send(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def say_still_here(self, peers: Sequence[int]) -> None:
+    def say_still_here(self, peer: int) -> None:
         """From any thread: send a frame that :meth:`hear` passes over."""
-        for peer in peers:
-            frame = torch.zeros(FRAME, dtype=torch.int64)
-            frame[0] = _STILL_HERE
-            with self._lock:
-                work = start(self._group.send, [frame], peer, 0, peer=self._names[peer])
-            # nobody waits for it: the peer may not listen for long
-            self._beats.append((work, frame))
+        with self._lock:
+            work = start(self._group.send, [self._beat], peer, 0, peer=self._names[peer])
+        # Nobody waits for it: the peer may not listen for long. Until it does gloo has promised it
+        # this message, so none is dropped; and there is no way to ask whether one has left.
+        self._beats.append(work)
 
     def hear(self, peer: int) -> tuple[int, list[int], Any]:
-        """Wait for a frame. Returns operation, six arguments, payload."""
+        """Wait for a frame.
+
+        Returns:
+            Operation, six arguments, payload.
+
+        Raises:
+            ConnectionLost: the peer went away without a word.
+            Exception: the peer has left because of this; see :meth:`say_goodbye`.
+        """
         operation = _STILL_HERE
         frame = torch.empty(FRAME, dtype=torch.int64)
         while operation == _STILL_HERE:
             self._receive(peer, frame)
             operation, *arguments, size = frame.tolist()
-        if not size:
-            return operation, arguments, None
-        data = torch.empty(size, dtype=torch.uint8)
-        self._receive(peer, data)
-        return operation, arguments, pickle.loads(data.numpy().tobytes())
+        payload: Any = None
+        if size:
+            data = torch.empty(size, dtype=torch.uint8)
+            self._receive(peer, data)
+            payload = pickle.loads(data.numpy().tobytes())
+        if operation == _LEAVING:
+            raise payload.exception()
+        return operation, arguments, payload
 
     def send_tensors(self, peer: int, tensors: dict[str, Tensor]) -> None:
         """Send named tensors; those on a device go by way of the CPU."""
@@ -189,6 +200,13 @@ class Control:
             if tensor.numel():
                 self._receive(peer, tensor)
             yield name, tensor
+
+    def say_goodbye(self, failure: Failure) -> None:
+        """This rank leaves because of ``failure``: others that wait for it raise that instead."""
+        for peer in range(len(self._names)):
+            if peer != self._group.rank():
+                with suppress(ConnectionLost):
+                    self.tell(peer, _LEAVING, payload=failure)
 
     def flush(self) -> None:
         """Wait until everything sent has left."""

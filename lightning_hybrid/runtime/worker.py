@@ -1,6 +1,6 @@
 """A worker: it owns stages of each network, not the last one, and obeys its driver."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +50,14 @@ _ANSWERED = {
     Op.GIVE_BORROWED,
     Op.END,
 }
+
+
+class _Aborted(BaseException):
+    """The driver ends the run because of a failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self.failure = failure
 
 
 class Worker:
@@ -104,11 +112,17 @@ class Worker:
         with left_to_the_driver():
             try:
                 return self._serve()
+            except BaseException as error:
+                if not isinstance(error, _Aborted):
+                    self._control.say_goodbye(Failure.of(error, str(self._mesh.place)))
+                    raise
+                failure = error.failure
             finally:
                 self._heartbeat.close()
                 self._trace.write()
                 for network in self._networks:
                     network.engine.copies.close()
+        raise failure.exception()
 
     def _serve(self) -> Any:
         while True:
@@ -117,7 +131,7 @@ class Worker:
             operation = Op(number)
             self._heartbeat.on = operation in _ANSWERED
             if operation is Op.ABORT:
-                raise payload.exception()
+                raise _Aborted(payload)
             answer = None
             try:
                 answer = getattr(self, f"_{operation.name.lower()}")(payload, *arguments)
@@ -187,11 +201,14 @@ class Worker:
         number, call, draw, index, exchange, draws = arguments
         network = self._networks[number]
         if key is not None:
-            network.add_key(key)
-        if self._modes != (number, index):
-            network.set_modes(network.keys[index])
-            self._modes = (number, index)
+            network.add_key(key, index)
         opened = network.open(call, draw, index, exchange=bool(exchange), draws=bool(draws))
+        if self._modes != (number, index):
+            try:
+                network.set_modes(opened.key)
+                self._modes = (number, index)
+            except Exception as error:  # the other stages wait for this one all the same
+                self._failure = self._failure or Failure.of(error, str(self._mesh.place))
         network.engine.failure = self._failure
         with opened.key.precision.applied(), torch.set_grad_enabled(opened.key.grad):
             network.engine.forward(opened)
@@ -290,6 +307,9 @@ class Worker:
 
     # -- weights
 
+    def _forget_failure(self, *_: Any) -> None:
+        self._failure = None
+
     def _give_weights(self, *_: Any) -> None:
         """Answered with word that all is well; the tensors follow."""
 
@@ -306,10 +326,14 @@ class Worker:
             self._control.send_tensors(DRIVER, {name: named[name] for name in asked})
 
     def _take_weights(self, *_: Any) -> None:
-        arrived = []
-        for name, value in self._control.receive_each(DRIVER):
-            write_tensors(self._module, {name: value})
-            arrived.append(name)
+        arrived: list[str] = []
+
+        def each() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in self._control.receive_each(DRIVER):
+                yield name, value
+                arrived.append(name)
+
+        write_tensors(self._module, each())
         if self._claim is not None:
             claim, self._claim = self._claim, None
             claim.settle(arrived)

@@ -1,4 +1,4 @@
-"""What a script sees that catches errors around `fit`; `test_manners.py` runs it."""
+"""What a script sees that catches errors around `fit`, all of them in the same processes."""
 
 import json
 import os
@@ -11,51 +11,65 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning_hybrid import HybridGabraStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import HybridGabraStrategy
+
+STEPS = 6
+CUTS = {2: ["net.second"], 3: ["net.second", "net.third"]}
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class OnPurpose(Exception):
     """Python cannot pickle it by itself."""
 
-    def __init__(self, step: int, reason: str) -> None:
-        super().__init__(f"{reason} in step {step}")
+    def __init__(self, step: int, where: str) -> None:
+        super().__init__(f"on purpose in {where} of step {step}")
         self.step = step
 
 
-class Model(LightningModule):
-    def __init__(self, config: dict[str, Any]) -> None:
+class Net(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-        self.config, self.steps = config, 0
-        self.losses: list[float] = []
-        self.net[0].register_forward_hook(self.ran)
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
 
-    @property
-    def rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class Model(LightningModule):
+    def __init__(self, fault: dict[str, Any]) -> None:
+        super().__init__()
+        self.net = Net().double()
+        self.fault, self.calls = fault, 0
+        self.losses: list[float] = []
+        self.net.first.register_forward_hook(self.ran)
 
     def fail(self, where: str) -> None:
-        fault = self.config.get("fault") or {}
-        if fault.get("where") == where and fault.get("rank") in (None, self.rank):
-            raise OnPurpose(self.steps, f"on purpose in {where}")
+        if self.fault.get("where") == where and self.fault["rank"] in (None, RANK):
+            raise OnPurpose(len(self.losses), where)
 
     def ran(self, *_: Any) -> None:
-        if self.steps >= 2 and self.rank == 1:  # looking at the network is no step
+        self.calls += 1
+        if RANK and self.calls > 3:
             self.fail("stage")
-        self.steps += self.rank
 
     def setup(self, stage: str) -> None:
         self.fail("setup")
 
+    def on_train_start(self) -> None:
+        if self.fault.get("where") == "state":  # of the driver's Python alone
+            self.net.first.scale = 1.0
+            self.net.first.factor = 2.0
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
+        if self.fault.get("where") == "state":
+            self.net.first.factor += 1.0
         loss = nn.functional.cross_entropy(self.net(x), y)
         self.losses.append(loss.item())
-        if self.rank != 1:
-            self.steps += 1
-        if self.steps == 3:
+        if len(self.losses) == 3:
             self.fail("training_step")
         return loss
 
@@ -70,16 +84,16 @@ class Model(LightningModule):
 
 
 class CopiesCallbacks(Callback):
-    """A habit of tests: look at callbacks as they were."""
+    """Looks at callbacks as they were. (A progress bar knows its Trainer.)"""
 
     def __init__(self) -> None:
         self.copies = 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.copies += len(deepcopy(trainer.callbacks)) > 0
+        self.copies += len(deepcopy(trainer.callbacks))
 
 
-def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
+def make_trainer(config: dict[str, Any], folder: Path, **options: Any) -> Trainer:
     replicas, stages = config["replicas"], config["stages"]
     strategy: Any = "auto"
     if config["strategy"] == "hybrid":
@@ -87,19 +101,16 @@ def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
             data_parallel_size=replicas,
             pipeline_parallel_size=stages,
             num_microbatches=1,
-            allocation=["net.2"] if stages == 2 else ["net.1", "net.2"],
+            allocation=CUTS[stages],
         )
+    defaults = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     return Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=replicas * stages if strategy != "auto" else 1,
-        max_steps=6,
+        devices=replicas * stages,
+        max_steps=STEPS,
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[CopiesCallbacks(), TQDMProgressBar(1000)] if config.get("copies") else [],
-        enable_progress_bar=bool(config.get("copies")),
+        **{**defaults, "enable_progress_bar": False, **options},
     )
 
 
@@ -107,32 +118,45 @@ def ours() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hybrid")]
 
 
-def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def weights(model: Model) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def with_fault(config: dict[str, Any], fault: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A fit that fails, and one without the fault."""
     seed_everything(1, verbose=False)
-    model, seen = Model(config), {}
-    trainer = make_trainer(config, folder)
+    model, seen = Model(fault), {}
     try:
-        trainer.fit(model)
-    except OnPurpose as error:
-        seen["caught"], seen["step"] = str(error), error.step if hasattr(error, "step") else None
-        seen["cause"] = str(error.__cause__)
-    except RuntimeError as error:
-        seen["other"] = f"{type(error).__name__}: {error}"
-    seen["threads"] = ours()
-    seen["left"] = {name: value.clone() for name, value in model.state_dict().items()}
-    seen["copies"] = sum(getattr(callback, "copies", 0) for callback in trainer.callbacks)
-    if config.get("again"):
-        model.config, model.losses = {}, []
         make_trainer(config, folder).fit(model)
-        seen["threads"] += ours()
-    seen["losses"] = model.losses
-    seen["weights"] = model.state_dict()
-    return seen
+    except OnPurpose as error:
+        seen["caught"], seen["cause"] = str(error), error.__cause__ and str(error.__cause__)
+    except RuntimeError as error:
+        seen["other"] = str(error)
+    seen["threads"] = ours()
+    seen["left"] = weights(model)
+    model.fault, model.losses = {}, []
+    make_trainer(config, folder).fit(model)
+    return {**seen, "losses": model.losses, "weights": weights(model)}
+
+
+def with_copies(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A fit in which a callback copies all callbacks."""
+    seed_everything(1, verbose=False)
+    model, callback = Model({}), CopiesCallbacks()
+    callbacks = [callback, TQDMProgressBar(1000)]
+    make_trainer(config, folder, callbacks=callbacks, enable_progress_bar=True).fit(model)
+    return {"copies": callback.copies, "weights": weights(model), "threads": ours()}
+
+
+def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    seen = {where: with_fault(config, fault, folder) for where, fault in config["faults"].items()}
+    return {**seen, "copies": with_copies(config, folder)}
 
 
 def main(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    torch.save(run(config, folder), folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")
+    torch.save(run(config, folder), folder / f"rank{RANK}.pt")
 
 
 if __name__ == "__main__":
