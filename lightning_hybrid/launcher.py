@@ -81,7 +81,7 @@ class Part:
         if parted:
             results = strategy.serve()
             call_teardown_hooks(trainer)
-            return results.returned
+            return results.value()
         strategy.finish(result)
         return result
 

@@ -62,8 +62,10 @@ class _Handle:
         return getattr(self._group, name)
 
     def close(self) -> None:
-        """Give the group up."""
-        self._group = None
+        """Shut the group down and give it up."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
 
 
 Survey = Callable[[Group], Cluster]
@@ -252,7 +254,6 @@ class Mesh:
     def shutdown(self) -> None:
         """Close every group of ours; the default group is Lightning's to destroy."""
         for group in self._groups:
-            group.shutdown()
             group.close()
         self._groups.clear()
 
