@@ -19,7 +19,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -621,7 +621,10 @@ class HybridGabraStrategy(DDPStrategy):
         module = self.lightning_module
         if self._phase is _Phase.TOGETHER and self._mesh is not None and module is not None:
             running = module.trainer.state.status == TrainerStatus.RUNNING
-            if running and self._shape()[1] > 1 and self._deferral is None:
+            # a callback that averages weights needs all of them on its rank
+            callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+            whole = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+            if running and self._shape()[1] > 1 and self._deferral is None and not whole:
                 self._deferral = Deferral(self.root_device)
             building = self._building() if running else nullcontext()
         else:
