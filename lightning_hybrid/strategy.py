@@ -688,7 +688,8 @@ class HybridGabraStrategy(DDPStrategy):
         self._failure = first or Failure.of(error, place)
         if first is None and self._phase is _Phase.TOGETHER and not is_loss(error):
             say_at_next_meeting(self._mesh)
-        self._salvages = not is_loss(error)
+        # whoever presses Ctrl-C may do so because a worker does not answer
+        self._salvages = isinstance(error, Exception) and not is_loss(error)
         if self._start_method != "popen":
             self._abort_workers()
         self._phase = _Phase.FAILED

@@ -137,6 +137,7 @@ class Control:
         self._beat = torch.zeros(FRAME, dtype=torch.int64)
         self._beat[0] = _STILL_HERE
         self._beats: list[dist.Work] = []
+        self._left: dict[int, Failure] = {}
 
     def tell(self, peer: int, operation: int, *arguments: int, payload: Any = None) -> None:
         """Send a frame, and ``payload`` pickled behind it, without waiting."""
@@ -166,6 +167,8 @@ class Control:
             ConnectionLost: the peer went away without a word.
             Exception: the peer has left because of this; see :meth:`say_goodbye`.
         """
+        if peer in self._left:
+            raise self._left[peer].exception()
         operation = _STILL_HERE
         frame = torch.empty(FRAME, dtype=torch.int64)
         while operation == _STILL_HERE:
@@ -177,6 +180,7 @@ class Control:
             self._receive(peer, data)
             payload = pickle.loads(data.numpy().tobytes())
         if operation == _LEAVING:
+            self._left[peer] = payload
             raise payload.exception()
         return operation, arguments, payload
 
