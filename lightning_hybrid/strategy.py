@@ -67,6 +67,7 @@ from lightning_hybrid.runtime.large import (
     outline,
     whole,
 )
+from lightning_hybrid.runtime.links import control_of
 from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
@@ -688,6 +689,8 @@ class HybridGabraStrategy(DDPStrategy):
         self._failure = first or Failure.of(error, place)
         if first is None and self._phase is _Phase.TOGETHER and not is_loss(error):
             say_at_next_meeting(self._mesh)
+        if self._mesh is not None and not self.place.is_driver:
+            control_of(self._mesh).say_goodbye(self._failure)
         # whoever presses Ctrl-C may do so because a worker does not answer
         self._salvages = isinstance(error, Exception) and not is_loss(error)
         if self._start_method != "popen":

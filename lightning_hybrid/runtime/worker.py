@@ -52,14 +52,6 @@ _ANSWERED = {
 }
 
 
-class _Aborted(BaseException):
-    """The driver ends the run because of a failure."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__()
-        self.failure = failure
-
-
 class Worker:
     """Serves the commands of one run.
 
@@ -112,17 +104,11 @@ class Worker:
         with left_to_the_driver():
             try:
                 return self._serve()
-            except BaseException as error:
-                if not isinstance(error, _Aborted):
-                    self._control.say_goodbye(Failure.of(error, str(self._mesh.place)))
-                    raise
-                failure = error.failure
             finally:
                 self._heartbeat.close()
                 self._trace.write()
                 for network in self._networks:
                     network.engine.copies.close()
-        raise failure.exception()
 
     def _serve(self) -> Any:
         while True:
@@ -131,7 +117,7 @@ class Worker:
             operation = Op(number)
             self._heartbeat.on = operation in _ANSWERED
             if operation is Op.ABORT:
-                raise _Aborted(payload)
+                raise payload.exception()
             answer = None
             try:
                 answer = getattr(self, f"_{operation.name.lower()}")(payload, *arguments)
