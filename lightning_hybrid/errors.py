@@ -9,7 +9,8 @@
     │   └── StitchError             the stages do not compute what the network computes
     ├── AllocationError             no valid placement of the partitions on the devices
     ├── PlanError                   a plan that contradicts itself, the network or the machine
-    └── RemoteError                 another rank failed; its traceback is in the text
+    └── RemoteError                 another rank failed; its traceback is in the text. Also the
+                                    cause of exceptions that came from another rank as what they are
 """
 
 

@@ -21,7 +21,6 @@ from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_hybrid.compat_lightning import (
@@ -33,12 +32,14 @@ from lightning_hybrid.compat_lightning import (
     set_num_threads,
 )
 from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.runtime.failure import Failure, told_text
 from lightning_hybrid.runtime.faults import GRACE_S, is_hearsay, is_loss
 from lightning_hybrid.runtime.mesh import Place
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategy import HybridGabraStrategy
 
+_LOOK_EVERY_S = 0.2
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
 
@@ -59,6 +60,7 @@ class Part:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the function, or serve the driver that does."""
+        _LastWords.forget()
         trainer = cast(Trainer, cast(MethodType, self._function).__self__)
         strategy = cast("HybridGabraStrategy", trainer.strategy)
         try:
@@ -79,7 +81,7 @@ class Part:
         if parted:
             results = strategy.serve()
             call_teardown_hooks(trainer)
-            return results.returned
+            return results.value()
         strategy.finish(result)
         return result
 
@@ -87,34 +89,34 @@ class Part:
 def _raise_first(strategy: "HybridGabraStrategy", error: BaseException) -> NoReturn:
     """Raise ``error``, or what came first if that was on another rank."""
     first = strategy.fail(error)
-    if isinstance(strategy.launcher, HybridSubprocessLauncher):
-        strategy.launcher.failed = True
+    _Children.failed = True
     lost = is_loss(error)  # one line says all, a traceback nothing
     if isinstance(error, KeyboardInterrupt | SystemExit):  # from outside: handled by the Trainer
         raise error
     if first is None and not lost:
         error.add_note(f"(raised on {strategy.place})")
         raise error
-    # a worker's traceback is printed by its driver, which it has told
-    told = isinstance(error, RemoteError) and not lost and strategy.place.is_driver
-    text = first or str(error).strip().splitlines()[0]
     witness = first is None and not is_hearsay(error)
-    _report_briefly(strategy.place, text, whole=told, at_once=told or witness)
-    raise RemoteError(text) from None
+    if first is None:
+        first = Failure(str(error).strip().splitlines()[0])
+    raised = error if told_text(error) == first.text else first.exception()
+    # a worker's traceback is printed by its driver, which it has told
+    told = raised is error and strategy.place.is_driver
+    _LastWords.prepare(raised, strategy.place, first.text, whole=told, at_once=told or witness)
+    if raised is error:
+        raise error
+    raise raised from raised.__cause__  # and not from what this rank has noticed of it
+
+
+class _Children:
+    """The processes that this one has started, by whichever Trainer, for all Trainers."""
+
+    processes: Sequence["subprocess.Popen[bytes]"] = ()
+    failed = False  # whether the last run has, as far as this process knows
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
-    """Starts the script once per device, as Lightning does for ``ddp``.
-
-    Attributes:
-        failed: whether a run has, as far as this process knows.
-    """
-
-    def __init__(
-        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
-    ) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
-        self.failed = False
+    """Starts the script once per device, as Lightning does for ``ddp``."""
 
     def launch(
         self,
@@ -128,30 +130,42 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             self._call_children_scripts()
-            # Lightning's own observer may kill this process in the same instant as a child ends,
-            # before it has said why
-            _Observer(self.procs).start()
-            atexit.register(self._leave_nobody)
+            _Children.processes = self.procs
+            atexit.register(_leave_nobody)
         set_num_threads(self.num_processes)
-        return Part(function)(*args, **kwargs)
+        # Lightning's own observer may kill this process in the same instant as a child ends,
+        # before it has said why
+        observer = _Observer(_Children.processes)
+        observer.start()
+        try:
+            result = Part(function)(*args, **kwargs)
+        finally:
+            observer.close()
+        _Children.failed = False
+        return result
 
-    def _leave_nobody(self) -> None:
-        """At the end of a script that failed: kill the children that do not end by themselves.
+    def __getstate__(self) -> dict[str, Any]:
+        """Processes cannot be copied, and whoever copies a Trainer wants none."""
+        return vars(self) | {"procs": []}
 
-        They notice the end of this process by its closed connections, so that it cannot wait for
-        them; another one does, which has none of these open.
-        """
-        children = [child for child in self.procs if child.poll() is None]
-        if not self.failed or not children or not hasattr(os, "fork") or os.fork():
-            return
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(_exists(child.pid) for child in children):
-            time.sleep(0.1)
-        for child in children:
-            with suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
-        os._exit(0)
+
+def _leave_nobody() -> None:
+    """At the end of a script that failed: kill the children that do not end by themselves.
+
+    They notice the end of this process by its closed connections, so that it cannot wait for
+    them; another one does, which has none of these open.
+    """
+    children = [child for child in _Children.processes if child.poll() is None]
+    if not _Children.failed or not children or not hasattr(os, "fork") or os.fork():
+        return
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and any(_exists(child.pid) for child in children):
+        time.sleep(0.1)
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+    os._exit(0)
 
 
 class HybridMultiProcessingLauncher(MultiProcessingLauncher):
@@ -194,11 +208,17 @@ def _exists(pid: int) -> bool:
 
 
 class _Observer(threading.Thread):
-    """Sees to it that no process outlives a failed child for long."""
+    """Sees to it that this process is not in a run for long after a child has failed."""
 
     def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
         super().__init__(daemon=True, name="hybrid-observer")
         self._children = children
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """The run is over."""
+        self._over.set()
+        self.join()
 
     def run(self) -> None:
         """Watch until all children have ended well, or one has not."""
@@ -206,10 +226,10 @@ class _Observer(threading.Thread):
             codes = [child.poll() for child in self._children]
             if any(codes):
                 break
-            if all(code == 0 for code in codes):
+            if all(code == 0 for code in codes) or self._over.wait(_LOOK_EVERY_S):
                 return
-            time.sleep(0.2)
-        time.sleep(GRACE_S)
+        if self._over.wait(GRACE_S):
+            return
         failed = next(child for child in self._children if child.returncode)
         print(
             f"A process of this run (PID {failed.pid}) ended with code {failed.returncode}; "
@@ -222,30 +242,55 @@ class _Observer(threading.Thread):
         os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
-def _report_briefly(place: Place, first: str, *, whole: bool, at_once: bool) -> None:
-    """Should the error of this rank stay uncaught: print it after the one that came first.
+class _LastWords:
+    """What this process prints of an error that came from another rank, if nobody catches it.
 
     Args:
-        place: this rank.
-        first: the text of the first failure, a traceback.
-        whole: print all of it; else another rank does, and a line reminds of it.
-        at_once: do not wait for another rank to print first.
+        error: the error.
+        text: what to print.
+        delay_s: for as long another rank, which prints more, may print first.
+        usual: the hook that prints every other error.
     """
-    usual = sys.excepthook
-    lines = first.strip().splitlines()
-    own = first.startswith(str(place))
-    if whole:
-        text = f"{first.strip()}\n({place} ends because of this.)"
-    else:
-        short = " ".join(dict.fromkeys((lines[0], lines[-1])))
-        text = f"{place} ends because of {'its own error' if own else 'another'}: {short}"
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, RemoteError):
-            usual(kind, error, trace)
+    def __init__(
+        self, error: BaseException, text: str, delay_s: float, usual: Callable[..., Any]
+    ) -> None:
+        self._error, self._text, self._delay_s, self.usual = error, text, delay_s, usual
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if error is not self._error:
+            self.usual(kind, error, trace)
             return
-        if not at_once:
-            time.sleep(_ECHO_DELAY_S)
-        print(text, file=sys.stderr, flush=True)
+        time.sleep(self._delay_s)
+        print(self._text, file=sys.stderr, flush=True)
 
-    sys.excepthook = hook
+    @classmethod
+    def prepare(
+        cls, error: BaseException, place: Place, first: str, *, whole: bool, at_once: bool
+    ) -> None:
+        """Should ``error`` stay uncaught: print it after the one that came first.
+
+        Args:
+            error: of this rank.
+            place: this rank.
+            first: the text of the first failure, a traceback.
+            whole: print all of it; else another rank does, and a line reminds of it.
+            at_once: do not wait for another rank to print first.
+        """
+        lines = first.strip().splitlines()
+        own = first.startswith(str(place))
+        if whole:
+            text = f"{first.strip()}\n({place} ends because of this.)"
+        else:
+            short = " ".join(dict.fromkeys((lines[0], lines[-1])))
+            text = f"{place} ends because of {'its own error' if own else 'another'}: {short}"
+        cls.forget()
+        sys.excepthook = cls(error, text, 0.0 if at_once else _ECHO_DELAY_S, sys.excepthook)
+
+    @staticmethod
+    def forget() -> None:
+        """The error was caught: the script goes on."""
+        if isinstance(sys.excepthook, _LastWords):
+            sys.excepthook = sys.excepthook.usual

@@ -7,6 +7,7 @@ LightningModule, the data module, the callbacks and the loggers: ``checkpoint.be
 """
 
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -39,7 +40,7 @@ class Results:
     """The driver's results.
 
     Attributes:
-        returned: what ``fit/validate/test/predict`` returns.
+        returned: what ``fit/validate/test/predict`` returns, pickled; see :meth:`value`.
         callback_metrics: the Trainer's.
         logged_metrics: likewise.
         attributes: changed plain data by owner and name, each pickled.
@@ -50,7 +51,7 @@ class Results:
         plans: the plans of the networks, by name; filled in by the strategy.
     """
 
-    returned: Any
+    returned: bytes
     callback_metrics: Mapping[str, Tensor]
     logged_metrics: Mapping[str, Tensor]
     attributes: Mapping[_Key, bytes]
@@ -59,6 +60,23 @@ class Results:
     should_stop: bool
     random: Mapping[str, Any]
     plans: dict[str, Plan] = field(default_factory=dict)
+
+    def value(self) -> Any:
+        """What the run returns on this rank: a copy of what it returns on the driver.
+
+        ``None`` with a warning where there can be no copy: of an open file, of an instance of a
+        class that was made in a function.
+        """
+        try:
+            return pickle.loads(self.returned)
+        except Exception as error:  # the reason for what could not be pickled, or a class's own
+            warnings.warn(
+                "What this run returns cannot be copied to other ranks, and is None on this one, "
+                f"which is no driver ({type(error).__name__}: {error}). Return tensors, numbers "
+                "and texts, or use the values where trainer.is_global_zero.",
+                stacklevel=2,
+            )
+            return None
 
 
 class Snapshot:
@@ -80,7 +98,7 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Result
     """On a driver: the results of a run that went well."""
     cpu = torch.device("cpu")
     return Results(
-        returned=move_data_to_device(returned, cpu),
+        returned=_pickled_or_why_not(returned),
         callback_metrics=move_data_to_device(dict(trainer.callback_metrics), cpu),
         logged_metrics=move_data_to_device(dict(trainer.logged_metrics), cpu),
         attributes=before.changes(trainer),
@@ -89,6 +107,26 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Result
         should_stop=trainer.should_stop,
         random=random_states(),
     )
+
+
+def _pickled_or_why_not(returned: Any) -> bytes:
+    """A pickle of ``returned``, or one that raises the reason why there is none."""
+    try:
+        return pickle.dumps(move_data_to_device(returned, torch.device("cpu")), protocol=5)
+    except Exception as error:  # an object may refuse to be pickled in any way it likes
+        return pickle.dumps(_Unpicklable(f"{type(error).__name__}: {error}"))
+
+
+class _Unpicklable:
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, (self._reason,)
+
+
+def _refuse(reason: str) -> Any:
+    raise pickle.PicklingError(reason)
 
 
 def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:

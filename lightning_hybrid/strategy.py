@@ -6,9 +6,8 @@ strategy does the work: :mod:`lightning_hybrid.runtime` runs the stages,
 """
 
 import os
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
@@ -21,7 +20,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -36,7 +35,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
-from lightning_hybrid.errors import PlanError, RemoteError
+from lightning_hybrid.errors import PlanError
 from lightning_hybrid.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
@@ -52,6 +51,7 @@ from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.engine import StageOptions
+from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import (
     Watch,
     first_fault,
@@ -68,6 +68,7 @@ from lightning_hybrid.runtime.large import (
     outline,
     whole,
 )
+from lightning_hybrid.runtime.links import control_of
 from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
@@ -210,7 +211,8 @@ class HybridGabraStrategy(DDPStrategy):
         self._deferral: Deferral | None = None
         self._outlined = False  # the checkpoint that is being loaded is an outline
         self._statistics: AbstractContextManager[Any] = nullcontext()
-        self._failure = "this rank has failed"
+        self._failure = Failure("this rank has failed")
+        self._salvages = False  # whether the workers can be asked for their weights
         self._phase = _Phase.TOGETHER
         self._mesh: Mesh | None = None
         self._networks: Networks | None = None
@@ -375,7 +377,7 @@ class HybridGabraStrategy(DDPStrategy):
             survey=self._survey if self._is_open else None,
             capacity=self._capacity,
         )
-        self._watch = Watch(self._mesh)
+        self._watch = Watch(str(self._mesh.place), self._mesh.store)
         if self._mesh.cluster is not None:
             self.set_world_ranks()
             measure_links(self._mesh, self.root_device)
@@ -419,7 +421,7 @@ class HybridGabraStrategy(DDPStrategy):
     @staticmethod
     def _meet(mesh: Mesh) -> None:
         if not meet(mesh.world):
-            raise RemoteError(read_fault(mesh))
+            raise read_fault(mesh).exception()
 
     # ------------------------------------------------------------------ a run
 
@@ -621,7 +623,10 @@ class HybridGabraStrategy(DDPStrategy):
         module = self.lightning_module
         if self._phase is _Phase.TOGETHER and self._mesh is not None and module is not None:
             running = module.trainer.state.status == TrainerStatus.RUNNING
-            if running and self._shape()[1] > 1 and self._deferral is None:
+            # a callback that averages weights needs all of them on its rank
+            callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+            whole = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+            if running and self._shape()[1] > 1 and self._deferral is None and not whole:
                 self._deferral = Deferral(self.root_device)
             building = self._building() if running else nullcontext()
         else:
@@ -673,31 +678,39 @@ class HybridGabraStrategy(DDPStrategy):
         self._phase = _Phase.TOGETHER
         self._meet(self._mesh)
 
-    def fail(self, error: BaseException) -> str | None:
+    def fail(self, error: BaseException) -> Failure | None:
         """This rank fails with ``error``: tell the others.
 
         Returns:
-            The text of the failure that came first, on another rank; ``None``: it is this one.
+            The failure that came first, on another rank; ``None``: it is this one.
         """
         self._stop_watching()
-        place = self.place
-        text = "".join(traceback.format_exception(error))
-        first = first_fault(self._mesh, error, f"{place} failed:\n{text}")
+        place = str(self.place)
+        first = first_fault(self._mesh, error, place)
+        self._failure = first or Failure.of(error, place)
         if first is None and self._phase is _Phase.TOGETHER and not is_loss(error):
             say_at_next_meeting(self._mesh)
-        if self._driver is not None and self._start_method != "popen":
-            self._abort_workers(first or f"{place} failed:\n{text}")
-        self._failure = first or f"{place} failed:\n{text}"
+        if self._mesh is not None and not self.place.is_driver:
+            control_of(self._mesh).say_goodbye(self._failure)
+        # whoever presses Ctrl-C may do so because a worker does not answer
+        self._salvages = isinstance(error, Exception) and not is_loss(error)
+        if self._start_method != "popen":
+            self._abort_workers()
         self._phase = _Phase.FAILED
         return first
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._abort_workers(self._failure)
+        self._abort_workers()
 
-    def _abort_workers(self, text: str) -> None:
+    def _abort_workers(self) -> None:
         if self._driver is not None:
-            self._driver.abort(text)
+            assert self.lightning_module is not None
+            if self._salvages and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+                self._salvages = False
+                with suppress(Exception):  # the first error is what counts
+                    self._driver.salvage()
+            self._driver.abort(self._failure)
         self._phase = _Phase.FAILED
         forget_mesh()
 
@@ -931,5 +944,7 @@ class HybridGabraStrategy(DDPStrategy):
             "_mesh": None,
             "_watch": None,
             "_stopwatch": None,
+            "_performance": None,
+            "_statistics": nullcontext(),
             "_deferral": None,
         }

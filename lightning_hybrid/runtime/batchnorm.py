@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.runtime.mesh import Group
-from lightning_hybrid.runtime.transport import wait
+from lightning_hybrid.runtime.transport import start, wait
 
 _ANOTHER_REPLICA = "a rank of another replica"
 
@@ -120,7 +120,8 @@ class _BatchNorm(torch.autograd.Function):
             input_gradient = None
         else:
             total = sums.clone()
-            wait(ctx.group.allreduce([total]), _ANOTHER_REPLICA)
+            work = start(ctx.group.allreduce, [total], peer=_ANOTHER_REPLICA)
+            wait(work, _ANOTHER_REPLICA)
             of_bias, of_weight = total / count
             input_gradient = wide - _along(of_bias, x) - normal * _along(of_weight, x)
             factor = scale if weight is None else scale * weight
@@ -145,7 +146,8 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     variance, mean = torch.var_mean(x, _axes(x), correction=0)
     mine = torch.cat([mean, variance, mean.new_tensor([count])])
     parts = [torch.empty_like(mine) for _ in range(group.size())]
-    wait(group.allgather([parts], [mine]), _ANOTHER_REPLICA)
+    work = start(group.allgather, [parts], [mine], peer=_ANOTHER_REPLICA)
+    wait(work, _ANOTHER_REPLICA)
     table = torch.stack(parts)
     means, variances, counts = table.split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()

@@ -63,6 +63,8 @@ class Op(IntEnum):
     """Answered with word that all went well up to here."""
     REPORT = 25
     """The name of a report follows. Answered with what this rank has to say."""
+    FORGET_FAILURE = 28
+    """The run ends, and what follows is wanted whatever has failed before."""
     SHARE = 27
     """[network, optimizers] Give every copy of the stage the weights of replica 0; on request the
     state of the optimizers too."""

@@ -10,7 +10,7 @@ the stages.
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.compat import as_they_are, backward_reaches, graph_is_kept
-from lightning_hybrid.errors import HybridError, NetworkError, RemoteError
+from lightning_hybrid.errors import HybridError, NetworkError
 from lightning_hybrid.network import NetworkGraph, StageCode, make_stages
 from lightning_hybrid.network.deferred import is_deferred, is_unmade, make
 from lightning_hybrid.network.splitting import fits
@@ -34,6 +34,7 @@ from lightning_hybrid.runtime.calls import (
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
+from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import read_fault
 from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.large import (
@@ -66,7 +67,7 @@ from lightning_hybrid.runtime.staged import (
     write_tensors,
 )
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import TensorSpec, meet
+from lightning_hybrid.runtime.transport import ConnectionLost, TensorSpec, meet
 
 _OUTDATES: dict[Op, tuple[Kind, ...]] = {
     Op.FORWARD: (Kind.BUFFER,),
@@ -162,7 +163,7 @@ class Driver:
 
         Raises:
             NetworkError: code of a stage cannot travel to its rank.
-            RemoteError: a worker cannot make its stages.
+            Exception: of a worker that cannot make its stages.
             DeferredError: stages share a weight that is made in ``configure_model``.
         """
         assert self._control is not None
@@ -344,9 +345,8 @@ class Driver:
             HybridError: in the middle of a pass; see :meth:`passing`.
         """
         if self._control is not None:
-            if operation is not Op.ABORT:
-                self._refuse_in_pass()
-                self.remote.flush()
+            self._refuse_in_pass()
+            self.remote.flush()
             self.remote.outdate(*_OUTDATES.get(operation, ()))
             for worker in self._workers:
                 self._control.tell(worker, operation, *arguments, payload=payload)
@@ -356,7 +356,7 @@ class Driver:
         """Send a command to every worker and wait for all answers.
 
         Raises:
-            RemoteError: a worker has failed, now or before.
+            Exception: of a worker, now or before; caused by a RemoteError.
         """
         self.tell(operation, *arguments, payload=payload)
         return self._hear_answers()
@@ -369,7 +369,7 @@ class Driver:
             answers.append(answer)
             failures += [failure] if failure else []
         if failures:
-            raise RemoteError(failures[0])
+            raise failures[0].exception()
         return answers
 
     @contextmanager
@@ -604,7 +604,7 @@ class Driver:
             return {}
         self.remote.adopt_replaced()
         values = self.give(Kind.PARAMETER, names)
-        write_tensors(self.module, values)
+        write_tensors(self.module, values.items())
         self.remote.adopt_fetched()
         return values
 
@@ -677,16 +677,16 @@ class Driver:
         Nothing may leave the replicas, into a checkpoint or at the end of a fit, before this.
 
         Raises:
-            RemoteError: one has.
+            Exception: of the first that has.
         """
         failure = None
         try:
             self._ask(Op.CHECK)
-        except RemoteError as error:
+        except Exception as error:
             failure = error
         assert self._mesh.drivers is not None
         if not meet(self._mesh.drivers, failed=failure is not None):
-            raise failure or RemoteError(read_fault(self._mesh))
+            raise failure or read_fault(self._mesh).exception()
 
     @conversation
     def reports(self, name: str) -> list[Any]:
@@ -702,27 +702,51 @@ class Driver:
         Of the optimizers they get the groups; the states stay where they are.
 
         Raises:
-            RemoteError: a worker has failed since it was last heard of.
+            Exception: of a worker that has failed since it was last heard of.
         """
         if weights and self._control is not None:
-            for worker in self._workers:
-                self._control.tell(worker, Op.TAKE_WEIGHTS)
-                everyones = {
-                    name: tensor
-                    for name, tensor in tensors_of(self.module).items()
-                    if name in self._shared and not is_deferred(tensor)
-                }
-                self._control.send_tensors(worker, everyones)
+            self._hand_out_all()
             self._ship_optimizers(fresh=0)
         self._ask(Op.END, payload=results)
         if self._control is not None:
             self._control.flush()
         self._stop_heartbeat()
 
-    def abort(self, text: str) -> None:
-        """Tell the workers that this replica has failed."""
+    def _hand_out_all(self) -> None:
+        """Give every worker the weights of all stages."""
+        assert self._control is not None
+        everyones = {
+            name: tensor
+            for name, tensor in tensors_of(self.module).items()
+            if name in self._shared and not is_deferred(tensor)
+        }
+        for worker in self._workers:
+            self._control.tell(worker, Op.TAKE_WEIGHTS)
+            with as_they_are():
+                self._control.send_tensors(worker, everyones)
+
+    @conversation
+    def salvage(self) -> None:
+        """Before :meth:`abort`: have the weights of all stages in the module, here and on workers.
+
+        A script that catches the error finds there what its training has made, as on one device.
+        """
+        if self._networks:
+            self.tell(Op.FORGET_FAILURE)
+            self.gather_weights()
+            self._hand_out_all()
+
+    def abort(self, failure: Failure) -> None:
+        """Tell the workers that this replica has failed: all that are still there."""
         self._stop_heartbeat()
-        self.tell(Op.ABORT, payload=text)
+        for worker in self._workers:
+            assert self._control is not None
+            with suppress(ConnectionLost):
+                self._control.tell(worker, Op.ABORT, payload=failure)
+
+    def __deepcopy__(self, memo: object) -> "Driver":
+        """Copies of a Trainer, and of what it has patched, drive the same workers."""
+        return self
 
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:

@@ -15,7 +15,6 @@ after an error it goes on to receive and send what its list says, with zeros, an
 travels to the driver behind the activations.
 """
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 
 from lightning_hybrid.compat import own_saved_tensors
-from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.calls import (
@@ -35,6 +33,7 @@ from lightning_hybrid.runtime.calls import (
     Gradients,
     Values,
 )
+from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.links import Coming, Links
 from lightning_hybrid.runtime.mesh import Group, Place
 from lightning_hybrid.runtime.random import (
@@ -123,7 +122,7 @@ class Engine:
 
     Attributes:
         owned: the stages of this rank, in their order.
-        failure: what went wrong on this rank or before it, as text for the driver.
+        failure: what went wrong on this rank or before it, for the driver.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Engine:
     ) -> None:
         self.place, self.copies = place, copies
         self.device, self.seed, self.trace = device, seed, trace
-        self.failure: str | None = None
+        self.failure: Failure | None = None
         self.owned = [
             OwnedStage(
                 number,
@@ -170,9 +169,8 @@ class Engine:
             On the driver, per micro-batch the network's outputs.
 
         Raises:
-            RemoteError: on the driver, another stage failed.
-            Exception: on the driver, what its own stage raised. On a worker it is kept in
-                ``failure`` and travels to the driver.
+            Exception: on the driver, what a stage raised; caused by a RemoteError if that stage is
+                on another rank. On a worker it is kept in ``failure`` and travels to the driver.
         """
         works = [_Forward(self, index, call, inputs) for index in range(len(self.owned))]
         todo, _ = self._lists(call.key, input_gradient=False)
@@ -181,8 +179,8 @@ class Engine:
         error = next((work.error for work in works if work.error), None)
         for own in self.owned:
             if own.number > 0:
-                text = own.links.previous.hear()
-                self.failure = self.failure or text
+                heard = own.links.previous.hear()
+                self.failure = self.failure or heard
             if not own.is_last:
                 # what the driver's own stages raise is the driver's to deal with
                 mine = self.place.is_driver and error is not None
@@ -248,16 +246,15 @@ class Engine:
 
     def fail(self, error: Exception, stage: int) -> None:
         """Note an error of a stage; from now on this rank only keeps its appointments."""
-        text = "".join(traceback.format_exception(error))
-        where = f" in stage {stage}" if self.place.free else ""
-        self.failure = self.failure or f"{self.place} failed{where}:\n{text}"
+        where = f"in stage {stage}" if self.place.free else ""
+        self.failure = self.failure or Failure.of(error, str(self.place), where)
 
     def _raise(self, error: Exception | None) -> None:
-        text, self.failure = self.failure, None
+        failure, self.failure = self.failure, None
         if error is not None:
             raise error  # the driver's own, as it is: the user may catch it and go on
-        if text is not None:
-            raise RemoteError(text)
+        if failure is not None:
+            raise failure.exception()
 
 
 class _Forward:

@@ -6,12 +6,19 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from socket import create_connection
 from threading import Event, Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from lightning_hybrid.errors import RemoteError
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from lightning_hybrid.runtime.failure import Failure, told_text
+from lightning_hybrid.runtime.losses import is_gone, is_late
 from lightning_hybrid.runtime.mesh import Mesh
-from lightning_hybrid.runtime.transport import ConnectionLost, is_late, meet
+from lightning_hybrid.runtime.transport import ConnectionLost
+from lightning_hybrid.runtime.transport import say_at_next_meeting as say_at_next_meeting_of
 
 GRACE_S = 8.0
 """How long the ranks of a failed run may take to say why and to end, before they are killed."""
@@ -19,35 +26,40 @@ GRACE_S = 8.0
 _KEY = "fault"
 _LOOK_EVERY_S = 1.0
 _WITNESS_DELAY_S, _LATE_DELAY_S = 0.5, 2.0
-_MEETING_S, _READING_S = 2.0, 0.2
+_MEETING, _READING_S = timedelta(seconds=2), 0.2
 _STORE_S = 3.0  # its host may be the rank that died, or that does not answer
+_TRIES = 3
 
 T = TypeVar("T")
 
 
-def first_fault(mesh: Mesh | None, error: BaseException, text: str) -> str | None:
+def first_fault(mesh: Mesh | None, error: BaseException, where: str) -> Failure | None:
     """Report a failure of this rank.
 
     Args:
         mesh: the groups; ``None`` before there are any.
         error: what was raised.
-        text: how to report it if it is the first.
+        where: this rank.
 
     Returns:
-        What another rank has failed with before, or told this one; ``None``: this is the first.
+        What another rank has failed with before, or told this one; ``None``: this is the first, or
+        the first one on another rank was the same.
     """
-    told = isinstance(error, RemoteError) and not isinstance(error, ConnectionLost)
-    if told:
-        text = str(error)
-    elif mesh is not None and is_hearsay(error):
-        time.sleep(_WITNESS_DELAY_S)
+    told, mine = told_text(error) is not None, Failure.of(error, where)
+    if is_loss(error):  # gloo's own error, from under Lightning, is of no use on other ranks
+        mine = replace(mine, packed="")
     if mesh is not None:
+        if not told and is_hearsay(error):
+            time.sleep(_WITNESS_DELAY_S)
         if isinstance(error, ConnectionLost) and error.late:
             _let_the_nearest_speak(mesh, error.peer)
-        first = _within_time(lambda: mesh.store.compare_set(_KEY, "", text).decode(), text)
-        if first != text:
-            return first
-    return text if told else None
+        data = mine.to_json()
+        first = _within_time(lambda: mesh.store.compare_set(_KEY, "", data).decode(), data)
+        if first != data:
+            other = Failure.from_json(first)
+            own = not told and bool(mine.packed) and other.headline == mine.headline
+            return None if own else other
+    return mine if told else None
 
 
 def _let_the_nearest_speak(mesh: Mesh, peer: str | None) -> None:
@@ -65,9 +77,14 @@ def _let_the_nearest_speak(mesh: Mesh, peer: str | None) -> None:
     _within_time(wait_if_it_lives, None, _LATE_DELAY_S + _STORE_S)
 
 
-def read_fault(mesh: Mesh) -> str:
+def read_fault(mesh: Mesh) -> Failure:
     """What the rank that failed first has reported."""
-    return _within_time(lambda: mesh.store.get(_KEY).decode(), "another rank has failed")
+    return _read(mesh.store, "another rank has failed")
+
+
+def _read(store: Store, otherwise: str) -> Failure:
+    unknown = Failure(otherwise)
+    return _within_time(lambda: Failure.from_json(store.get(_KEY).decode()), unknown)
 
 
 def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) -> T:
@@ -91,65 +108,79 @@ class Watch:
     hour would be an orphan for as long.
 
     Args:
-        mesh: the groups.
+        place: how to name this rank.
+        store: of the run.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, place: str, store: Store) -> None:
+        self._place, self._store = place, store
         self._over = Event()
-        Thread(target=self._run, daemon=True, name="hybrid-watch").start()
+        self._thread = Thread(target=self._run, daemon=True, name="hybrid-watch")
+        self._thread.start()
 
     def close(self) -> None:
-        """This rank ends by itself."""
+        """This rank ends by itself, or is told by others."""
         self._over.set()
+        self._thread.join(_STORE_S)  # longer only where the store does not answer
 
     def _run(self) -> None:
-        while not self._failed():
+        cause = None
+        while cause is None:
             if self._over.wait(_LOOK_EVERY_S):
                 return
+            cause = self._failed()
         if self._over.wait(GRACE_S):
             return
-        first = _within_time(lambda: self._mesh.store.get(_KEY).decode(), "rank 0 is gone")
         print(
-            f"{self._mesh.place} is killed: it did not end within {GRACE_S:.0f} s of a failure "
-            f"elsewhere: {first.strip().splitlines()[-1]}",
+            f"{self._place} is killed: it did not end within {GRACE_S:.0f} s of a failure "
+            f"elsewhere: {cause.text.strip().splitlines()[-1]}",
             file=sys.stderr,
             flush=True,
         )
         os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
-    def _failed(self) -> bool:
-        try:
-            return bool(self._mesh.store.check([_KEY]))
-        except RuntimeError:  # its host, rank 0, is gone
+    def _failed(self) -> Failure | None:
+        """What has failed elsewhere: what a rank has recorded, or the host of the store itself."""
+        for _ in range(_TRIES):
+            try:
+                return _read(self._store, "unknown") if self._store.check([_KEY]) else None
+            except RuntimeError:  # the connection is broken, or its other end is gone
+                if _answers(self._store):
+                    with suppress(RuntimeError):
+                        broken: Any = self._store  # torch's types do not know of `clone`
+                        self._store = broken.clone()
+                        continue
+                if self._over.wait(_LOOK_EVERY_S):
+                    return None
+        return Failure("rank 0, the host of the store, is gone")
+
+
+def _answers(store: Store) -> bool:
+    """Whether the host of a store takes connections. A client tries for minutes, with noise."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return True
+    try:
+        with create_connection((store.host, store.port), timeout=_LOOK_EVERY_S):
             return True
+    except OSError:
+        return False
 
 
 def say_at_next_meeting(mesh: Mesh | None) -> None:
     """Before or after a run all ranks meet now and then: tell those who wait there already.
 
-    Who comes later finds this rank gone.
+    Who comes later, when this process has ended, finds it gone.
     """
-    if mesh is None:
-        return
-    teller = Thread(target=_tell, args=(mesh,), daemon=True)
-    teller.start()
-    teller.join(_MEETING_S)
-    time.sleep(_READING_S)  # this rank may host the store that they read now
-
-
-def _tell(mesh: Mesh) -> None:
-    with suppress(ConnectionLost):
-        meet(mesh.world, failed=True)
+    if mesh is not None:
+        say_at_next_meeting_of(mesh.world, _MEETING)
+        time.sleep(_READING_S)  # this rank may host the store that they read now
 
 
 def is_loss(error: BaseException) -> bool:
     """Whether ``error`` only says that a peer is gone (from us, or from gloo under Lightning)."""
-    gone = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return isinstance(error, ConnectionLost) or (
-        isinstance(error, RuntimeError)
-        and (is_late(error) or any(words in str(error) for words in gone))
-    )
+    return isinstance(error, ConnectionLost) or is_gone(error) or is_late(error)
 
 
 def is_hearsay(error: BaseException) -> bool:

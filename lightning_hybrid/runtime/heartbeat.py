@@ -33,14 +33,16 @@ class Heartbeat:
         self._control, self._peers = control, peers
         self._pause_s = timeout.total_seconds() / _BEATS_PER_TIMEOUT
         self._over = threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="hybrid-heartbeat").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="hybrid-heartbeat")
+        self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """End it: when this has returned, no more beats are sent."""
         self._over.set()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._over.wait(self._pause_s):
-            if self.on:
+            for peer in self._peers if self.on else ():
                 with suppress(ConnectionLost):  # the main thread will notice
-                    self._control.say_still_here(self._peers)
+                    self._control.say_still_here(peer)

@@ -32,7 +32,7 @@ from lightning_hybrid.runtime.links import control_of
 from lightning_hybrid.runtime.mesh import Group, Mesh, Place
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.staged import tensors_of
-from lightning_hybrid.runtime.transport import broadcast_object, wait
+from lightning_hybrid.runtime.transport import broadcast_object, start, wait
 
 _ANOTHER_REPLICA = "a rank of another replica"
 
@@ -194,7 +194,8 @@ def share_optimizers(
             if tensor is None:
                 tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             moved = tensor.to(device).contiguous()
-            wait(group.broadcast([moved]), _ANOTHER_REPLICA)
+            work = start(group.broadcast, [moved], peer=_ANOTHER_REPLICA)
+            wait(work, _ANOTHER_REPLICA)
             return moved
 
         for name, state in outlined.items():

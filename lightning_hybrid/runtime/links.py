@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.transport import Control, Link, TensorSpec
 
+_CONTROLS: WeakKeyDictionary[Mesh, Control] = WeakKeyDictionary()
 _FRAME = 0  # headers and status lines need no operation: who waits knows for what
 
 
@@ -110,9 +112,11 @@ class Links:
 
 
 def control_of(mesh: Mesh) -> Control:
-    """The control link of this rank's replica; one per run, as it keeps what is being sent."""
-    names = [str(mesh.place.at(position)) for position in range(mesh.place.stages)]
-    return Control(mesh.control, names)
+    """The control link of this rank's replica; one per mesh, as it keeps what is being sent."""
+    if mesh not in _CONTROLS:
+        names = [str(mesh.place.at(position)) for position in range(mesh.place.stages)]
+        _CONTROLS[mesh] = Control(mesh.control, names)
+    return _CONTROLS[mesh]
 
 
 def link_stages(

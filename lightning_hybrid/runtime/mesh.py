@@ -19,6 +19,7 @@ has none either: with it Lightning would give advice about metrics of several de
 """
 
 import atexit
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,10 +39,34 @@ _STORE_TIMEOUT = timedelta(minutes=10)
 # ends within that moment takes the interpreter away from the thread, and C++ aborts the process: 18
 # of 170 that ended right after an all-reduce did so (torch 2.13), none of 45 that waited for 50 ms.
 _LETTING_GO_S = 0.2
+_LEAVING_S = 2.0
 
 
 Group = Any
 """A process group used by its own methods; those of gloo and NCCL have no public common type."""
+
+
+class _Handle:
+    """A process group that can be given up while others still refer to it.
+
+    gloo wakes nobody when a group is shut down or aborted, but the sockets of a group that is
+    destroyed are closed, and that wakes every peer.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        if self._group is None:
+            raise RuntimeError("This rank has left the run, which has failed: it talks to nobody.")
+        return getattr(self._group, name)
+
+    def close(self) -> None:
+        """Shut the group down and give it up."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
 
 Survey = Callable[[Group], Cluster]
 """Looks at all devices over the group of all ranks."""
@@ -139,7 +164,7 @@ class Mesh:
         self.key: tuple[object, ...] = ()
         self.backend = backend
         self.timeout = timeout
-        self._groups: list[Group] = []
+        self._groups: list[_Handle] = []
         self._statistics: Group = None
         self.world = self._group("world", place.rank, place.replicas * place.stages, "gloo")
         self.cluster = None if survey is None else survey(self.world)
@@ -198,8 +223,8 @@ class Mesh:
             group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._groups.append(group)
-        return group
+        self._groups.append(_Handle(group))
+        return self._groups[-1]
 
     def statistics(self) -> Group:
         """A group like `copies`, for the statistics of batch normalisation; made on first use."""
@@ -222,11 +247,34 @@ class Mesh:
             device_id=None if device.type == "cpu" else device,
         )
 
+    def __deepcopy__(self, memo: object) -> "Mesh":
+        """Whoever copies a Trainer in the middle of a run copies what refers to this rank."""
+        return self
+
     def shutdown(self) -> None:
         """Close every group of ours; the default group is Lightning's to destroy."""
         for group in self._groups:
-            group.shutdown()
+            group.close()
         self._groups.clear()
+
+    def leave(self) -> None:
+        """After a failure of this rank: wake the ranks of other replicas that wait for it.
+
+        They wait in collectives: of the drivers, or of the copies of a stage. (Ranks of the same
+        replica are told, since they listen.)
+        """
+        groups = [group for group in (self.drivers, self.copies, self._statistics) if group]
+
+        def close() -> None:
+            for group in groups:
+                group.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+        # a group whose collective has begun ends with it, or with the time-out
+        thread = threading.Thread(target=close, daemon=True, name="hybrid-leave")
+        thread.start()
+        thread.join(_LEAVING_S)
 
 
 class _Process:
@@ -281,5 +329,7 @@ def join_mesh(
 
 def forget_mesh() -> None:
     """After a failure the links hold half-sent messages: the next run makes new ones."""
-    if _Process.mesh is not None:
+    if _Process.mesh is not None and _Process.mesh.key:
         _Process.mesh.key = ()
+        if _Process.mesh.place.replicas > 1:
+            _Process.mesh.leave()

@@ -22,7 +22,7 @@ from lightning_hybrid.compat import BatchNorm
 from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.runtime.mesh import Group
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import wait
+from lightning_hybrid.runtime.transport import start, wait
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """As in DistributedDataParallel: large enough for the link, and the first one small, to start
@@ -146,8 +146,7 @@ class Copies:
         if self._size == 1:
             return
         buffers = self._state if state else self._buffers
-        for work in [self._group.broadcast([buffer]) for buffer in buffers]:
-            wait(work, _ANOTHER_REPLICA)
+        _broadcast(self._group, buffers)
 
     def broadcast_weights(self) -> None:
         """Give every copy the weights and buffers of replica 0."""
@@ -155,7 +154,7 @@ class Copies:
             return
         self.broadcast_buffers()
         for parameter in self._parameters:
-            wait(self._group.broadcast([parameter.detach()]), _ANOTHER_REPLICA)
+            _broadcast(self._group, [parameter.detach()])
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -176,14 +175,14 @@ class Copies:
         # Always in order, whichever is full first: collectives pair by their order.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
-            bucket.work = self._group.allreduce([bucket.flat])
+            bucket.work = start(self._group.allreduce, [bucket.flat], peer=_ANOTHER_REPLICA)
             if self._trace.on:
                 bucket.work.get_future().add_done_callback(self._recorder(self._next))
             self._next += 1
 
     def _recorder(self, bucket: int) -> Callable[[object], None]:
-        start = time.time()
-        return lambda _: self._trace.add(f"all-reduce {bucket}", "all-reduce", start, time.time())
+        began = time.time()
+        return lambda _: self._trace.add(f"all-reduce {bucket}", "all-reduce", began, time.time())
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
         self._buckets, self._place = [], {}
@@ -213,6 +212,12 @@ def state_buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for part in parts for buffer in part.buffers(recurse=False)]
 
 
+def _broadcast(group: Group, tensors: Sequence[Tensor]) -> None:
+    works = [start(group.broadcast, [tensor], peer=_ANOTHER_REPLICA) for tensor in tensors]
+    for work in works:
+        wait(work, _ANOTHER_REPLICA)
+
+
 def broadcast_module(module: nn.Module, group: Group) -> None:
     """Give every rank of a gloo ``group`` the weights and buffers of its first.
 
@@ -223,7 +228,6 @@ def broadcast_module(module: nn.Module, group: Group) -> None:
     everything = (*module.parameters(), *module.buffers())
     tensors = [t.detach() for t in everything if not is_unmade(t)]
     copies = [t.cpu().contiguous() for t in tensors]
-    for work in [group.broadcast([copy]) for copy in copies if copy.numel()]:
-        wait(work, _ANOTHER_REPLICA)
+    _broadcast(group, [copy for copy in copies if copy.numel()])
     for tensor, copy in zip(tensors, copies):
         tensor.copy_(copy)

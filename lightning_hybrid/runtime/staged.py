@@ -1,6 +1,6 @@
 """A network that has been cut, as one rank sees it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +36,25 @@ class StagedNetwork:
         self.number, self.name, self.module, self.engine = number, name, module, engine
         self.borrowed = borrowed
         self.calls: dict[int, Call] = {}
-        self.keys: list[CallKey] = []
-        self._traffic: list[list[Traffic]] = []
+        self.keys: dict[int, CallKey] = {}
+        self._traffic: dict[int, list[Traffic]] = {}
         self._parameters = list(module.parameters())
 
-    def add_key(self, key: CallKey) -> int:
-        """Give a new key its number."""
-        self.keys.append(key)
-        self._traffic.append([Traffic() for _ in self.engine.owned])
-        return len(self.keys) - 1
+    def add_key(self, key: CallKey, number: int | None = None) -> int:
+        """Take in a new key.
+
+        Args:
+            key: the key.
+            number: on a worker, the driver's for it. Those of calls that have failed on the driver
+                before the worker has heard of them are left out.
+
+        Returns:
+            Its number.
+        """
+        number = len(self.keys) if number is None else number
+        self.keys[number] = key
+        self._traffic[number] = [Traffic() for _ in self.engine.owned]
+        return number
 
     def draws(self, key: int) -> bool:
         """Whether a stage up to the last one of this rank draws random numbers."""
@@ -120,10 +130,10 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return named | dict(module.named_buffers(remove_duplicate=False))
 
 
-def write_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
     """Copy ``values`` into the parameters and buffers of these names, where they have memory."""
     tensors = tensors_of(module)
     with torch.no_grad(), as_they_are():
-        for name, value in values.items():
+        for name, value in values:
             if not is_unmade(tensors[name]):
                 tensors[name].copy_(value)

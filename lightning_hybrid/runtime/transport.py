@@ -13,7 +13,9 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from torch import Tensor
 from lightning_hybrid.compat import unrecorded
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.network.deferred import value_of
+from lightning_hybrid.runtime.failure import Failure
+from lightning_hybrid.runtime.losses import is_late
 from lightning_hybrid.runtime.mesh import Group
 
 FRAME = 8
@@ -34,8 +38,7 @@ _KEPT_SENDS, _KEPT_BYTES = 64, 2**26
 
 _SOMEBODY = "a rank of"
 _A_RANK = f"{_SOMEBODY} the group"
-_STILL_HERE = -1  # a frame that says nothing else
-_KEPT_BEATS = 256
+_STILL_HERE, _LEAVING = -1, -2  # frames between all others
 
 
 class ConnectionLost(RemoteError):
@@ -101,15 +104,14 @@ class Link:
         """Send without waiting; the tensors must not be changed before :meth:`flush`."""
         for tensor in tensors:
             tensor = tensor.detach().contiguous()
-            work = _start(self._group.send, [tensor], self._other, 0, peer=self._peer)
+            work = start(self._group.send, [tensor], self._other, 0, peer=self._peer)
             self._sends.append((work, tensor))
 
     def post(self, specs: Sequence[TensorSpec]) -> Arrival:
         """Get ready to receive tensors of these shapes, in this order."""
         tensors = [spec.empty(self._device) for spec in specs]
         works = [
-            _start(self._group.recv, [tensor], self._other, 0, peer=self._peer)
-            for tensor in tensors
+            start(self._group.recv, [tensor], self._other, 0, peer=self._peer) for tensor in tensors
         ]
         return Arrival(tensors, works, self._peer)
 
@@ -132,7 +134,10 @@ class Control:
         self._group, self._names = group, tuple(names)
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._lock = threading.RLock()  # a heartbeat stands between messages, never inside of one
-        self._beats: deque[tuple[dist.Work, Tensor]] = deque(maxlen=_KEPT_BEATS)
+        self._beat = torch.zeros(FRAME, dtype=torch.int64)
+        self._beat[0] = _STILL_HERE
+        self._beats: list[dist.Work] = []
+        self._left: dict[int, Failure] = {}
 
     def tell(self, peer: int, operation: int, *arguments: int, payload: Any = None) -> None:
         """Send a frame, and ``payload`` pickled behind it, without waiting."""
@@ -144,28 +149,40 @@ class Control:
             if data:
                 self._send(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def say_still_here(self, peers: Sequence[int]) -> None:
+    def say_still_here(self, peer: int) -> None:
         """From any thread: send a frame that :meth:`hear` passes over."""
-        for peer in peers:
-            frame = torch.zeros(FRAME, dtype=torch.int64)
-            frame[0] = _STILL_HERE
-            with self._lock:
-                work = _start(self._group.send, [frame], peer, 0, peer=self._names[peer])
-            # nobody waits for it: the peer may not listen for long
-            self._beats.append((work, frame))
+        with self._lock:
+            work = start(self._group.send, [self._beat], peer, 0, peer=self._names[peer])
+        # Nobody waits for it: the peer may not listen for long. Until it does gloo has promised it
+        # this message, so none is dropped; and there is no way to ask whether one has left.
+        self._beats.append(work)
 
     def hear(self, peer: int) -> tuple[int, list[int], Any]:
-        """Wait for a frame. Returns operation, six arguments, payload."""
+        """Wait for a frame.
+
+        Returns:
+            Operation, six arguments, payload.
+
+        Raises:
+            ConnectionLost: the peer went away without a word.
+            Exception: the peer has left because of this; see :meth:`say_goodbye`.
+        """
+        if peer in self._left:
+            raise self._left[peer].exception()
         operation = _STILL_HERE
         frame = torch.empty(FRAME, dtype=torch.int64)
         while operation == _STILL_HERE:
             self._receive(peer, frame)
             operation, *arguments, size = frame.tolist()
-        if not size:
-            return operation, arguments, None
-        data = torch.empty(size, dtype=torch.uint8)
-        self._receive(peer, data)
-        return operation, arguments, pickle.loads(data.numpy().tobytes())
+        payload: Any = None
+        if size:
+            data = torch.empty(size, dtype=torch.uint8)
+            self._receive(peer, data)
+            payload = pickle.loads(data.numpy().tobytes())
+        if operation == _LEAVING:
+            self._left[peer] = payload
+            raise payload.exception()
+        return operation, arguments, payload
 
     def send_tensors(self, peer: int, tensors: dict[str, Tensor]) -> None:
         """Send named tensors; those on a device go by way of the CPU."""
@@ -188,6 +205,13 @@ class Control:
                 self._receive(peer, tensor)
             yield name, tensor
 
+    def say_goodbye(self, failure: Failure) -> None:
+        """This rank leaves because of ``failure``: others that wait for it raise that instead."""
+        for peer in range(len(self._names)):
+            if peer != self._group.rank():
+                with suppress(ConnectionLost):
+                    self.tell(peer, _LEAVING, payload=failure)
+
     def flush(self) -> None:
         """Wait until everything sent has left."""
         while self._sends:
@@ -195,7 +219,7 @@ class Control:
             wait(work, _A_RANK)
 
     def _send(self, peer: int, tensor: Tensor) -> None:
-        work = _start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
+        work = start(self._group.send, [tensor], peer, 0, peer=self._names[peer])
         self._sends.append((work, tensor))
         while len(self._sends) > _KEPT_SENDS or self._kept_bytes() > _KEPT_BYTES:
             oldest, _ = self._sends.popleft()
@@ -206,7 +230,7 @@ class Control:
 
     def _receive(self, peer: int, tensor: Tensor) -> None:
         name = self._names[peer]
-        wait(_start(self._group.recv, [tensor], peer, 0, peer=name), name)
+        wait(start(self._group.recv, [tensor], peer, 0, peer=name), name)
 
 
 def broadcast_object(
@@ -227,12 +251,12 @@ def broadcast_object(
     size = torch.tensor([len(data)], device=device)
     options = dist.BroadcastOptions()
     options.rootRank = source
-    wait(_start(group.broadcast, [size], options, peer=_A_RANK), _A_RANK)
+    wait(start(group.broadcast, [size], options, peer=_A_RANK), _A_RANK)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
     if buffer is None:
         buffer = torch.empty(int(size), dtype=torch.uint8)
     buffer = buffer.to(device or buffer.device)
-    wait(_start(group.broadcast, [buffer], options, peer=_A_RANK), _A_RANK)
+    wait(start(group.broadcast, [buffer], options, peer=_A_RANK), _A_RANK)
     return value if here else pickle.loads(buffer.cpu().numpy().tobytes())
 
 
@@ -242,18 +266,34 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
 
 
 def meet(group: Group, *, failed: bool = False) -> bool:
-    """Wait until every rank of ``group`` is here, and hear whether all are well.
-
-    A rank that has failed comes to the next meeting all the same, to say so.
-    """
-    flag = torch.tensor([int(failed)])
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    wait(_start(group.allreduce, [flag], options, peer=_A_RANK), _A_RANK)
+    """Wait until every rank of ``group`` is here, and hear whether all are well."""
+    flag, work = _come(group, failed=failed)
+    wait(work, _A_RANK)
     return not flag.item()
 
 
-def _start(call: Any, *arguments: Any, peer: str) -> dist.Work:
+def say_at_next_meeting(group: Group, patience: timedelta) -> None:
+    """A rank that has failed comes to the next meeting all the same, to say so.
+
+    Who comes after it has run out of ``patience`` still hears it, as long as its process lives.
+    """
+    with suppress(ConnectionLost, RuntimeError):
+        _come(group, failed=True)[1].wait(patience)
+
+
+def _come(group: Group, *, failed: bool) -> tuple[Tensor, dist.Work]:
+    flag = torch.tensor([int(failed)])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    return flag, start(group.allreduce, [flag], options, peer=_A_RANK)
+
+
+def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
+    """Begin a transfer: ``call`` is a method of a process group.
+
+    Raises:
+        ConnectionLost: ``peer`` has gone away before.
+    """
     try:
         with unrecorded():
             work: dist.Work = call(*arguments)
@@ -272,11 +312,6 @@ def wait(work: dist.Work, peer: str) -> None:
         work.wait()
     except RuntimeError as error:
         raise _lost(peer, error) from None
-
-
-def is_late(error: BaseException) -> bool:
-    """Whether gloo gave up waiting; the second is what the other transfers of a pair say then."""
-    return any(words in str(error) for words in ("Timed out waiting", "Application timeout"))
 
 
 def _lost(peer: str, error: RuntimeError) -> ConnectionLost:

@@ -1,7 +1,6 @@
 """A worker: it owns stages of each network, not the last one, and obeys its driver."""
 
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -9,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.calls import BackwardMode, CallKey
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
+from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.large import Claim, share_optimizers
 from lightning_hybrid.runtime.links import control_of, link_stages
@@ -86,7 +85,7 @@ class Worker:
         self._parameters = dict(module.named_parameters())
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._modes: tuple[int, int] | None = None
-        self._failure: str | None = None
+        self._failure: Failure | None = None
         self._claim: Claim | None = None
 
     def serve(self) -> Any:
@@ -96,7 +95,8 @@ class Worker:
             What the driver sends at the end: its results.
 
         Raises:
-            RemoteError: the driver has failed, or was lost.
+            Exception: the driver's, which has failed; caused by a RemoteError.
+            ConnectionLost: the driver was lost.
         """
         self._heartbeat = Heartbeat(self._control, [DRIVER], self._mesh.timeout)
         with left_to_the_driver():
@@ -115,15 +115,14 @@ class Worker:
             operation = Op(number)
             self._heartbeat.on = operation in _ANSWERED
             if operation is Op.ABORT:
-                raise RemoteError(payload)
+                raise payload.exception()
             answer = None
             try:
                 answer = getattr(self, f"_{operation.name.lower()}")(payload, *arguments)
             except ConnectionLost:
                 raise
             except Exception as error:
-                text = "".join(traceback.format_exception(error))
-                self._failure = self._failure or f"{self._mesh.place} failed:\n{text}"
+                self._failure = self._failure or Failure.of(error, str(self._mesh.place))
             if operation in _ANSWERED:
                 self._control.tell(DRIVER, 0, payload=(self._failure, answer))
             if operation in (Op.GIVE_WEIGHTS, Op.GIVE_GRADIENTS) and self._failure is None:
@@ -176,11 +175,14 @@ class Worker:
         number, call, draw, index, exchange, draws = arguments
         network = self._networks[number]
         if key is not None:
-            network.add_key(key)
-        if self._modes != (number, index):
-            network.set_trainable(network.keys[index])
-            self._modes = (number, index)
+            network.add_key(key, index)
         opened = network.open(call, draw, index, exchange=bool(exchange), draws=bool(draws))
+        if self._modes != (number, index):
+            try:
+                network.set_trainable(opened.key)
+                self._modes = (number, index)
+            except Exception as error:  # the other stages wait for this one all the same
+                self._failure = self._failure or Failure.of(error, str(self._mesh.place))
         network.engine.failure = self._failure
         with opened.key.precision.applied(), torch.set_grad_enabled(opened.key.grad):
             network.engine.forward(opened)
@@ -279,6 +281,9 @@ class Worker:
 
     # -- weights
 
+    def _forget_failure(self, *_: Any) -> None:
+        self._failure = None
+
     def _give_weights(self, *_: Any) -> None:
         """Answered with word that all is well; the tensors follow."""
 
@@ -295,10 +300,14 @@ class Worker:
             self._control.send_tensors(DRIVER, {name: named[name] for name in asked})
 
     def _take_weights(self, *_: Any) -> None:
-        arrived = []
-        for name, value in self._control.receive_each(DRIVER):
-            write_tensors(self._module, {name: value})
-            arrived.append(name)
+        arrived: list[str] = []
+
+        def each() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in self._control.receive_each(DRIVER):
+                yield name, value
+                arrived.append(name)
+
+        write_tensors(self._module, each())
         if self._claim is not None:
             claim, self._claim = self._claim, None
             claim.settle(arrived)

@@ -38,7 +38,7 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import summarize
-from suite import ONE_OF_TWO, TWO_OF_TWO, Row, Run
+from suite import ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -491,3 +491,15 @@ class AveragesWeights(_Epochs):
 class AveragesWeightsExponentially(AveragesWeights):
     def averaging(self) -> Callback:
         return EMAWeightAveraging(decay=0.9)
+
+
+class AveragesWeightsMadeInConfigureModel(AveragesWeightsExponentially):
+    """The callback calls the hook, Lightning calls it again: a second network is trained."""
+
+    fast = ()
+
+    def build(self) -> None:
+        self.net: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        self.net = Layers().double()

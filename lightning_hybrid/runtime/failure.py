@@ -1,0 +1,111 @@
+"""The failure of one rank, in a form that every other rank can raise.
+
+``except MyError`` around ``trainer.fit`` must catch on all ranks what was raised on one. So an
+exception travels beside its text: pickled if it survives that, else as its class and arguments. A
+rank that cannot import the class raises :class:`RemoteError`, which is also the cause of all
+exceptions that came from elsewhere, with the traceback of the rank that raised them.
+"""
+
+import base64
+import json
+import pickle
+import traceback
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_hybrid.errors import RemoteError
+
+_LIMIT_BYTES = 2**20  # an exception may hold a batch, which nobody needs on other ranks
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank tells the others of its failure.
+
+    Attributes:
+        text: which rank failed, and its traceback.
+        headline: class and message of the exception, equal where ranks have raised alike.
+        packed: the exception in base64; empty if it cannot travel.
+    """
+
+    text: str
+    headline: str = ""
+    packed: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: str, where: str = "") -> "Failure":
+        """Describe ``error``.
+
+        Args:
+            error: raised on this rank, or brought from another one by :meth:`exception`.
+            rank: this rank.
+            where: on it, if there is more than one possibility.
+        """
+        kind = type(error)
+        headline = f"{kind.__module__}.{kind.__qualname__}: {error}"
+        if (text := told_text(error)) is None:
+            trace = "".join(traceback.format_exception(error))
+            text = f"{' '.join((rank, 'failed', where)).strip()}:\n{trace}"
+        return cls(text, headline, base64.b64encode(_pack(error)).decode())
+
+    @classmethod
+    def from_json(cls, data: str) -> "Failure":
+        """The other end of :meth:`to_json`."""
+        return cls(**json.loads(data))
+
+    def to_json(self) -> str:
+        """As text, for the store."""
+        return json.dumps(asdict(self))
+
+    def exception(self) -> Exception:
+        """The exception for this rank to raise, caused by a :class:`RemoteError` with the text."""
+        cause = RemoteError(self.text)
+        if not self.packed:
+            return cause
+        try:
+            error = _unpack(base64.b64decode(self.packed))
+        except Exception:  # its class is not known here, or does as it likes
+            return cause
+        error.__cause__ = cause
+        return error
+
+
+def told_text(error: BaseException) -> str | None:
+    """The text of a failure that another rank has told this one; ``None``: it is this rank's."""
+    for told in (error, error.__cause__):
+        if type(told) is RemoteError:
+            return str(told)
+    return None
+
+
+def _pack(error: BaseException) -> bytes:
+    """Empty: it cannot travel. What ends a process (Ctrl-C) ends that process alone."""
+    if not isinstance(error, Exception) or isinstance(error, RemoteError):
+        return b""
+    state = {name: value for name, value in vars(error).items() if _travels(value)}
+    for value in (error, (type(error), error.args, state), (type(error), (str(error),), {})):
+        # Python makes a pickled exception by calling its class with `args`, which fails for
+        # classes with parameters of their own
+        if _travels(value) and isinstance(_unpack(data := pickle.dumps(value)), type(error)):
+            return data
+    return b""
+
+
+def _travels(value: Any) -> bool:
+    try:
+        data = pickle.dumps(value)
+        pickle.loads(data)
+    except Exception:  # an object may refuse to be pickled in any way it likes
+        return False
+    return len(data) <= _LIMIT_BYTES
+
+
+def _unpack(data: bytes) -> Exception:
+    value: Any = pickle.loads(data)
+    if isinstance(value, Exception):
+        return value
+    kind, arguments, state = value
+    error: Exception = kind.__new__(kind, *arguments)
+    error.args = arguments
+    vars(error).update(state)
+    return error
