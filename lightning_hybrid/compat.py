@@ -105,6 +105,23 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def drop_hooks(module: nn.Module, of: str) -> None:
+    """Remove the forward hooks of all inner modules whose functions come from some package.
+
+    Args:
+        module: with all its parts.
+        of: how the names of the modules that define these functions begin.
+    """
+    for part in module.modules():
+        for table in (part._forward_hooks, part._forward_pre_hooks):
+            for key, hook in list(table.items()):
+                function = getattr(hook, "func", hook)
+                owner = getattr(function, "__self__", function)
+                name = getattr(owner, "__module__", None) or type(owner).__module__
+                if str(name).startswith(of):
+                    del table[key]
+
+
 @contextmanager
 def without_mode(kind: type) -> Iterator[None]:
     """Inside, a torch function mode of this kind, if it is the innermost one, is not active."""

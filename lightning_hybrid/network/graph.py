@@ -19,7 +19,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -305,7 +305,10 @@ class _Describing:
             if n.op == "get_attr"
         }
         self.module_names = {str(id(part)): name for name, part in network.named_modules()}
-        self.childless = {name for name, part in network.named_modules() if not part._modules}
+        # (the weights of a parametrized layer are made by modules inside it)
+        self.childless = {
+            name for name, part in network.named_modules() if {*part._modules} <= {_MAKES_WEIGHTS}
+        }
         self.symbol = self._batch_symbol()
         self.info: dict[fx.Node, TensorInfo] = {}
         self.guards = guards_of(
@@ -433,7 +436,14 @@ class _Describing:
                 parts[node] = []
                 heads.append(node)
         parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
-        return tuple(self._layer(node, tuple(parts[node]), effects, parameters) for node in heads)
+        layers: list[Layer] = []
+        for node in heads:
+            layer = self._layer(node, tuple(parts[node]), effects, parameters)
+            if layers and node not in self.info and not node.all_input_nodes:
+                # what switches a mode belongs to the code around it
+                layer = replace(layer, module=layers[-1].module, is_module=layers[-1].is_module)
+            layers.append(layer)
+        return tuple(layers)
 
     def _layer(
         self,
@@ -463,7 +473,7 @@ class _Describing:
         for key in reversed(list(node.meta.get("nn_module_stack") or ())):
             name: str | None = self.module_names.get(str(key).split("@")[0])
             if name is not None:
-                return name.partition(".parametrizations.")[0]
+                return name.partition(f".{_MAKES_WEIGHTS}.")[0]
         return ""
 
     def _leaves(self) -> tuple[Leaf, ...]:
@@ -492,6 +502,9 @@ class _Describing:
                 f"{stable(dict(node.kwargs))} {shape}"
             )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+_MAKES_WEIGHTS = "parametrizations"
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

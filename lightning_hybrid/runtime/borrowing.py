@@ -55,11 +55,17 @@ class Borrowing:
             if borrowed:
                 self._workers.setdefault(worker, []).extend(borrowed)
 
-    def refresh(self) -> None:
-        """A forward follows: the borrowers need the owners' values."""
+    def refresh(self, *, grad: bool) -> None:
+        """A forward follows: the borrowers need the owners' values.
+
+        Args:
+            grad: it is differentiable, so that gradients will arise here.
+        """
         if not self:
             return
         remote = self._lender.remote
+        if grad:
+            remote.note_use(self._here)
         remote.flush()
         if remote.state(Kind.PARAMETER) == self._current:
             return

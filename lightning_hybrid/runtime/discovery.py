@@ -20,7 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.compat import BatchNorm, has_backward_hooks, own_saved_tensors, without_mode
+from lightning_hybrid.compat import (
+    BatchNorm,
+    drop_hooks,
+    has_backward_hooks,
+    own_saved_tensors,
+    without_mode,
+)
 from lightning_hybrid.errors import (
     HybridError,
     NetworkError,
@@ -238,6 +244,8 @@ class Networks:
             for full, kind in self._shared.items()
             if full.startswith(prefix)
         }
+        # annotations of single modules for PyTorchProfiler: what stages run are no modules
+        drop_hooks(module, of="lightning.pytorch.profilers")
         hollow = Hollow(module, self._driver.device)
         capture = Capture(module, forward, lambda g, v: self._run(found, g, v), shared, whole=whole)
         found = _Found(name, module, forward, hollow, whole, capture)

@@ -241,9 +241,9 @@ class Driver:
                 "elsewhere (HybridGabraStrategy(allocation=[...])), or leave compile_stages out."
             )
 
-    def refresh_borrowed(self) -> None:
+    def refresh_borrowed(self, *, grad: bool) -> None:
         """A forward follows: tied parameters must have one value in all stages."""
-        self._borrowing.refresh()
+        self._borrowing.refresh(grad=grad)
 
     def _hand_out(self, worker: int, values: Mapping[str, Tensor]) -> None:
         assert self._control is not None
@@ -881,7 +881,7 @@ class DrivenNetwork(StagedNetwork):
         while self._dropped:
             self._free(self._dropped.popleft())
         self.driver.remote.adopt_replaced()
-        self.driver.refresh_borrowed()
+        self.driver.refresh_borrowed(grad=grad)
         if self.graphs[variant].writes_parameters:
             self.driver.remote.outdate(Kind.PARAMETER)
         parts, numbers = self._split(variant, leaves)

@@ -282,6 +282,11 @@ class RemoteTensors:
         self.in_graph = True
         self._in_graph[remote.name] = remote
 
+    def note_use(self, names: Iterable[str]) -> None:
+        """Stages of this rank take these parameters into the graph."""
+        for name in names:
+            self.enter_graph(self._tensors[Kind.PARAMETER][name])
+
     def gradient(self, remote: Remote) -> Tensor | None:
         """A window on the gradient of a parameter, if it has one."""
         name = remote.name

@@ -265,6 +265,8 @@ class ChangesSettings(Row):
 class ResetsStatistics(Row):
     """Replaces the buffers and the momentum of a batch normalisation in the middle of a run."""
 
+    shares = True
+
     fast = (ONE_OF_TWO, TWO_OF_TWO)
     per_microbatch = True
 
@@ -299,6 +301,8 @@ class StartsAgain(Row):
 
 class CallsAPartOfTheNetwork(Row):
     """A layer of an earlier stage is called by itself: its weights are fetched, and trained."""
+
+    shares = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x, y) + self.net.first(x).square().mean()

@@ -151,6 +151,8 @@ class AveragesPartsOfUnequalSize(_Sizes):
 class SupportsAsManyAsTheBatch(_Sizes):
     """Prototypes are made of a support set, which has four samples as the first batch has."""
 
+    shares = True
+
     shapes = fast = EVERY
     sizes = (4, 3, 4, 2, 5, 4)
 
