@@ -52,12 +52,8 @@ class ReflectsOperators(_Between):
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
-            x = (
-                (1 - x) / 2
-                + 1 / (2 + x)
-                + (5 % (x.detach().abs() + 1))
-                + (3 // (x.detach().abs() + 1))
-            )
+            size = x.detach().abs() + 1  # `%` and `//` have no derivative on this side
+            x = (1 - x) / 2 + 1 / (2 + x) + 5 % size + 3 // size
             x = x + (x > 0) * x - (x <= 0) * 0.5 + (~(x > 1)) + (-x) @ torch.eye(8, dtype=x.dtype)
             x @= torch.eye(8, dtype=x.dtype)
             x += 1
