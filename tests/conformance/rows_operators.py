@@ -375,6 +375,7 @@ class CheckpointsAtTheTop(_Between):
 class CheckpointsItsBlocks(_Between):
     """One region for each block, one over several, an older reentrant one."""
 
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` takes no reentrant ones beside unused parameters
     cuts: ClassVar = {2: ["net.blocks.2"]}
 
     class Net(nn.Module):
