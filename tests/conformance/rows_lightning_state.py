@@ -186,25 +186,41 @@ class ReadsACounter(ReadsAFloatThatChanges):
 
 
 class ReadsLengthsThatChange(_Own):
-    """Sequences of another length in each step."""
+    """Sequences of another length in each step, for a network that is free in it."""
 
     shapes = fast = EVERY
     captures = 3
 
     def build(self) -> None:
         self.first = nn.Linear(2, 8)
-        self.second = nn.GRU(8, 8, batch_first=True)
+        self.second = nn.Linear(8, 8)
         self.third = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.second(torch.tanh(self.first(x)))
-        return self.third(states.mean(1))
+        x = torch.tanh(self.first(x))
+        shares = (self.second(x) @ x.transpose(1, 2)).softmax(-1)
+        return self.third((shares @ x).mean(1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         length = 2 + (5 * self.global_step) % 7
         steps = torch.linspace(0.5, 1, length, dtype=x.dtype)
         return super().training_step((x[:, None, :2] * steps[:, None], y), batch_idx)
+
+
+class RunsOverLengthsThatChange(ReadsLengthsThatChange):
+    """A recurrent layer."""
+
+    fast = (ONE_OF_TWO,)
+    captures = None  # TorchDynamo takes such a layer for one length only
+
+    def build(self) -> None:
+        super().build()
+        self.second = nn.GRU(8, 8, batch_first=True)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.second(torch.tanh(self.first(x)))
+        return self.third(states.mean(1))
 
 
 class ReadsSizesThatChange(_Own):

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -220,11 +221,16 @@ def _tail(file: Path) -> str:
 
 
 def selected(items: Sequence[Any]) -> dict[type[Conformance], list[str]]:
-    """Which rows of which suite the collected tests need, references included."""
+    """Which rows of which suite the collected tests need, references included.
+
+    Rows whose package is missing are left out: they would only end their group of processes.
+    """
     found: dict[type[Conformance], list[str]] = {}
     for item in items:
         suite, row = getattr(item, "cls", None), getattr(item, "callspec", None)
         row = row.params.get("row") if row else None
+        if row is not None and row.needs and find_spec(row.needs) is None:
+            continue
         while suite is not None and row is not None and issubclass(suite, Conformance):
             names = found.setdefault(suite, [])
             if row.__name__ not in names:
