@@ -16,7 +16,12 @@ from torch._C import DisableTorchFunctionSubclass as as_they_are
 
 # what torch.compile raises where it cannot follow, and why it compiled again
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import (
+    get_compilation_metrics,
+    numpy_method_wrapper,
+    numpy_operator_wrapper,
+    numpy_to_tensor_wrapper,
+)
 
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -257,3 +262,24 @@ def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
 def functorch_level() -> int:
     """How many transforms of functions (``vmap``, ``grad``) are being applied at this moment."""
     return int(torch._C._functorch.maybe_current_level() or 0)
+
+
+# what a call of NumPy becomes in a captured graph: an object that computes it with torch
+_NUMPY = {
+    "function": (numpy_to_tensor_wrapper, "f"),
+    "method": (numpy_method_wrapper, "method"),
+    "operator": (numpy_operator_wrapper, "op"),
+}
+
+
+def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
+    """The kind of NumPy's part in a captured graph, and what it calls; ``None``: it is none."""
+    for kind, (wrapper, attribute) in _NUMPY.items():
+        if type(function) is wrapper:
+            return kind, getattr(function, attribute)
+    return None
+
+
+def numpy_from_parts(kind: str, called: Any) -> Any:
+    """The reverse of `parts_of_numpy`."""
+    return _NUMPY[kind][0](called)

@@ -84,44 +84,53 @@ class _Run:
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self.flops, self.watch = FlopCounterMode(display=False), _Watch()
         self.lost = False
 
     def annotations(self) -> Annotations:
         before = _modes()
-        flops, watch = FlopCounterMode(display=False), _Watch()
-        with self.mode, flops, watch:
-            for node in self.graph.nodes:
-                if node.op == "placeholder":
-                    self._make(node)
-                    if isinstance(self.values[node], Tensor):
-                        self.found.memory[node] = self._memory(self.values[node])
-                elif node.op == "get_attr":
-                    self.values[node] = self.attributes[str(node.target)]
-                elif node.op != "output":
-                    counted, watch.draws = flops.get_total_flops(), False
-                    writes = self._run(node) | {self._memory(t) for t in watch.statistics}
-                    watch.statistics.clear()
-                    effects = _UNKNOWN
-                    if not self.lost:
-                        results = {self._memory(t) for _, t in tensors_in(self.values[node])}
-                        now = _modes() == before
-                        done = flops.get_total_flops() - counted
-                        effects = Effects(
-                            frozenset(results), frozenset(writes), watch.draws, now, True, done
-                        )
-                    self.found.of[node] = effects
-                    value = self.values.get(node)
-                    if isinstance(value, Tensor):
-                        self.found.memory[node] = self._memory(value)
-        _restore(before)
+        try:
+            with self.mode, self.flops, self.watch:
+                for node in self.graph.nodes:
+                    self._take(node, before)
+        finally:
+            _restore(before)
         return self.found
+
+    def _take(self, node: fx.Node, before: tuple[Any, ...]) -> None:
+        if node.op == "placeholder":
+            self._make(node)
+        elif node.op == "get_attr":
+            self.values[node] = self.attributes[str(node.target)]
+            return
+        elif node.op != "output":
+            self.found.of[node] = self._effects(node, before)
+        value = self.values.get(node)
+        if isinstance(value, Tensor):
+            self.found.memory[node] = self._memory(value)
+
+    def _effects(self, node: fx.Node, before: tuple[Any, ...]) -> Effects:
+        counted, self.watch.draws = self.flops.get_total_flops(), False
+        writes = self._run(node) | {self._memory(t) for t in self.watch.statistics}
+        self.watch.statistics.clear()
+        if self.lost:
+            return _UNKNOWN
+        return Effects(
+            frozenset(self._memory(t) for _, t in tensors_in(self.values[node])),
+            frozenset(writes),
+            self.watch.draws,
+            _modes() == before,
+            True,
+            _plain(self.flops.get_total_flops() - counted),
+        )
 
     def _run(self, node: fx.Node) -> set[int]:
         if self.lost:
             return set()
         args: Any = fx.map_arg(node.args, self.values.__getitem__)
         kwargs: Any = fx.map_arg(dict(node.kwargs), self.values.__getitem__)
-        before = [(tensor, tensor._version) for _, tensor in tensors_in((args, kwargs))]
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        before = [(tensor, _version(tensor)) for tensor in given]
         try:
             if node.op == "call_method":
                 value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -132,7 +141,7 @@ class _Run:
             self.lost = True
             return set()
         self.values[node] = value
-        return {self._memory(t) for t, version in before if t._version != version}
+        return {self._memory(t) for t, version in before if _version(t) != version}
 
     def _make(self, node: fx.Node) -> None:
         try:
@@ -143,10 +152,10 @@ class _Run:
     def _made(self, example: Any) -> Any:
         """A stand-in of the captured sizes."""
         if isinstance(example, Tensor):
-            shape = [_hint(size) for size in example.shape]
+            shape = [_plain(size) for size in example.shape]
             if example.layout is not torch.strided or example.is_nested:
                 raise NotImplementedError("a sparse or nested tensor")
-            stride = [_hint(step) for step in example.stride()]
+            stride = [_plain(step) for step in example.stride()]
             made = torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
             return made.requires_grad_(example.requires_grad)
         return value_with(example, {}, hint=True) if is_symbolic(example) else example
@@ -161,8 +170,14 @@ class _Run:
         return self.numbers.setdefault(storage._cdata, len(self.numbers))
 
 
-def _hint(size: Any) -> int:
-    return int(value_with(size, {}, hint=True) or 0) if is_symbolic(size) else int(size)
+def _plain(number: Any) -> int:
+    """A number at the captured sizes; 0 where it depends on values."""
+    return int(value_with(number, {}, hint=True) or 0) if is_symbolic(number) else int(number)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor has been written to; inference tensors do not count it."""
+    return None if tensor.is_inference() else tensor._version
 
 
 class _Watch(TorchDispatchMode):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_hybrid.compat import numpy_from_parts, parts_of_numpy
 from lightning_hybrid.errors import NetworkError
 
 
@@ -229,6 +230,10 @@ def qualified_name(function: Any) -> str:
     Raises:
         NetworkError: another process would not find it under that name.
     """
+    of_numpy = parts_of_numpy(function)
+    if of_numpy is not None:
+        kind, called = of_numpy
+        return f"{_NUMPY}{kind}:{called if isinstance(called, str) else qualified_name(called)}"
     for name in _candidates(function):
         try:
             if function_named(name) is function or function_named(name) == function:
@@ -257,13 +262,14 @@ def _candidates(function: Any) -> Iterable[str]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type):
         yield f"{owner.__module__}:{owner.__qualname__}.{function.__name__}"
-    for known in ("torch", "torch.nn.functional", "torch._C._nn", "torch._C", "_operator"):
+    for known in ("torch", "torch.nn.functional", "torch._C._nn", "torch._C", "_operator", "torch._numpy"):
         yield f"{known}:{getattr(function, '__name__', name)}"
     yield fx.node._get_qualified_name(function).replace(".", ":", 1)
     head, _, tail = fx.node._get_qualified_name(function).rpartition(".")
     yield f"{head}:{tail}"
 
 
+_NUMPY = "numpy as torch:"
 _HIGHER_ORDER = ("torch._higher_order_ops", "torch._higher_order_ops.wrap")
 
 
@@ -273,6 +279,9 @@ def function_named(name: str) -> Any:
     Raises:
         NetworkError: there is none on this rank.
     """
+    if name.startswith(_NUMPY):
+        kind, _, called = name.removeprefix(_NUMPY).partition(":")
+        return numpy_from_parts(kind, function_named(called) if ":" in called else called)
     module, _, path = name.partition(":")
     try:
         value: Any = builtins if module == "builtins" else importlib.import_module(module)

@@ -45,7 +45,7 @@ class TensorInfo:
     """What is known of a tensor in the graph.
 
     Attributes:
-        shape: at the captured sizes.
+        shape: at the captured sizes; empty if it is sparse or nested.
         dtype: its type.
         batched: dimension 0, and no other, is the batch's.
         free: its shape follows from the sizes of the inputs (and not from values).
@@ -373,13 +373,15 @@ class _Describing:
             node.meta["number"] = self._is_size(node)
 
     def _info(self, example: Tensor) -> TensorInfo:
+        if example.layout is not torch.strided or example.is_nested:
+            return TensorInfo((), example.dtype, batched=False, free=False, is_strided=False)
         sizes = list(example.shape)
         batched = bool(sizes) and self._is_batch(sizes[0])
         batched = batched and not any(self._depends(size) for size in sizes[1:])
-        free = all(not is_symbolic(s) or value_with(s, {}, hint=True) is not None for s in sizes)
-        shape = tuple(value_with(s, {}, hint=True) or 0 for s in sizes)
-        strided = example.layout is torch.strided and not example.is_nested
-        return TensorInfo(shape, example.dtype, batched, free, strided)
+        known = [value_with(size, {}, hint=True) for size in sizes]
+        return TensorInfo(
+            tuple(size or 0 for size in known), example.dtype, batched, None not in known
+        )
 
     def _is_batch(self, size: Any) -> bool:
         return (

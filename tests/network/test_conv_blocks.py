@@ -4,18 +4,19 @@ from functools import cache
 
 import pytest
 import torch
+from capturing import graph_of
 from torch import nn
 
-from lightning_hybrid.network import NetworkGraph, cut, find_boundary, network_partitions, trace
+from lightning_hybrid.network import NetworkGraph, cut, find_boundary, make_stages, network_partitions
 from lightning_hybrid.network.check import run
 from lightning_hybrid.network.cuts import Cuts
 from models import ResAttNet3D
 
 
 @cache
-def traced(depth: int) -> NetworkGraph:
+def graph_of_depth(depth: int) -> NetworkGraph:
     torch.manual_seed(0)
-    return trace(ResAttNet3D(depth), (torch.randn(2, 1, 24, 24, 24),))
+    return graph_of(ResAttNet3D(depth).eval(), torch.randn(2, 1, 24, 24, 24))
 
 
 def main_convolutions(depth: int) -> list[str]:
@@ -30,14 +31,14 @@ def main_convolutions(depth: int) -> list[str]:
 
 @pytest.mark.parametrize(("depth", "count"), [(18, 17), (34, 33)])
 def test_each_main_convolution_begins_a_partition(depth: int, count: int) -> None:
-    names = [p.name for p in network_partitions(traced(depth))]
+    names = [p.name for p in network_partitions(graph_of_depth(depth))]
     assert len(main_convolutions(depth)) == count
     assert [name for name in names if "conv" in name.rpartition(".")[2]] == main_convolutions(depth)
 
 
 @pytest.mark.parametrize("depth", [18, 34])
 def test_a_conv_block_is_convolution_norm_and_relu(depth: int) -> None:
-    graph = traced(depth)
+    graph = graph_of_depth(depth)
     partitions = network_partitions(graph)
     for name in main_convolutions(depth)[1::2]:  # the first of each residual block
         (partition,) = (p for p in partitions if p.name == name)
@@ -51,7 +52,7 @@ def test_a_conv_block_is_convolution_norm_and_relu(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [18, 34])
 def test_a_cut_inside_a_residual_block_carries_its_skip_tensor(depth: int) -> None:
-    graph = traced(depth)
+    graph = graph_of_depth(depth)
     cuts, partitions = Cuts(graph), network_partitions(graph)
     for name in main_convolutions(depth)[2::2]:  # the second of each block
         before = partitions[find_boundary(partitions, name) - 1]
@@ -60,12 +61,11 @@ def test_a_cut_inside_a_residual_block_carries_its_skip_tensor(depth: int) -> No
 
 
 def test_cutting_inside_of_every_residual_block_changes_no_bit() -> None:
-    graph = traced(18)
+    graph = graph_of_depth(18)
     partitions = network_partitions(graph)
     inside = [find_boundary(partitions, name) for name in main_convolutions(18)[2::2]]
     x = torch.randn(2, 1, 24, 24, 24)
-    graph.network.eval()
-    stages = cut(graph, partitions, inside)
+    stages = make_stages(cut(graph, partitions, inside), graph.network, torch.device("cpu"))
     assert len(stages) == 9
-    (found,) = run(stages, graph.bind((x,), {}))
+    (found,) = run(graph, stages, [x])
     assert torch.equal(found, graph.network(x))

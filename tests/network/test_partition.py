@@ -2,8 +2,9 @@ from functools import cache
 
 import pytest
 import torch
+from captured_networks import ResNet, Tied, UNet
+from capturing import graph_of
 from torch import Tensor, nn
-from traced_networks import Around, Remembering, ResNet, Tied, UNet
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import (
@@ -11,14 +12,13 @@ from lightning_hybrid.network import (
     NetworkPartition,
     find_boundary,
     network_partitions,
-    trace,
 )
 from lightning_hybrid.network.cuts import Cuts
 
 
 @cache
 def resnet_graph() -> NetworkGraph:
-    return trace(ResNet(), (torch.ones(2, 1, 16, 16, 16),))
+    return graph_of(ResNet(), torch.ones(2, 1, 16, 16, 16))
 
 
 def resnet_partitions() -> tuple[NetworkPartition, ...]:
@@ -59,7 +59,7 @@ def test_every_parameter_lies_in_one_partition() -> None:
 def test_no_cut_before_an_in_place_layer() -> None:
     graph = resnet_graph()
     place = next(i for i, layer in enumerate(graph.layers) if layer.module == "relu")
-    assert Cuts(graph).refusal(place) == "'relu' changes in place what crosses"
+    assert "changes it in place" in (Cuts(graph).refusal(place) or "")
     assert Cuts(graph).refusal(place + 1) is None
 
 
@@ -77,21 +77,16 @@ class ChangesView(nn.Module):
 
 
 def test_no_cut_where_a_view_of_what_crosses_changes_later() -> None:
-    (partition,) = network_partitions(trace(ChangesView(), (torch.ones(2, 4),)))
+    (partition,) = network_partitions(graph_of(ChangesView(), torch.ones(2, 4)))
     assert partition.refused[0][0] == "two"
-    assert "changes in place what crosses" in partition.refused[0][1]
+    assert "changes it in place" in partition.refused[0][1]
 
 
 def test_tied_parameters_may_be_cut_apart() -> None:
-    partitions = network_partitions(trace(Tied(), (torch.ones(2, 4),)))
+    partitions = network_partitions(graph_of(Tied(), torch.ones(2, 4)))
     users = [p.name for p in partitions if "encode.weight" in p.parameters]
     assert len(users) == 2
     assert partitions[find_boundary(partitions, "middle")].name == "middle"
-
-
-def test_opaque_module_with_parameters_is_heavy() -> None:
-    partitions = network_partitions(trace(Around(Remembering()), (torch.ones(2, 4),)))
-    assert [p.name for p in partitions] == ["first", "middle", "last"]
 
 
 class Attention(nn.Module):
@@ -108,7 +103,7 @@ class Attention(nn.Module):
 
 def test_queries_keys_and_values_are_one_partition() -> None:
     network = nn.Sequential(nn.Conv3d(1, 4, 3), Attention(), nn.Conv3d(4, 1, 3))
-    partitions = network_partitions(trace(network, (torch.ones(2, 1, 8, 8, 8),)))
+    partitions = network_partitions(graph_of(network, torch.ones(2, 1, 8, 8, 8)))
     assert [p.name for p in partitions] == ["0", "1.q", "1.o", "2"]
 
 
@@ -132,6 +127,6 @@ def test_unknown_boundary_says_what_is_close(name: str, text: str) -> None:
 
 
 def test_skips_cross_every_cut_on_their_way() -> None:
-    graph = trace(UNet(), (torch.ones(2, 1, 8, 8),))
+    graph = graph_of(UNet(), torch.ones(2, 1, 8, 8))
     crossing = [len(Cuts(graph).crossing(p.start)) for p in network_partitions(graph)[1:]]
     assert crossing[:3] == [1, 2, 2]

@@ -2,14 +2,15 @@ from typing import Any
 
 import pytest
 import torch
+from captured_networks import ResNet
+from capturing import graph_of
 from torch import nn
-from traced_networks import ResNet
 
-from lightning_hybrid.network import Profile, count, measure, network_partitions, trace
+from lightning_hybrid.network import Profile, count, measure, network_partitions
 
 
 def test_counted_profile_has_the_loads_of_the_partitions() -> None:
-    graph = trace(ResNet(blocks=(1, 1)), (torch.ones(2, 1, 16, 16, 16),))
+    graph = graph_of(ResNet(blocks=(1, 1)), torch.ones(2, 1, 16, 16, 16))
     partitions = network_partitions(graph)
     profile = count(graph, partitions)
     assert [p.name for p in profile.partitions] == [p.name for p in partitions]
@@ -19,7 +20,7 @@ def test_counted_profile_has_the_loads_of_the_partitions() -> None:
 
 
 def test_profile_survives_json() -> None:
-    graph = trace(nn.Sequential(nn.Linear(4, 4)), (torch.ones(2, 4),))
+    graph = graph_of(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4))
     profile = count(graph, network_partitions(graph))
     assert Profile.from_json(profile.to_json()) == profile
 
@@ -30,7 +31,7 @@ def test_measuring_leaves_no_trace() -> None:
     network.fc.bias.grad = torch.ones(2)
     state = {name: value.clone() for name, value in network.state_dict().items()}
     generator = torch.get_rng_state()
-    graph = trace(network, (x,))
+    graph = graph_of(network, x)
     measure(graph, network_partitions(graph), [x], repeats=1)
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
@@ -41,7 +42,7 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_measured_profile_is_for_the_given_microbatch() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    graph = trace(network, (torch.ones(6, 4),))
+    graph = graph_of(network, torch.ones(6, 4))
     partitions = network_partitions(graph)
     profile = measure(graph, partitions, [torch.ones(3, 4)], repeats=1)
     assert profile.batch == 3
@@ -58,7 +59,7 @@ def test_measured_profile_is_for_the_given_microbatch() -> None:
 def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     network[0].weight.requires_grad_(False)
-    graph = trace(network, (torch.ones(6, 4),))
+    graph = graph_of(network, torch.ones(6, 4))
     partitions = network_partitions(graph)
     first, second = count(graph, partitions).partitions
     assert (first.parameter_bytes, first.gradient_bytes) == (40 * 4, 8 * 4)
@@ -71,7 +72,7 @@ def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
 
 def test_no_hook_runs_while_measuring() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    graph = trace(network, (torch.ones(6, 4),))
+    graph = graph_of(network, torch.ones(6, 4))
     called: list[str] = []
 
     def note(*_: Any) -> None:
@@ -100,7 +101,7 @@ def test_a_network_is_measured_as_it_trains(training: bool) -> None:
     x, held = torch.ones(6, 4), {}
     for name, layer in (("dropout", nn.Dropout(0.5)), ("identity", nn.Identity())):
         network = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 2)).train(training)
-        graph = trace(network, (x,))
+        graph = graph_of(network, x)
         profile = measure(graph, network_partitions(graph), [x], repeats=1)
         held[name] = sum(p.activation_bytes for p in profile.partitions)
         assert all(module.training == training for module in network.modules())
@@ -109,7 +110,7 @@ def test_a_network_is_measured_as_it_trains(training: bool) -> None:
 
 def test_a_network_that_cannot_train_on_a_sample_is_measured_all_the_same() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
-    graph = trace(network, (torch.ones(6, 4),))
+    graph = graph_of(network, torch.ones(6, 4))
     profile = measure(graph, network_partitions(graph), [torch.ones(1, 4)], repeats=1)
     assert profile.batch == 1
     assert all(p.forward_s for p in profile.partitions)
@@ -117,6 +118,6 @@ def test_a_network_that_cannot_train_on_a_sample_is_measured_all_the_same() -> N
 
 def test_frozen_partition_has_no_backward() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).requires_grad_(False)
-    graph = trace(network, (torch.ones(6, 4),))
+    graph = graph_of(network, torch.ones(6, 4))
     profile = measure(graph, network_partitions(graph), [torch.ones(6, 4)], repeats=1)
     assert profile.partitions[0].backward == 0.0

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from capturing import graph_of
 from torch import Tensor, nn
 
-from lightning_hybrid.network import Profile, cached, count, network_partitions, trace
+from lightning_hybrid.network import Profile, cached, count, network_partitions
 from lightning_hybrid.network.cache import _write, cache_folder
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ class Counter:
         self.measured = 0
 
     def __call__(self, network: nn.Module, x: Tensor) -> Profile:
-        graph = trace(network, (x,))
+        graph = graph_of(network, x)
         partitions = network_partitions(graph)
 
         def measured() -> Profile:

@@ -5,23 +5,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from traced_networks import (
+from captured_networks import (
     Around,
     DataclassOutput,
+    DropPath,
     FunctionalDropout,
+    Remembering,
     ResNet,
     Scaled,
+    Tied,
     TwoInputs,
     UNet,
-    ValueControl,
 )
+from capturing import Staged, captured, everywhere, graph_of, outputs_and_gradients, same
+from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import cut, network_partitions, trace
+from lightning_hybrid.network import Stage, cut, make_stages, network_partitions
 from lightning_hybrid.network.check import run
-from lightning_hybrid.network.structure import tensors_in
 
+CPU = torch.device("cpu")
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
@@ -34,68 +37,65 @@ def calls() -> dict[str, Call]:
         "dataclass": (DataclassOutput(), (torch.randn(2, 3),), {}),
         "dropout": (FunctionalDropout(), (torch.randn(9, 4),), {}),
         "direct": (Scaled(), (torch.randn(2, 4),), {}),
-        "opaque": (Around(ValueControl()), (torch.randn(2, 4),), {}),
+        "tied": (Tied(), (torch.randn(2, 4),), {}),
+        "remembering": (Around(Remembering()), (torch.randn(2, 4),), {}),
+        "stochastic depth": (Around(DropPath()), (torch.randn(2, 4),), {}),
     }
 
 
-def outputs_and_gradients(network: nn.Module, call: Any) -> list[Tensor]:
-    torch.manual_seed(0)
-    outputs = [value for _, value in tensors_in(call())]
-    sum(value.square().sum() for value in outputs if value.requires_grad).backward()
-    return [*outputs, *(p.grad for p in network.parameters()), *network.buffers()]
-
-
 @pytest.mark.parametrize("name", list(calls()))
-@pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("training", [True, False])
-def test_stages_compute_what_the_network_computes(name: str, stages: int, training: bool) -> None:
+def test_stages_compute_what_the_network_computes(name: str, training: bool) -> None:
     network, args, kwargs = calls()[name]
-    network.train(training)
-    graph = trace(network, args, kwargs)
-    partitions = network_partitions(graph)
-    boundaries = sorted({round(len(partitions) * k / stages) for k in range(1, stages)} - {0})
-    chain = cut(graph, partitions, boundaries[: len(partitions) - 1])
-    twin = deepcopy(network)
-    expected = outputs_and_gradients(twin, lambda: twin(*args, **kwargs))
-    found = outputs_and_gradients(network, lambda: graph.pack(run(chain, graph.bind(args, kwargs))))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    twin = deepcopy(network.train(training))
+
+    def thirds(partitions: Any) -> list[int]:
+        count = len(partitions)
+        return sorted({round(count * k / 3) for k in (1, 2)} - {0, count})
+
+    expected = outputs_and_gradients(twin, twin, *args, **kwargs)
+    found = outputs_and_gradients(network, Staged(network, thirds), *args, **kwargs)
+    assert same(found, expected)
 
 
 def test_every_cut_stitches() -> None:
     network, x = ResNet(blocks=(1, 1)).eval(), torch.randn(2, 1, 16, 16, 16)
-    graph = trace(network, (x,))
-    partitions = network_partitions(graph)
-    chain = cut(graph, partitions, range(1, len(partitions)))
-    assert torch.equal(run(chain, [x])[0], network(x))
-    names = [name for stage in chain for name in stage.parameter_names]
+    staged = Staged(network, everywhere)
+    assert torch.equal(staged(x), network(x))
+    (codes,) = staged.codes.values()
+    names = [name for stage in make_stages(codes, network, CPU) for name in stage.parameter_names]
     assert sorted(names) == sorted(name for name, _ in network.named_parameters())
 
 
-def test_stages_hold_the_network_s_own_modules() -> None:
+def test_stages_take_the_network_s_own_parameters() -> None:
     network = ResNet(blocks=(1, 1))
-    graph = trace(network, (torch.ones(2, 1, 16, 16, 16),))
-    keys = list(network.state_dict())
-    first, second = cut(graph, network_partitions(graph), [1])
-    assert first.network_modules[0] is network.conv1
+    first, second = staged_pair(network, torch.ones(2, 1, 16, 16, 16))
     assert next(iter(first.parameters())) is network.conv1.weight
-    assert not list(second.children())
-    assert list(network.state_dict()) == keys
+    assert {id(p) for p in second.parameters()} < {id(p) for p in network.parameters()}
+    network.conv1.weight = nn.Parameter(torch.zeros_like(network.conv1.weight))
+    assert next(iter(first.parameters())) is network.conv1.weight
 
 
-def test_size_arithmetic_is_done_again_in_the_stage_that_needs_it() -> None:
+def staged_pair(network: nn.Module, *args: Any) -> list[Stage]:
+    """The network cut before its second partition."""
+    graph = graph_of(network, *args)
+    return make_stages(cut(graph, network_partitions(graph), [1]), network, CPU)
+
+
+def test_numbers_that_follow_from_sizes_do_not_cross() -> None:
     network = Scaled()
-    graph = trace(network, (torch.ones(3, 4),))
-    chain = cut(graph, network_partitions(graph), [1])
+    found = captured(network, torch.ones(3, 4))
+    chain = make_stages(cut(found.graph, network_partitions(found.graph), [1]), network, CPU)
     x = torch.randn(5, 4)
-    values = chain[0]([x])
+    numbers = found.graph.values_of_numbers(found.graph.sizes([x]))
+    values = chain[0]([x], numbers)
     assert len(values) == 1
-    assert torch.equal(chain[1](values)[0], network(x)[0])
+    assert torch.equal(chain[1](values, numbers)[0], network(x)[0])
 
 
 def test_parameter_read_directly_belongs_to_the_stage_that_reads_it() -> None:
-    graph = trace(FirstScaled(), (torch.ones(3, 4),))
-    first, second = cut(graph, network_partitions(graph), [1])
-    assert first.parameter_names == ("scale", "one.weight", "one.bias")
+    first, second = staged_pair(FirstScaled(), torch.ones(3, 4))
+    assert first.parameter_names == ("one.weight", "one.bias", "scale")
     assert second.parameter_names == ("two.weight", "two.bias")
     assert first.buffer_names == ("shift",)
 
@@ -113,7 +113,7 @@ class FirstScaled(nn.Module):
 
 @pytest.mark.parametrize("boundaries", [[0], [2, 1], [99], [1, 1]])
 def test_wrong_boundaries_are_refused(boundaries: list[int]) -> None:
-    graph = trace(Scaled(), (torch.ones(3, 4),))
+    graph = graph_of(Scaled(), torch.ones(3, 4))
     with pytest.raises(NetworkError, match="must rise and lie in"):
         cut(graph, network_partitions(graph), boundaries)
 
@@ -122,36 +122,25 @@ def test_moving_a_stage_moves_what_it_uses_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = Scaled()
-    graph = trace(network, (torch.ones(3, 4),))
-    second = cut(graph, network_partitions(graph), [1])[1]
+    second = staged_pair(network, torch.ones(3, 4))[1]
     parameter, before = network.two.weight, deepcopy(network)
     monkeypatch.setattr(Tensor, "to", lambda value, device: value * 2)  # there is one device here
     second.move("other")
     assert network.two.weight is parameter
-    for name in ("two.weight", "scale", "shift", "constant"):
+    for name in ("two.weight", "shift"):
         moved, old = (attrgetter(name)(net).detach() for net in (network, before))
         assert torch.equal(moved, old * 2)
     assert torch.equal(network.one.weight, before.one.weight)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
-def test_a_compiled_stage_keeps_its_modules_and_its_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compiled_stage_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = FunctionalDropout(), torch.randn(3, 4)
+    found = captured(network, x)
+    chain = make_stages(cut(found.graph, network_partitions(found.graph), [1]), network, CPU)
     light = partial(torch.compile, backend="aot_eager")  # Inductor needs half a minute of g++
     monkeypatch.setattr(torch, "compile", lambda code, dynamic, options: light(code))
-    network = FunctionalDropout()
-    graph = trace(network, (torch.ones(3, 4),))
-    chain, names = cut(graph, network_partitions(graph), [1]), list(network.state_dict())
-    for training in (True, False):
-        for batch in (3, 2):
-            network.train(training)
-            x = torch.randn(batch, 4)
-            expected = outputs_and_gradients(network, lambda x=x: network(x))
-            network.zero_grad()
-            for stage in chain:
-                stage.compile_code()
-            found = outputs_and_gradients(network, lambda x=x: run(chain, [x]))
-            network.zero_grad()
-            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert list(network.state_dict()) == names
+    expected = outputs_and_gradients(network, network, x)
+    for stage in chain:
+        stage.compile_code()
+    assert same(outputs_and_gradients(network, lambda y: run(found.graph, chain, [y]), x), expected)

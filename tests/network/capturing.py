@@ -1,0 +1,138 @@
+"""Capture a network for one call, and compute its calls through stages in this process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hybrid.network import (
+    Capture,
+    NetworkGraph,
+    NetworkPartition,
+    StageCode,
+    cut,
+    make_stages,
+    network_partitions,
+)
+from lightning_hybrid.network.check import run
+from lightning_hybrid.network.find import own_forward
+from lightning_hybrid.network.structure import tensors_in
+
+Boundaries = Callable[[Sequence[NetworkPartition]], Sequence[int]]
+"""Chooses the partitions that stages begin with."""
+
+
+def everywhere(partitions: Sequence[NetworkPartition]) -> Sequence[int]:
+    """Each partition is a stage."""
+    return range(1, len(partitions))
+
+
+def nowhere(_: Sequence[NetworkPartition]) -> Sequence[int]:
+    """One stage."""
+    return []
+
+
+class Staged:
+    """A network whose calls are captured, cut, and computed stage after stage.
+
+    Args:
+        network: the module.
+        boundaries: where to cut.
+
+    Attributes:
+        graphs: those of all calls so far, each once.
+        codes: the stages of each.
+        values: arguments of the last call's graph.
+    """
+
+    def __init__(self, network: nn.Module, boundaries: Boundaries = everywhere) -> None:
+        self.network, self._boundaries = network, boundaries
+        self.capture = Capture(network, own_forward(network), self._run)
+        self.graphs: list[NetworkGraph] = []
+        self.values: Sequence[Any] = ()
+        self.codes: dict[NetworkGraph, list[StageCode]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.capture(args, kwargs)
+
+    def _run(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+        if graph not in self.codes:
+            self.graphs.append(graph)
+            partitions = network_partitions(graph)
+            codes = cut(graph, partitions, self._boundaries(partitions))
+            self.codes[graph] = pickle.loads(pickle.dumps(codes))
+        self.values = values
+        return outputs_of(graph, self.codes[graph], values)
+
+
+def outputs_of(
+    graph: NetworkGraph, codes: Sequence[StageCode], values: Sequence[Any]
+) -> list[Any]:
+    """What the graph returns, from the arguments of the graph, by its stages."""
+    leaves = graph.bind(values)
+    numbers = graph.values_of_numbers(graph.sizes(leaves))
+    results = run(graph, make_stages(codes, graph.network, graph.device), leaves)
+    found = dict(zip((*graph.tensor_outputs, *graph.scalar_outputs), results, strict=True))
+    found |= zip(graph.numbers, numbers)
+    return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One call of a network.
+
+    Attributes:
+        graph: of the call.
+        leaves: its tensors; see `NetworkGraph.bind`.
+        values: the arguments of the graph.
+        returned: what the call returned.
+    """
+
+    graph: NetworkGraph
+    leaves: list[Tensor]
+    values: Sequence[Any]
+    returned: Any
+
+
+def captured(network: nn.Module, *args: Any, **kwargs: Any) -> Captured:
+    """Call a network, captured, as one stage."""
+    staged = Staged(network, nowhere)
+    returned = staged(*args, **kwargs)
+    (graph,) = staged.graphs
+    return Captured(graph, graph.bind(staged.values), staged.values, returned)
+
+
+def graph_of(network: nn.Module, *args: Any, **kwargs: Any) -> NetworkGraph:
+    """The graph of a call."""
+    return captured(network, *args, **kwargs).graph
+
+
+def outputs_and_gradients(
+    network: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> list[Tensor | None]:
+    """Outputs of a call, gradients of parameters and inputs, and buffers afterwards."""
+    leaves = [t for _, t in tensors_in((args, kwargs)) if t.is_leaf and t.is_floating_point()]
+    for leaf in leaves:
+        leaf.grad = None
+    network.zero_grad()
+    torch.manual_seed(0)
+    outputs = [value for _, value in tensors_in(call(*args, **kwargs))]
+    losses = [value.square().sum() for value in outputs if value.requires_grad]
+    if losses:
+        torch.stack([loss.double() for loss in losses]).sum().backward()
+    gradients = [p.grad for p in network.parameters()] + [leaf.grad for leaf in leaves]
+    kept = [*outputs, *gradients, *network.buffers()]
+    return [None if value is None else value.detach().clone() for value in kept]
+
+
+def same(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
+    """Whether all bits are equal; what is not a number equals itself."""
+    return len(one) == len(other) and all(
+        a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(7), b.nan_to_num(7)))
+        for a, b in zip(one, other)
+    )
