@@ -31,8 +31,10 @@ __all__ = [
     "backward_reaches",
     "graph_is_kept",
     "hooks_silenced",
+    "order_step_hooks",
     "own_saved_tensors",
     "replace_unscaling",
+    "runs_step_hooks",
     "swap_memory",
     "unrecorded",
     "unscales_by_itself",
@@ -73,6 +75,30 @@ def replace_unscaling(
 def unscales_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer takes scaled gradients (fused ones do), as `GradScaler` asks it."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def runs_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` runs step hooks: ``Optimizer.__init__`` has prepared it for them.
+
+    Wrappers around another optimizer often do not call it. There is no public way to ask.
+    """
+    return bool(getattr(type(optimizer).step, "hooked", False)) and hasattr(
+        optimizer, "_optimizer_state_dict_post_hooks"
+    )
+
+
+def order_step_hooks(optimizer: Optimizer, *, last: Any, first: Any) -> None:
+    """Let the pre-hook ``last`` run after the others, the post-hook ``first`` before the others.
+
+    Args:
+        optimizer: that has the hooks.
+        last: what ``register_step_pre_hook`` has returned.
+        first: what ``register_step_post_hook`` has returned. They can only be put at the end.
+    """
+    before: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, annotated as less
+    after: Any = optimizer._optimizer_step_post_hooks
+    before.move_to_end(last.id)
+    after.move_to_end(first.id, last=False)
 
 
 def graph_is_kept() -> bool:

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
@@ -453,6 +453,7 @@ class HybridGabraStrategy(DDPStrategy):
             options,
             self._stopwatch,
             share=self._deferral is not None,
+            say=rank_zero_info,
         )
         self._networks = Networks(
             self.lightning_module,
@@ -571,11 +572,6 @@ class HybridGabraStrategy(DDPStrategy):
 
     def _refuse_optimizers(self) -> None:
         for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS) and self._shape()[1] > 1:
-                raise PlanError(
-                    "LBFGS evaluates its closure several times a step, and each stage would do so "
-                    "on its own. Use another optimizer, or pipeline_parallel_size=1."
-                )
             if self._scaler is not None and unscales_by_itself(optimizer) and self._shape()[1] > 1:
                 raise PlanError(
                     f"{type(optimizer).__name__}(fused=True) takes the loss scale into its step, "
