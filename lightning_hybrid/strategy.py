@@ -21,6 +21,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -874,7 +875,8 @@ class HybridGabraStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As on one device, on the driver of replica 0. After a run all ranks call it together."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
         if self._driver is None and self._mesh is not None:
             assert self.lightning_module is not None
             return gather_optimizer_after_run(self.lightning_module, optimizer, self._mesh)

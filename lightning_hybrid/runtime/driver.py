@@ -488,8 +488,7 @@ class Driver:
                 ),
                 self._settle_gradients,
                 lambda index=index: self._remote_state(index),  # type: ignore[misc]
-                # what a state does not hold, the optimizer has no more
-                lambda index=index: self.ship_optimizers(fresh=1 << index),  # type: ignore[misc]
+                self.ship_optimizers,
                 lambda optimizer=optimizer: self._at_hand(optimizer),  # type: ignore[misc]
             )
             for index, optimizer in enumerate(optimizers)
@@ -514,21 +513,25 @@ class Driver:
         optimizers = [link.optimizer for link in self._optimizers]
         self._try_optimizers()
         whole = [link.whole for link in self._optimizers]
+        # what a state that is here does not hold, the optimizer has no more
+        fresh |= sum(link.is_back << index for index, link in enumerate(self._optimizers))
+        for link in self._optimizers:
+            link.ship_quietly()
         for worker in self._workers:
             owned = {name for network in self._networks for name in network.remote[worker - 1]}
             data = ship(optimizers, parameters, owned, whole)
             self._control.tell(worker, Op.TAKE_OPTIMIZERS, fresh, payload=data)
-            for optimizer in (link.optimizer for link in self._optimizers if not link.whole):
-                for name in owned & parameters.keys():
-                    optimizer.state.pop(parameters[name], None)
+            for link in self._optimizers:
+                link.leave(parameters[name] for name in owned & parameters.keys())
+        for link in self._optimizers:
+            link.shipped()
 
     def _try_optimizers(self) -> None:
         """Find out which optimizers step whole, here, if that is not known yet."""
         for link in self._optimizers:
-            if link.reason is None:
-                link.reason = why_whole(link.optimizer, self._names, self.device)
-                if link.reason:
-                    self._say(announce(link.optimizer, link.reason))
+            tried = link.try_once(lambda o: why_whole(o, self._names, self.device))
+            if tried and link.reason:
+                self._say(announce(link.optimizer, link.reason))
             if link.reason:
                 refuse_deferred(link.optimizer, link.reason)
 
@@ -580,7 +583,7 @@ class Driver:
 
         Replicas agree on it: what they hold are averages over all of them.
         """
-        index = self._index(getattr(optimizer, "optimizer", optimizer))
+        index = self._index(optimizer)
         self.remote.flush()
         answers = self._ask(Op.UNSCALE, index, payload=factor.cpu()) if self._networks else []
         with as_they_are():
@@ -602,8 +605,9 @@ class Driver:
         return remote
 
     def _index(self, optimizer: Optimizer) -> int:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
-        return [link.optimizer for link in self._optimizers].index(optimizer)
+        known = [link.optimizer for link in self._optimizers]
+        # Lightning's wrapper has this attribute, and so may an optimizer of the user's
+        return known.index(optimizer if optimizer in known else optimizer.optimizer)
 
     # ------------------------------------------------------------------ weights
 

@@ -17,11 +17,10 @@ parameters, as a whole and in parts, through the very functions that ship optimi
 * The user's optimizer and the random generators stay as they were. A step that draws is never one
   in parts.
 
-Not seen: what a copy starts to do only after more than twelve steps, or with hyper-parameters that
-the groups do not have yet.
+When hyper-parameters come up of another kind (a learning rate that is no longer zero), it is tried
+again. Not seen: what an optimizer starts to do only after more than twelve steps.
 """
 
-import math
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.network.deferred import is_away
 from lightning_hybrid.runtime.optimizers import (
     groups_of,
+    kind_of_group,
     record_of,
     take_groups,
     unship,
@@ -189,21 +189,6 @@ def _two_of_each_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         of_parameters = {(p.dim(), p.dtype) for p in group["params"]}
         kinds.setdefault((frozenset(of_parameters), kind_of_group(group)), []).append(group)
     return [group for kind in kinds.values() for group in kind[:2]]
-
-
-def kind_of_group(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
-    """Equal for hyper-parameters that differ in numbers only, but for zero and infinity."""
-    return frozenset((key, _kind_of(value)) for key, value in group.items() if key != "params")
-
-
-def _kind_of(value: object) -> object:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int | float):
-        return type(value), value == 0 or value in (math.inf, -math.inf)
-    if isinstance(value, list | tuple):
-        return type(value), *map(_kind_of, value)
-    return type(value)
 
 
 class _Copy:

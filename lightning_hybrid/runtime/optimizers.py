@@ -14,8 +14,9 @@ their gradients and states, and the workers get the new weights.
 """
 
 import io
+import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from types import MethodType
@@ -27,6 +28,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hybrid.compat import as_they_are, order_step_hooks, runs_step_hooks
+from lightning_hybrid.network.deferred import is_unmade
+from lightning_hybrid.runtime.optimizer_state import DriverState, placed
 
 Hyperparameters = dict[str, Any]
 
@@ -136,7 +139,8 @@ class OptimizerLink:
         on_zero: called with each ``zero_grad``, with ``set_to_none``.
         on_closed: called when the closure of a step is over.
         remote_state: gives the state that the workers have, by parameter name.
-        on_load: called when the optimizer has loaded a state.
+        on_change: called when the workers need the optimizer anew: it has loaded a state, or what
+            groups do not show was changed by hand.
         at_hand: inside of it this rank has all parameters and gradients of the optimizer.
 
     Attributes:
@@ -151,17 +155,21 @@ class OptimizerLink:
         on_zero: Callable[[bool], None],
         on_closed: Callable[[], None],
         remote_state: Callable[[], Mapping[str, dict[str, Any]]],
-        on_load: Callable[[], None],
+        on_change: Callable[[], None],
         at_hand: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.optimizer = optimizer
         self.reason: str | None = None
         self._names, self._on_step, self._on_zero = names, on_step, on_zero
-        self._on_closed, self._remote_state, self._on_load = on_closed, remote_state, on_load
+        self._on_closed, self._remote_state, self._on_change = on_closed, remote_state, on_change
         self._at_hand = at_hand
         self._sent = self._begun = groups_of(optimizer, names)
+        self._state: DriverState | None = None
+        self._attributes: dict[str, Any] = {}
+        self._kinds: set[object] = set()
         self._depth = 0  # a step that calls its base class's step runs the hooks twice
         self._closed = False
+        self._left = False  # closed, with states on the workers
         self._entered = ExitStack()
         self._hooks: list[Any] = []
         if runs_step_hooks(optimizer):
@@ -169,13 +177,62 @@ class OptimizerLink:
                 optimizer.register_step_pre_hook(self._stepping),
                 optimizer.register_step_post_hook(self._stepped),
                 optimizer.register_state_dict_post_hook(self._complete),
-                optimizer.register_load_state_dict_post_hook(lambda _: self._on_load()),
+                optimizer.register_load_state_dict_post_hook(lambda _: self._on_change()),
+                optimizer.register_state_dict_pre_hook(lambda _: self._hush()),
             ]
         self._zero_grad = optimizer.zero_grad
         # on the instance, since Lightning's wrapper and its loops call it from there
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step, self._step_before = optimizer.step, vars(optimizer).get("step")
         optimizer.step = self._make_step()  # type: ignore[method-assign]
+
+    def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
+        """Find out whether it steps whole, unless that is known of groups of these kinds."""
+        self._kinds |= {kind_of_group(group) for group in self.optimizer.param_groups}
+        if self.reason is not None:
+            return False
+        self.reason = trial(self.optimizer)
+        if self.reason and self._state is not None:
+            self._state.arrive()
+        return True
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the states of the workers' parameters are here, or were dropped."""
+        state = self._state
+        here = state is None or self.optimizer.state is not state or not state.away
+        return here and not self._left
+
+    def ship_quietly(self) -> None:
+        """Until :meth:`shipped`, ``optimizer.state`` is what this rank has."""
+        self._hush()
+
+    def leave(self, parameters: Iterable[Parameter]) -> None:
+        """Workers have the states of these parameters."""
+        for parameter in () if self.whole else parameters:
+            self.optimizer.state.pop(parameter, None)
+
+    def shipped(self) -> None:
+        """The workers have it as it is now, and the states of their parameters."""
+        self._entered.close()
+        self._sent = groups_of(self.optimizer, self._names)
+        self._attributes = _plain(self.optimizer)
+        if self.is_back and not (self.whole or self._closed):
+            self._state = DriverState(self.optimizer.state, self._fetch)
+            self.optimizer.state = self._state
+
+    def _fetch(self, here: dict[Parameter, dict[str, Any]]) -> dict[Parameter, dict[str, Any]]:
+        """All states, in the order of the groups."""
+        remote, found = self._remote_state(), {}
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            state = remote.get(self._names.get(id(parameter), ""))
+            if state is not None:
+                with as_they_are():
+                    is_here = not is_unmade(parameter)
+                    found[parameter] = placed(state, parameter) if is_here else state
+            elif parameter in here:
+                found[parameter] = here[parameter]
+        return found
 
     @property
     def whole(self) -> bool:
@@ -192,6 +249,9 @@ class OptimizerLink:
         """Leave the optimizer as it was."""
         self._closed = True  # a scheduler made since then calls what is on the instance now
         self._entered.close()
+        if self._state is not None and not self.is_back:
+            self.optimizer.state = self._state.own()
+            self._left = True
         for hook in self._hooks:
             hook.remove()
         attributes = vars(self.optimizer)
@@ -262,11 +322,35 @@ class OptimizerLink:
         return (*before, open_closure), keywords
 
     def _enter(self) -> None:
+        """What follows is the computation of the step."""
+        if not self.whole:
+            self._tell_changes()
+        if self.whole:
+            self._entered.enter_context(self._at_hand())
+            return
         self._begun = groups_of(self.optimizer, self._names)
-        self._entered.enter_context(self._at_hand() if self.whole else as_they_are())
+        self._hush()
+        self._entered.enter_context(as_they_are())
+
+    def _hush(self) -> None:
+        """Until what has been entered is left, ``optimizer.state`` is this rank's own."""
+        if self._state is not None:
+            self._entered.enter_context(self._state.quietly())
+
+    def _tell_changes(self) -> None:
+        """Before a step in parts: workers need to know what was changed here by hand."""
+        if not self._kinds >= {kind_of_group(group) for group in self.optimizer.param_groups}:
+            self.reason = None  # other hyper-parameters, as after a warm-up: tried again
+        back = self._state is not None and self.is_back
+        if self.reason is None or back or self._attributes != _plain(self.optimizer):
+            self._on_change()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        remote = {} if self.whole else self._remote_state()
+        self._entered.close()
+        if self.whole:
+            return state_dict
+        # what is back here is complete
+        remote = {} if self._state is not None and self.is_back else self._remote_state()
         return complete(optimizer, state_dict, self._names, remote)
 
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
@@ -277,8 +361,30 @@ class OptimizerLink:
         if self.whole:
             return
         changed = None if _equal(self._begun, self._sent) else self._begun
-        self._sent = groups_of(optimizer, self._names)  # as workers have them after their step
+        # as workers have them after their step
+        self._sent, self._attributes = groups_of(optimizer, self._names), _plain(optimizer)
         self._on_step(changed)
+
+
+def kind_of_group(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
+    """Equal for hyper-parameters that differ in numbers only, but for zero and infinity."""
+    return frozenset((key, _kind_of(value)) for key, value in group.items() if key != "params")
+
+
+def _kind_of(value: object) -> object:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return type(value), value == 0 or value in (math.inf, -math.inf)
+    if isinstance(value, list | tuple):
+        return type(value), *map(_kind_of, value)
+    return type(value)
+
+
+def _plain(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that can be compared at once: numbers, flags, names."""
+    kinds = (int, float, str, type(None))
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}
 
 
 def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[Hyperparameters]:
@@ -330,8 +436,6 @@ def complete(
     remote: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """The ``state_dict`` of one device: this rank's own, and the state of the workers in it."""
-    if not remote:
-        return state_dict
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, everyone):

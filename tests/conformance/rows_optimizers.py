@@ -1,6 +1,10 @@
 """Optimizers that do more than to treat each parameter by itself."""
-import faulthandler, os
-if os.environ.get("DBG"): faulthandler.dump_traceback_later(25, exit=False)
+
+import faulthandler
+import os
+
+if os.environ.get("DBG"):
+    faulthandler.dump_traceback_later(25, exit=False)
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -341,8 +345,7 @@ class ResumesOptimizers(_Optimized):
         trainer.save_checkpoint(path)
         trainer.strategy.barrier()
         run.trainer().fit(self, ckpt_path=path, weights_only=False)
-        saved = torch.load(path, weights_only=False)["optimizer_states"]
-        return saved
+        return torch.load(path, weights_only=False)["optimizer_states"]
 
 
 class EstimatesItsStepSize(_Optimized):
