@@ -606,8 +606,10 @@ class Driver:
 
     def _index(self, optimizer: Optimizer) -> int:
         known = [link.optimizer for link in self._optimizers]
-        # Lightning's wrapper has this attribute, and so may an optimizer of the user's
-        return known.index(optimizer if optimizer in known else optimizer.optimizer)
+        if optimizer not in known:  # an optimizer of the user's may have this attribute, too
+            wrapper: Any = optimizer
+            optimizer = wrapper.optimizer  # Lightning's
+        return known.index(optimizer)
 
     # ------------------------------------------------------------------ weights
 

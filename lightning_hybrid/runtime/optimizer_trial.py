@@ -346,6 +346,6 @@ def _same(left: Any, right: Any) -> bool:
         return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
     if isinstance(left, float):
         return left == right or (left != left and right != right)
-    if hasattr(left, "__dict__") and type(left).__repr__ is object.__repr__:
-        return _same(vars(left), vars(right))
-    return bool(left == right)
+    if left == right:
+        return True
+    return hasattr(left, "__dict__") and bool(vars(left)) and _same(vars(left), vars(right))

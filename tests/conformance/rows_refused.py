@@ -81,14 +81,6 @@ class RefusedPartOfANetwork(Row):
         return super().loss(x, y) + self.net.first(x).square().mean()
 
 
-class RefusedLBFGS(Row):
-    shapes = (ONE_OF_TWO,)
-    refused = ("LBFGS", "another optimizer")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class RefusedCreateGraph(Row):
     shapes = (ONE_OF_TWO,)
     refused = ("create_graph=True", "ddp")
