@@ -198,6 +198,7 @@ class _Copy:
         self, optimizer: Optimizer, parameters: dict[str, Parameter], owned: set[str]
     ) -> None:
         self.optimizer, self.parameters, self.owned = optimizer, parameters, owned
+        self.start = {name: p.detach().clone() for name, p in parameters.items()}
         self.names = {id(p): name for name, p in parameters.items()}
 
     def backward(self, targets: Mapping[str, Tensor], scale: float, *, sparse: bool) -> Tensor:
@@ -306,7 +307,7 @@ def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
         for name, parameter in part.parameters.items():
             alone = whole.parameters[name]
             if name not in part.owned:
-                if parameter.grad is not None or part.optimizer.state.get(parameter):
+                if not _same(parameter, part.start[name]) or part.optimizer.state.get(parameter):
                     return "it steps parameters that have no gradient"
                 continue
             if not (_same(alone, parameter) and _same(alone.grad, parameter.grad)):

@@ -208,7 +208,7 @@ class Fails(Mine):
         (NotesAnAttribute, "attributes"),
         (KeepsItsStateApart, "belongs to no parameter"),
         (DecaysWithoutGradient, "no gradient"),
-        (CountsBeforeTheClosure, "depends on the others"),
+        (CountsBeforeTheClosure, "groups"),
         (CallsTwice, "depends on the others"),
         (Draws, "random numbers"),
         (Wraps, "`inner`: SGD"),
