@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from rows_networks import TiesAcrossStages
-from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
@@ -340,25 +340,6 @@ class ResumesOptimizers(_Optimized):
         trainer.strategy.barrier()
         run.trainer().fit(self, ckpt_path=path, weights_only=False)
         return torch.load(path, weights_only=False)["optimizer_states"]
-
-
-class RefusedWholeStepInConfigureModel(Row):
-    """All weights on the driver, of a network that is whole on no rank."""
-
-    shapes = (ONE_OF_TWO,)
-    fast = ()
-    refused = ("ClippedLamb", "configure_model", "__init__")
-    gathered = True
-
-    def build(self) -> None:
-        self.net: Layers | None = None  # type: ignore[assignment]
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = Layers().double()
-
-    def configure_optimizers(self) -> Any:
-        return ClippedLamb(self.parameters(), lr=0.05)
 
 
 class EstimatesItsStepSize(_Optimized):

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from lightning_hybrid.runtime.optimizer_trial import why_whole
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.runtime import optimizer_trial
+from lightning_hybrid.runtime.optimizer_trial import refuse_deferred, why_whole
 
 CPU = torch.device("cpu")
 MATRICES = ("Muon",)  # only takes these
@@ -238,3 +240,13 @@ def test_a_class_that_no_other_rank_can_import_steps_whole() -> None:
         pass
 
     assert "Local" in reason(Local)
+
+
+def test_parameters_that_are_on_no_one_rank_refuse_a_whole_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = ClipsTogether(Net().parameters())
+    refuse_deferred(optimizer, "a reason")
+    monkeypatch.setattr(optimizer_trial, "is_away", lambda tensor: tensor.dim() == 2)
+    with pytest.raises(HybridError, match=r"ClipsTogether .* a reason.*configure_model.*__init__"):
+        refuse_deferred(optimizer, "a reason")
