@@ -84,6 +84,30 @@ def unscales_by_itself(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def runs_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` runs step hooks: ``Optimizer.__init__`` has prepared it for them.
+
+    Wrappers around another optimizer often do not call it. There is no public way to ask.
+    """
+    return bool(getattr(type(optimizer).step, "hooked", False)) and hasattr(
+        optimizer, "_optimizer_state_dict_post_hooks"
+    )
+
+
+def order_step_hooks(optimizer: Optimizer, *, last: Any, first: Any) -> None:
+    """Let the pre-hook ``last`` run after the others, the post-hook ``first`` before the others.
+
+    Args:
+        optimizer: that has the hooks.
+        last: what ``register_step_pre_hook`` has returned.
+        first: what ``register_step_post_hook`` has returned. They can only be put at the end.
+    """
+    before: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, annotated as less
+    after: Any = optimizer._optimizer_step_post_hooks
+    before.move_to_end(last.id)
+    after.move_to_end(first.id, last=False)
+
+
 def graph_is_kept() -> bool:
     """Whether the running backward was called with ``retain_graph=True``; no public way either."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -30,7 +31,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
@@ -456,6 +457,7 @@ class HybridGabraStrategy(DDPStrategy):
             options,
             self._stopwatch,
             share=self._deferral is not None,
+            say=rank_zero_info,
         )
         self._networks = Networks(
             self.lightning_module,
@@ -574,11 +576,6 @@ class HybridGabraStrategy(DDPStrategy):
 
     def _refuse_optimizers(self) -> None:
         for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS) and self._shape()[1] > 1:
-                raise PlanError(
-                    "LBFGS evaluates its closure several times a step, and each stage would do so "
-                    "on its own. Use another optimizer, or pipeline_parallel_size=1."
-                )
             if self._scaler is not None and unscales_by_itself(optimizer) and self._shape()[1] > 1:
                 raise PlanError(
                     f"{type(optimizer).__name__}(fused=True) takes the loss scale into its step, "
@@ -892,7 +889,8 @@ class HybridGabraStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As on one device, on the driver of replica 0. After a run all ranks call it together."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
         if self._driver is None and self._mesh is not None:
             assert self.lightning_module is not None
             return gather_optimizer_after_run(self.lightning_module, optimizer, self._mesh)

@@ -9,7 +9,7 @@ the stages.
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -47,6 +47,7 @@ from lightning_hybrid.runtime.large import (
 )
 from lightning_hybrid.runtime.links import Links, control_of, link_stages
 from lightning_hybrid.runtime.mesh import Mesh
+from lightning_hybrid.runtime.optimizer_trial import announce, refuse_deferred, why_whole
 from lightning_hybrid.runtime.optimizers import (
     Hyperparameters,
     OptimizerLink,
@@ -96,6 +97,7 @@ class Driver:
         watch: adds up the time in which this rank computes.
         share: whether replicas may differ in weights that are not made yet, so that those of
             replica 0 must travel.
+        say: tells the user something, in one line.
     """
 
     def __init__(
@@ -108,7 +110,9 @@ class Driver:
         watch: Stopwatch | None = None,
         *,
         share: bool = False,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._say = say
         self._share, self._share_optimizers = share, False
         self._options = options
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
@@ -489,8 +493,8 @@ class Driver:
                 ),
                 self._settle_gradients,
                 lambda index=index: self._remote_state(index),  # type: ignore[misc]
-                # what a state does not hold, the optimizer has no more
-                lambda index=index: self.ship_optimizers(fresh=1 << index),  # type: ignore[misc]
+                self.ship_optimizers,
+                lambda optimizer=optimizer: self._at_hand(optimizer),  # type: ignore[misc]
             )
             for index, optimizer in enumerate(optimizers)
         ]
@@ -513,13 +517,39 @@ class Driver:
         # what a hook has added on this rank, the others do not have
         parameters = {n: p for n, p in self.module.named_parameters() if id(p) in self._names}
         optimizers = [link.optimizer for link in self._optimizers]
+        self._try_optimizers()
+        whole = [link.whole for link in self._optimizers]
+        # what a state that is here does not hold, the optimizer has no more
+        fresh |= sum(link.is_back << index for index, link in enumerate(self._optimizers))
+        for link in self._optimizers:
+            link.ship_quietly()
         for worker in self._workers:
             owned = {name for network in self._networks for name in network.remote[worker - 1]}
-            data = ship(optimizers, parameters, owned)
+            data = ship(optimizers, parameters, owned, whole)
             self._control.tell(worker, Op.TAKE_OPTIMIZERS, fresh, payload=data)
-            for optimizer in optimizers:
-                for name in owned & parameters.keys():
-                    optimizer.state.pop(parameters[name], None)
+            for link in self._optimizers:
+                link.leave(parameters[name] for name in owned & parameters.keys())
+        for link in self._optimizers:
+            link.shipped()
+
+    def _try_optimizers(self) -> None:
+        """Find out which optimizers step whole, here, if that is not known yet."""
+        for link in self._optimizers:
+            tried = link.try_once(lambda o: why_whole(o, self._names, self.device))
+            if tried and link.reason:
+                self._say(announce(link.optimizer, link.reason))
+            if link.reason:
+                refuse_deferred(link.optimizer, link.reason)
+
+    @contextmanager
+    def _at_hand(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, this rank has all parameters and gradients of an optimizer, on its device."""
+        with as_they_are():
+            ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        remote = [name for name in (self._names.get(i) for i in ids) if name in self._owner]
+        self.remote.move(remote, self.device)
+        with self.remote.at_hand(remote):
+            yield
 
     def _tell_optimizer(self, operation: Op, index: int, *more: int, payload: Any = None) -> None:
         """Before the first network is cut, workers have neither optimizers nor gradients."""
@@ -559,7 +589,7 @@ class Driver:
 
         Replicas agree on it: what they hold are averages over all of them.
         """
-        index = self._index(getattr(optimizer, "optimizer", optimizer))
+        index = self._index(optimizer)
         self.remote.flush()
         answers = self._ask(Op.UNSCALE, index, payload=factor.cpu()) if self._networks else []
         with as_they_are():
@@ -581,8 +611,11 @@ class Driver:
         return remote
 
     def _index(self, optimizer: Optimizer) -> int:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
-        return [link.optimizer for link in self._optimizers].index(optimizer)
+        known = [link.optimizer for link in self._optimizers]
+        if optimizer not in known:  # an optimizer of the user's may have this attribute, too
+            wrapper: Any = optimizer
+            optimizer = wrapper.optimizer  # Lightning's
+        return known.index(optimizer)
 
     # ------------------------------------------------------------------ weights
 

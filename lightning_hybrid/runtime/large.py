@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hybrid.compat import TorchDispatchMode
@@ -30,6 +29,7 @@ from lightning_hybrid.network.deferred import (
 from lightning_hybrid.network.structure import rebuild, tensors_in
 from lightning_hybrid.runtime.links import control_of
 from lightning_hybrid.runtime.mesh import Group, Mesh, Place
+from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.staged import tensors_of
 from lightning_hybrid.runtime.transport import broadcast_object, start, wait
@@ -201,17 +201,7 @@ def share_optimizers(
         for name, state in outlined.items():
             arrived = rebuild(state, arrive)
             if group.rank():
-                optimizer.state[parameters[name]] = _placed(arrived, parameters[name])
-
-
-def _placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
-    """As optimizers keep it: step counts on the CPU, all else beside the parameter."""
-    return {
-        key: value.to("cpu" if value.dim() == 0 else parameter.device)
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }
+                optimizer.state[parameters[name]] = placed(arrived, parameters[name])
 
 
 # ---------------------------------------------------------------- after a run
@@ -249,4 +239,6 @@ def gather_optimizer_after_run(
     remote: dict[str, dict[str, Any]] = {}
     for worker in range(1, mesh.place.stages):
         remote |= control.hear(worker)[2]
-    return complete(optimizer, optimizer.state_dict(), names, remote)
+    state_dict = optimizer.state_dict()
+    # one that steps whole has all of its states here, and perhaps a form of its own for them
+    return complete(optimizer, state_dict, names, remote) if remote else state_dict

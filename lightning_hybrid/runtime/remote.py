@@ -126,6 +126,7 @@ class RemoteTensors:
         self._present: set[str] | None = None
         self._assigned: dict[str, Tensor | None] = {}
         self._busy = False
+        self._lent = False  # see at_hand
         self._writes = 0
         self.in_graph = False
 
@@ -193,6 +194,55 @@ class RemoteTensors:
                 for value, data in taken:
                     value.data = data
 
+    # -- what an optimizer that steps whole does
+
+    def move(self, names: Iterable[str], device: torch.device) -> None:
+        """Give parameters their memory on this rank's device: what other ranks own waits on CPU."""
+        self.flush()
+        with as_they_are():
+            for name in names:
+                value = self._tensors[Kind.PARAMETER][name].value
+                if value.device != device:
+                    value.data = value.data.to(device)
+                    self._tensors[Kind.GRADIENT].pop(name, None)
+
+    @contextmanager
+    def at_hand(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside, parameters and their gradients are here, as ordinary tensors.
+
+        Afterwards the owners get the parameters (code that writes through ``data`` leaves no
+        trace of it), and the gradients that have visibly changed.
+
+        Args:
+            names: of parameters of other ranks.
+        """
+        self.flush()
+        parameters = [self._tensors[Kind.PARAMETER][name] for name in names]
+        with torch.no_grad(), as_they_are():
+            self._fetch(parameters)
+            present, gradients = self._present_names(), self._tensors[Kind.GRADIENT]
+            held = {r.name: gradients[r.name] for r in parameters if r.name in present}
+            self._fetch(held.values())
+        for remote in parameters:
+            shut_window(remote.value)
+            remote.value.grad = held[remote.name].value if remote.name in held else None
+        self._lent = True
+        try:
+            yield
+        finally:
+            self._lent = False
+            for remote in parameters:
+                self._take_back(remote, held.get(remote.name))
+
+    def _take_back(self, remote: Remote, held: Remote | None) -> None:
+        gradient, remote.value.grad = remote.value.grad, None
+        open_window(remote.value, remote)
+        self.touch(remote)
+        if gradient is not (held and held.value):
+            self._assigned[remote.name] = gradient
+        elif held is not None and held.changed:
+            self.touch(held)
+
     # -- what the owners do
 
     def outdate(self, *kinds: Kind) -> None:
@@ -209,7 +259,7 @@ class RemoteTensors:
         Raises:
             HybridError: a parameter was replaced, or a view of an outdated value changed.
         """
-        if self._busy or not (self._touched or self._assigned or self._in_graph):
+        if self._busy or self._lent or not (self._touched or self._assigned or self._in_graph):
             return
         self._busy = True
         try:
@@ -255,12 +305,8 @@ class RemoteTensors:
             if kind is Kind.GRADIENT:
                 wanted = [r for r in wanted if r is remote or r.name in (self._present or ())]
         self._reads[kind] += 1
-        values = self._owners.give(kind, [r.name for r in wanted])
         with torch.no_grad():
-            for each in wanted:
-                each.value.copy_(values[each.name])
-                each.seen = age
-                each.settle()
+            self._fetch(wanted)
 
     def read_all(self, names: Iterable[str]) -> None:
         """Have these parameters here as the owners have them."""
@@ -294,18 +340,10 @@ class RemoteTensors:
             return self._assigned[name]
         if self._in_graph:
             self.flush()  # its gradient may have arisen here
-        if self._present is None:
-            self.flush()
-            self._present = self._owners.gradient_names()
-        if name not in self._present:
+        if name not in self._present_names():
             return None
-        gradients = self._tensors[Kind.GRADIENT]
-        if name not in gradients:
-            with torch.inference_mode(False), as_they_are():
-                for present in self._present - gradients.keys():  # a second read fetches all
-                    memory = torch.zeros_like(self._tensors[Kind.PARAMETER][present].value)
-                    gradients[present] = Remote(self, Kind.GRADIENT, present, memory.detach())
-        return open_window(gradients[name].value.detach(), gradients[name])
+        found = self._tensors[Kind.GRADIENT][name]
+        return open_window(found.value.detach(), found)
 
     def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
@@ -320,6 +358,30 @@ class RemoteTensors:
         self._assigned[remote.name] = value
 
     # -- inside
+
+    def _fetch(self, wanted: Iterable[Remote]) -> None:
+        """Have here what the owners have, of tensors of one kind."""
+        stale = [r for r in wanted if r.seen != self._age[r.kind]]
+        if not stale:
+            return
+        values = self._owners.give(stale[0].kind, [r.name for r in stale])
+        for remote in stale:
+            remote.value.copy_(values[remote.name])
+            remote.seen = self._age[remote.kind]
+            remote.settle()
+
+    def _present_names(self) -> set[str]:
+        """Of the gradients that the owners have; there is memory for them here."""
+        if self._present is None:
+            self.flush()
+            self._present = self._owners.gradient_names()
+        gradients = self._tensors[Kind.GRADIENT]
+        if not self._present <= gradients.keys():
+            with torch.inference_mode(False), as_they_are():
+                for name in self._present - gradients.keys():  # a second read fetches all
+                    memory = torch.zeros_like(self._tensors[Kind.PARAMETER][name].value)
+                    gradients[name] = Remote(self, Kind.GRADIENT, name, memory.detach())
+        return self._present
 
     def _open(self, name: str, place: dict[str, Any], key: str) -> None:
         value = place[key]

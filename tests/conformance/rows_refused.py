@@ -73,14 +73,6 @@ class RefusedWithoutACall(Row):
         return nn.functional.cross_entropy(hidden @ self.net.third.weight.T, y)
 
 
-class RefusedLBFGS(Row):
-    shapes = (ONE_OF_TWO,)
-    refused = ("LBFGS", "another optimizer")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class RefusedCreateGraph(Row):
     shapes = (ONE_OF_TWO,)
     refused = ("create_graph=True", "ddp")

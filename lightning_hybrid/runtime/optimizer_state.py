@@ -1,0 +1,85 @@
+"""``optimizer.state`` on the driver, of an optimizer whose states lie on several ranks.
+
+Users log the states of an optimizer, halve its momentum, clear all of it; schedule-free optimizers
+exchange weights with theirs. So the first look at the mapping (outside of steps and state dicts)
+fetches what the workers have; before the next step it goes back to them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+States = dict[Parameter, dict[str, Any]]
+
+
+class DriverState(defaultdict[Any, Any]):
+    """What this rank has, and on demand the states of the parameters of other ranks.
+
+    Args:
+        here: what this rank has.
+        fetch: adds what the other ranks have to what this one has.
+
+    Attributes:
+        away: whether other ranks have states that are not here.
+    """
+
+    def __init__(self, here: Mapping[Any, Any], fetch: Callable[[States], States]) -> None:
+        super().__init__(dict, here)
+        self._fetch, self._quiet, self.away = fetch, False, True
+
+    def arrive(self) -> None:
+        """Have all states here."""
+        if self.away and not self._quiet:
+            found = self._fetch(self.own())
+            self.away = False
+            super().clear()
+            super().update(found)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Inside, this is what this rank has."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def own(self) -> defaultdict[Any, Any]:
+        """What this rank has, as an ordinary mapping."""
+        with self.quietly():
+            return defaultdict(dict, self)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def _arriving(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    def arrives_first(self: DriverState, *arguments: Any, **keywords: Any) -> Any:
+        self.arrive()
+        return method(self, *arguments, **keywords)
+
+    return arrives_first
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__"),
+    *("__eq__", "__repr__", "__or__", "__ior__", "__reversed__", "__copy__", "copy"),
+    *("get", "setdefault", "pop", "popitem", "clear", "update", "keys", "values", "items"),
+):
+    setattr(DriverState, _name, _arriving(_name))
+
+
+def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
+    """As optimizers keep it: step counts on the CPU, all else beside the parameter."""
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, Tensor) and value.dim() and not parameter.is_meta
+        else value
+        for key, value in state.items()
+    }
