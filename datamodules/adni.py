@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from .cache import Item, ScanDataset
-from .checks import Leniency
 from .errors import DataError, ProblemsError, SplitError
 from .labels import TASKS, TaskName
+from .nifti import Leniency
 from .profiles import Profile, choose_profile
 from .progress import progress_bar
 from .progression import LabelRule

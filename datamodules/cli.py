@@ -17,9 +17,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
-from .checks import Leniency
 from .errors import DataError, FolderError, listing
 from .labels import TASKS
+from .nifti import Leniency
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import read_manifest, write_manifest

@@ -10,10 +10,11 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from .atomic import write_atomically
-from .checks import STRICT, Leniency, check_records
+from .checks import check_records
 from .errors import DataError, FolderError, Problem, tally
 from .labelling import label_records
 from .labels import Task
+from .nifti import STRICT, Leniency
 from .profiles import refuse_mixture
 from .progression import LabelRule
 from .records import ScanRecord, count_line

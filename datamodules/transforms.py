@@ -26,12 +26,13 @@ from monai.transforms.transform import MapTransform, Transform
 from monai.transforms.utility.dictionary import EnsureTyped
 from torch import Tensor
 
-from .checks import affine_of
+from .nifti import affine_of
 from .profiles import Profile
 
 SHAPE, SPACING_MM = (91, 109, 91), 2.0
 """Default size and voxel size: the MNI152 box at 2 mm."""
 
+_TINY = torch.finfo(torch.float32).tiny  # scans may come in any unit
 _LIMIT = 3.0  # standard deviations: beyond it lie vessels and artefacts
 
 
@@ -91,7 +92,7 @@ class StandardiseHeadd(MapTransform):
             lowest = _otsu(values) if self.noisy_air else 0.0
             head = values[values > lowest]
             if head.numel() > 1:
-                scaled = ((values - head.mean()) / head.std().clamp_min(1e-6)).clamp(
+                scaled = ((values - head.mean()) / head.std().clamp_min(_TINY)).clamp(
                     -_LIMIT, _LIMIT
                 )
                 out[key] = out[key].clone()
