@@ -18,7 +18,7 @@ from .nifti import STRICT, Leniency
 from .profiles import refuse_mixture
 from .progression import LabelRule
 from .records import ScanRecord, count_line
-from .sources import Layout, data_folders, read_source
+from .sources import Layout, Reading, data_folders, read_source
 
 _EXAMPLES = 2  # of one kind of warning
 
@@ -33,13 +33,16 @@ class Survey:
     records: list[ScanRecord]
     problems: list[Problem]
     warnings: list[Problem]
+    labels: str
+    """Where the labels come from."""
     notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Counts that add up, and what lies behind them."""
         reasons = Counter(r.reason.partition(":")[0] for r in self.records if r.reason)
         names = " and ".join(path.name for path in self.tables)
-        lines = [f"{self.root} ({self.layout}) with {names}", count_line(self.records)]
+        lines = [f"{self.root} ({self.layout}) with {names}", f"labels: {self.labels}"]
+        lines.append(count_line(self.records))
         if reasons:
             lines.append("excluded: " + ", ".join(f"{n} x {r}" for r, n in reasons.most_common()))
         if self.problems:
@@ -51,14 +54,17 @@ class Survey:
 def _by_kind(warnings: Sequence[Problem]) -> list[str]:
     """One line per kind, which stands before the colon of the detail, with the first few."""
     kinds: dict[str, list[str]] = defaultdict(list)
+    scans: Counter[str] = Counter()
     for warning in warnings:
         kind, _, measures = warning.detail.partition(": ")
-        kinds[f"{warning.code}, {kind}"].append(measures)
+        name = f"{warning.code}, {kind}"
+        kinds[name].append(measures)
+        scans[name] += warning.scans
     lines = []
     for name, values in kinds.items():
         different = list(dict.fromkeys(values))
         dots = "; ..." if len(different) > _EXAMPLES else ""
-        lines.append(f"warning: {len(values)} x {name}: {'; '.join(different[:_EXAMPLES])}{dots}")
+        lines.append(f"warning: {scans[name]} x {name}: {'; '.join(different[:_EXAMPLES])}{dots}")
     return lines
 
 
@@ -109,9 +115,27 @@ def survey(
         records, bad, warnings = check_records(records, store, leniency=leniency, progress=progress)
         records, mixed = refuse_mixture(records)
         problems += [*bad, *mixed]
-    diagnoses = (reading.clinical.path,) if reading.clinical else ()
-    tables = tuple(dict.fromkeys((*reading.tables, *diagnoses)))
-    return Survey(root, reading.layout, tables, records, problems, warnings, reading.notes)
+    warnings += _research_groups(reading, records)
+    clinical = reading.clinical
+    tables = tuple(dict.fromkeys((*reading.tables, *((clinical.path,) if clinical else ()))))
+    labels = f"{clinical.source}, at the visit of each scan" if clinical else reading.groups
+    notes = reading.notes + (clinical.notes if clinical else ())
+    return Survey(root, reading.layout, tables, records, problems, warnings, labels, notes)
+
+
+def _research_groups(reading: Reading, records: Sequence[ScanRecord]) -> list[Problem]:
+    """A warning when labels are no diagnoses; a table of one's own says what it means."""
+    if reading.clinical is not None or reading.layout == "csv":
+        return []
+    return [
+        Problem(
+            "RESEARCH_GROUP",
+            "the label is the research group, not the diagnosis at the scan: " + reading.groups,
+            "put ADNIMERGE or DXSUM there, or name it with --data.diagnosis_csv / --diagnosis-csv",
+            str(reading.tables[0]),
+            scans=sum(record.label is not None and record.used for record in records),
+        )
+    ]
 
 
 def cut_brains(

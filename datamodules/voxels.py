@@ -94,7 +94,7 @@ def _sample(values: Array) -> Array:
 
 def tissue(values: Array) -> npt.NDArray[np.bool_]:
     """Where there is tissue rather than air or nothing."""
-    return values > _TISSUE * np.percentile(_sample(values), 99)
+    return np.asarray(values > _TISSUE * np.percentile(_sample(values), 99))
 
 
 def missing_part(values: Array, sizes_mm: Array, stripped: bool) -> str:

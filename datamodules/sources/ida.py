@@ -113,8 +113,8 @@ def read_ida(
         elif row is not None:
             records.append(_described(record, row, collection.path))
     problems += _rows_without_scan(collection, {file.image_id for file in found})
-    notes = (collection.note,) if collection.note else ()
-    return Reading("ida", records, problems, clinical, (collection.path,), notes)
+    groups = f"{collection.path.name}:Group"
+    return Reading("ida", records, problems, clinical, groups, (collection.path,), collection.notes)
 
 
 def _described(record: ScanRecord, row: CollectionRow, table: Path) -> ScanRecord:

@@ -12,8 +12,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from ..dates import dates_in
 from ..errors import NO_SCAN, FolderError, Problem
-from ..tables import date_format, parse_date, read_table
+from ..tables import read_table
 from .clinical import Clinical
 from .ids import canonical_session, canonical_subject
 from .reading import Reading
@@ -36,7 +37,7 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
         TableError: see ``read_table``; also unreadable dates.
     """
     read = read_table(table, REQUIRED)
-    written = date_format(read, "acqdate")
+    dates = dates_in(read, "acqdate")
     copies = Counter(row["path"] for row in read.rows)
     records, problems = [], []
     for values, line in zip(read.rows, read.lines):
@@ -53,7 +54,7 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
             problem = "BAD_ROW" if not subject else "DUPLICATE_ID"
             found = "no subject" if not subject else f"{copies[values['path']]} rows for this file"
             problems.append(Problem(problem, found, "correct the table", where, subject, name))
-        day = parse_date(values.get("acqdate", ""), written)
+        day = dates.day(values.get("acqdate", ""))
         registered = values.get("registered", "").lower()
         records.append(
             replace(
@@ -83,7 +84,8 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
             str(table),
             "correct the paths, which are relative to the table",
         )
-    return Reading("csv", records, problems, clinical, (table,), (read.note,) if read.note else ())
+    notes = tuple(note for note in (read.note, dates.note) if note)
+    return Reading("csv", records, problems, clinical, f"{table.name}:label", (table,), notes)
 
 
 def _number(text: str) -> float | None:

@@ -20,6 +20,7 @@ import pytest
 from test_adni_datamodule import make, prepared, state_of
 
 from datamodules.checks import check_file
+from datamodules.cli import main
 from datamodules.errors import DataError, ProblemsError
 from datamodules.labels import TASKS
 from datamodules.records import count_line
@@ -370,6 +371,23 @@ def test_a_neck_that_is_cut_and_padded_is_no_missing_part():
     assert missing_part(values, np.full(3, 4.0), stripped=False) == ""
     values[..., :38] = 0
     assert "breaks off at the bottom" in missing_part(values, np.full(3, 4.0), stripped=False)
+
+
+def test_source_of_the_labels_is_always_said_and_a_research_group_is_a_warning(download, capsys):
+    out = ["--out", str(download.parent / "report")]
+    assert main(["manifest", str(download), "--out", str(download.parent / "scans.tsv")]) == 0
+    printed = capsys.readouterr().out
+    assert "labels: ADNIMERGE_31Jan2026.csv:DX, at the visit" in printed
+    assert "RESEARCH_GROUP" not in printed
+    next(download.glob("ADNIMERGE*")).write_text("<html>log in</html>")
+    assert main(["check", str(download), *out]) == 1
+    assert "BAD_TABLE: a web page" in capsys.readouterr().err
+    next(download.glob("ADNIMERGE*")).unlink()
+    assert main(["check", str(download), *out]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"labels: SYNTHETIC\w+\.csv:Group", printed)
+    assert re.search(r"warning: \d+ x RESEARCH_GROUP, the label is the research group", printed)
+    assert "RESEARCH_GROUP" in (download.parent / "report" / "problems.tsv").read_text()
 
 
 TABLES: dict[str, tuple[str, Callable[[str], bytes]]] = {
