@@ -27,7 +27,7 @@ from .errors import Problem
 from .nifti import AGAIN, STRICT, BadFile, Leniency, check_geometry, read_image
 from .profiles import is_stripped
 from .records import ScanRecord
-from .voxels import missing_part, read_voxels
+from .voxels import head_box, missing_part, read_voxels
 
 _VERSION = 6  # raise it when a check changes
 
@@ -84,17 +84,20 @@ def _describe(path: Path, leniency: Leniency) -> FileReport:
         shape=" ".join(str(n) for n in values.shape),
         zooms=" ".join(f"{size:.4g}" for size in sizes),
         axcodes="".join(nib.aff2axcodes(affine)),
-        reach=_reach(turned, sizes_ras),
+        reach=_reach(turned, sizes_ras, stripped == "yes"),
         sample=sample_voxels(turned),
         stripped=stripped,
     )
 
 
-def _reach(values: Any, sizes_mm: Any) -> str:
-    """Sides in mm of the box around the middle that holds all but the background.
+def _reach(values: Any, sizes_mm: Any, stripped: bool) -> str:
+    """Sides in mm of the box that a crop should hold.
 
-    ``values`` (X, Y, Z) are in RAS order. Background is what equals the corner.
+    For a brain the box around the middle of the volume (X, Y, Z), where it is cropped, with all
+    but the background, which is what equals the corner. For a head the box around the head itself.
     """
+    if not stripped:
+        return " ".join(f"{side:.0f}" for side in head_box(values, sizes_mm)[1])
     tissue = values != values[0, 0, 0]
     reach = []
     for axis, size in enumerate(sizes_mm):

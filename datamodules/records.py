@@ -74,8 +74,8 @@ class ScanRecord:
     zooms: str = ""
     axcodes: str = ""
     reach: str = ""
-    """Sides in mm, right-left, back-front, down-up, of the box around the middle of the volume
-    that holds all that is not background."""
+    """Sides in mm, right-left, back-front, down-up, of what a crop should hold: of a brain the box
+    around the middle of the volume with all that is not background, of a head its own box."""
     problem: str = ""
     split: str = ""
     """train, val or test."""

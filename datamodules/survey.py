@@ -21,6 +21,7 @@ from .records import ScanRecord, count_line
 from .sources import Layout, Reading, data_folders, read_source
 
 _EXAMPLES = 2  # of one kind of warning
+_AROUND_BRAIN_MM = 8.0  # scalp and bone, where they are thin
 
 
 @dataclass(frozen=True)
@@ -141,19 +142,24 @@ def _research_groups(reading: Reading, records: Sequence[ScanRecord]) -> list[Pr
 def cut_brains(
     records: Sequence[ScanRecord], spatial_shape: tuple[int, int, int], spacing_mm: float
 ) -> list[Problem]:
-    """A warning for each stripped brain of which a crop around the middle loses over one voxel.
+    """A warning for each scan of which the crop loses brain.
 
-    Heads with skull are always cut: neck and noise reach to the edge.
+    Of a stripped brain that is more than a voxel at one side. A raw head may lose what lies around
+    the brain, scalp and bone. Registered heads are not looked at: their box is the same for all.
     """
     warnings = []
     for record in records:
-        if record.used and record.stripped == "yes":
-            reach = [float(side) for side in record.reach.split()]
-            lost = max(side / 2 - spacing_mm * n / 2 for side, n in zip(reach, spatial_shape))
-            if lost > spacing_mm:
-                detail = f"brain cut off by spatial_shape: {lost:.0f} mm at one side"
-                who = (record.path, record.subject, record.image_id)
-                warnings.append(Problem("GEOMETRY", detail, "use a larger spatial_shape", *who))
+        if not record.used or not record.reach:
+            continue
+        if record.stripped != "yes" and record.registered == "yes":
+            continue
+        what, spare = ("brain", 0.0) if record.stripped == "yes" else ("head", _AROUND_BRAIN_MM)
+        reach = [float(side) for side in record.reach.split()]
+        lost = max(side / 2 - spacing_mm * n / 2 for side, n in zip(reach, spatial_shape))
+        if lost > spare + spacing_mm:
+            detail = f"{what} cut off by spatial_shape: {lost:.0f} mm at one side"
+            who = (record.path, record.subject, record.image_id)
+            warnings.append(Problem("GEOMETRY", detail, "use a larger spatial_shape", *who))
     return warnings
 
 

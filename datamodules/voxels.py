@@ -22,6 +22,8 @@ _VARIATION = 0.01  # standard deviation over mean of what is not background; bra
 _CONTRAST = 0.5  # standard deviation that clipping at three of them leaves; scans have 0.9 to 1
 _SAMPLE = 1_000_000  # voxels that statistics are taken from
 _TISSUE = 0.2  # of the 99th percentile: above the noise of the air, below grey matter
+_SPECKS = 0.02  # of the largest area: less is no head
+_BELOW_VERTEX_MM = 170.0  # scalp, skull and a large brain
 _CUT_DEPTH_MM = 6.0
 _ROUND_MM = 65.0  # the smallest radius of a brain
 _HEAD_MM = 150.0  # from the vertex down to the base: below it a neck may be cut off
@@ -95,6 +97,30 @@ def _sample(values: Array) -> Array:
 def tissue(values: Array) -> npt.NDArray[np.bool_]:
     """Where there is tissue rather than air or nothing."""
     return np.asarray(values > _TISSUE * np.percentile(_sample(values), 99))
+
+
+def head_box(values: Array, sizes_mm: Array) -> tuple[Array, Array]:
+    """Middle (3,) in voxels and sides (3,) in mm of the box around a head, without the neck.
+
+    The neck is what lies further below the vertex than a brain reaches.
+
+    Args:
+        values: (X, Y, Z) in RAS order.
+        sizes_mm: of a voxel.
+    """
+    head = tissue(values)
+    top = _extent(head, 2)[1]
+    bottom = max(_extent(head, 2)[0], top - _BELOW_VERTEX_MM / sizes_mm[2])
+    above = head[:, :, round(bottom) : round(top) + 1]
+    box = np.array([_extent(above, 0), _extent(above, 1), (bottom, top)], float)
+    return box.mean(axis=1), (box[:, 1] - box[:, 0] + 1) * sizes_mm
+
+
+def _extent(head: npt.NDArray[np.bool_], axis: int) -> tuple[int, int]:
+    """First and last plane across ``axis`` with more than specks of tissue."""
+    area = head.sum(axis=tuple(other for other in range(3) if other != axis))
+    planes = np.flatnonzero(area > _SPECKS * area.max())
+    return int(planes[0]), int(planes[-1])
 
 
 def missing_part(values: Array, sizes_mm: Array, stripped: bool) -> str:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import lightning
 import nibabel as nib
+import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
@@ -129,6 +132,33 @@ def test_damaged_cache_file_is_made_again(module):
     with pytest.warns(UserWarning, match="is damaged"):
         assert torch.equal(module.dataset("train")[0]["image"], good)
     assert torch.equal(module.dataset("train")[0]["image"], good)
+
+
+def test_cache_file_that_was_changed_on_disk_is_made_again(module):
+    dataset, record = module.dataset("train"), module.scans("train")[0]
+    good = dataset[0]["image"].clone()
+    path = module.cache_dir / "images" / dataset.cache_name(record)
+    data = bytearray(path.read_bytes())
+    place = data.find(good.numpy().tobytes()[2000:2400])
+    data[place + 10] ^= 64  # one bit of a voxel: torch.load does not mind
+    path.write_bytes(data)
+    assert not torch.equal(torch.load(path)["image"], good)
+    with pytest.warns(UserWarning, match="is damaged.*not what was written"):
+        assert torch.equal(dataset[0]["image"], good)
+    assert torch.equal(torch.load(path)["image"], good)
+
+
+def test_a_scan_of_which_nothing_is_left_is_refused(download, tmp_path):
+    made = prepared(download, tmp_path / "cache")
+    path = Path(made.scans("train")[0].path)
+    old, times = nib.load(path), path.stat()
+    values = np.asarray(old.dataobj).astype(np.float32)
+    values[12, 15, 12] = 1e30
+    nib.save(nib.Nifti1Image(values, old.affine), path)  # between the check and the first epoch
+    records = [replace(made.scans("train")[0], bytes=path.stat().st_size)]
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ScanReadError, match=f"(?s)CONSTANT: .*nothing is left.*{path.name}"):
+        cache.ScanDataset(records, fixed_transforms(SHAPE, 8.0))[0]
 
 
 def test_full_disk_costs_the_cache_and_not_the_run(module, monkeypatch):
