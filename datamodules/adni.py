@@ -268,7 +268,7 @@ class ADNIDataModule(lightning.LightningDataModule):
     def _fitting(self, split: Split, path: Path) -> Split:
         """The split of today's fold, if it was made for today's labels."""
         mine = {"task": self.task.name, **asdict(self.rule)}
-        its = {"task": split.task, **split.rule}
+        its = {"task": split.task, **asdict(LabelRule()), **split.rule}
         differ = [f"{k} {its[k]!r} there, {mine[k]!r} here" for k in its if its[k] != mine.get(k)]
         if differ and split.task:
             raise SplitError(
@@ -390,24 +390,54 @@ class ADNIDataModule(lightning.LightningDataModule):
             lines.append("labels are PERMUTED over subjects (--data.shuffle_labels true)")
         return "\n".join(lines)
 
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How scans become images: plain values, which a checkpoint can hold.
+
+        A network's results mean something only for images that were prepared as in training.
+        """
+        return {
+            "profile": choose_profile(self.profile, self.records),
+            "spacing_mm": float(self.spacing_mm),
+            "spatial_shape": [int(n) for n in self.spatial_shape],
+        }
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to know: which split and which scans it was trained on."""
+        """What a checkpoint has to know: split, scans, and how they were prepared."""
         if self.split is None:
             return {}
-        return {"split": self.split.fingerprint, "scans": fingerprint(self.records)}
+        return {
+            "split": self.split.fingerprint,
+            "scans": fingerprint(self.records),
+            "preprocessing": self.preprocessing,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse to go on from a checkpoint that was trained on another split.
+        """Refuse a checkpoint that was trained on another split or on images prepared otherwise.
+
+        Lightning calls it before the first batch, in ``fit`` and in evaluation with a checkpoint.
 
         Raises:
             SplitError: today's held-out subjects may have been trained on.
+            DataError: another preprocessing.
         """
-        if self.split is not None and state_dict.get("split") not in (None, self.split.fingerprint):
+        if self.split is None:
+            return
+        if state_dict.get("split") not in (None, self.split.fingerprint):
             raise SplitError(
                 "OTHER_SPLIT",
                 "the checkpoint was trained on another split of the subjects",
                 str(self._split_path()),
                 "give the split of that run with --data.split_file, or start anew",
+            )
+        its, mine = state_dict.get("preprocessing") or {}, self.preprocessing
+        differ = [f"{k} {its[k]} there, {mine.get(k)} here" for k in its if its[k] != mine.get(k)]
+        if differ:
+            raise DataError(
+                "OTHER_PREPROCESSING",
+                f"the checkpoint was trained on images prepared otherwise: {'; '.join(differ)}",
+                str(self.root),
+                "use the settings of that run: --config RUN/config.yaml",
             )
 
 
