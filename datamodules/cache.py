@@ -25,6 +25,7 @@ from monai.transforms.compose import Compose
 from monai.transforms.transform import Transform
 from torch import Tensor
 
+from .atomic import not_writable
 from .errors import ScanReadError
 from .records import ScanRecord
 from .seeding import Draws
@@ -76,6 +77,11 @@ class ScanDataset(PersistentDataset):
         memory_shape: tuple[int, ...] | None = None,
         draws: Draws | None = None,
     ) -> None:
+        if cache_dir is not None:
+            try:
+                cache_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise not_writable(cache_dir, error) from None
         super().__init__(
             data=list(records),
             transform=Compose([*fixed, *random]),

@@ -48,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:  # a folder that may not be looked into, a disk that fails
+        where, what = str(error.filename or ""), error.strerror or str(error)
+        print(DataError("NO_ACCESS", what, where, "check rights and disk"), file=sys.stderr)
+        return 1
     return code
 
 
@@ -57,12 +61,19 @@ def _parser() -> ArgumentParser:
         description=__doc__,
         epilog="examples:\n" + "\n".join(f"  {_PROGRAM} {line}" for line in _EXAMPLES.values()),
         formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, what: str, run: Callable[[Namespace], int]) -> ArgumentParser:
         example = f"example: {_PROGRAM} {_EXAMPLES[name]}"
-        command = commands.add_parser(name, help=what, description=what, epilog=example)
+        command = commands.add_parser(
+            name,
+            help=what,
+            description=what,
+            epilog=example,
+            allow_abbrev=False,  # what is cut short is more often a slip
+        )
         command.set_defaults(run=run)
         return command
 

@@ -377,8 +377,9 @@ class Linear(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def trainer_in(folder: Path) -> lightning.Trainer:
+def trainer_in(folder: Path, **options: object) -> lightning.Trainer:
     return lightning.Trainer(
+        **options,
         max_steps=2,
         accelerator="cpu",
         logger=False,
@@ -428,7 +429,7 @@ def test_no_command_takes_a_checkpoint_of_another_preprocessing(
 ):
     cache_dir, checkpoint = trained
     for command in ("fit", "validate", "test", "predict"):
-        run = getattr(trainer_in(cache_dir.parent), command)
+        run = getattr(trainer_in(cache_dir, enable_checkpointing=False), command)
         with pytest.raises(DataError, match=rf"(?s)OTHER_PREPROCESSING: .*{found}.*config\.yaml"):
             run(Linear(), datamodule=make(tiny_cohort, cache_dir, **options), ckpt_path=checkpoint)
     trainer_in(cache_dir.parent).test(

@@ -17,12 +17,15 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from test_adni_datamodule import make, prepared, state_of
 
+from datamodules.cache import ScanDataset
 from datamodules.checks import check_file
 from datamodules.cli import main
-from datamodules.errors import DataError, ProblemsError
+from datamodules.errors import DataError, FolderError, ProblemsError
 from datamodules.labels import TASKS
+from datamodules.montage import write_montage
 from datamodules.records import count_line
 from datamodules.splits import SPLITS
 from datamodules.survey import survey
@@ -388,6 +391,66 @@ def test_source_of_the_labels_is_always_said_and_a_research_group_is_a_warning(d
     assert re.search(r"labels: SYNTHETIC\w+\.csv:Group", printed)
     assert re.search(r"warning: \d+ x RESEARCH_GROUP, the label is the research group", printed)
     assert "RESEARCH_GROUP" in (download.parent / "report" / "problems.tsv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "step"),
+    [
+        ([f"ADNI_x_{n}_S1_I{{}}.dcm" for n in range(3)], "3 x .dcm instead", "dcm2niix"),
+        (["T1.mgz"], "1 x .mgz instead", "mri_convert"),
+        ([], "without a file", "download the rest"),
+    ],
+)
+def test_a_row_without_a_scan_says_what_lies_there(download, names, said, step):
+    scan = first_scan(download)
+    scan.unlink()
+    for name in names:
+        (scan.parent / name.format(scan.parent.name[1:])).write_bytes(b"x")
+    (problem,) = survey(download, TASKS["ad_nc"], None).problems
+    assert problem.code == "NO_SCAN"
+    assert said in problem.detail
+    assert step in problem.action
+
+
+def test_a_folder_of_freesurfer_volumes_is_told_to_convert_them(tmp_path, capsys):
+    (tmp_path / "999_S_0001").mkdir()
+    (tmp_path / "999_S_0001" / "T1.mgz").touch()
+    assert main(["check", str(tmp_path), "--out", str(tmp_path.parent / "out")]) == 1
+    assert "mri_convert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "manifest", "split", "synth"])
+def test_a_place_that_cannot_be_written_is_a_message_and_no_traceback(
+    tiny_cohort, tmp_path, capsys, command
+):
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "out"
+    small = ["--subjects", "AD=1", "--resolution", "10", "--workers", "1"]
+    arguments = [str(place), *small] if command == "synth" else [str(tiny_cohort), "--out"]
+    more = ["--val", "0.2", "--test", "0.2"] if command == "split" else []
+    where = [] if command == "synth" else [str(place)]
+    assert main([command, *arguments, *where, *more]) == 1
+    error = capsys.readouterr().err
+    assert re.search("NOT_WRITABLE: cannot be written: (Not a directory|File exists)", error)
+    assert str(place) in error
+    with pytest.raises(FolderError, match=r"(?s)NOT_WRITABLE.*file.*--data\.cache_dir"):
+        make(tiny_cohort, place).prepare_data()
+    with pytest.raises(FolderError, match="NOT_WRITABLE"):
+        ScanDataset([], [], cache_dir=place)
+
+
+def test_an_option_that_is_cut_short_is_refused(tiny_cohort, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", str(tiny_cohort), "--horiz", "24"])
+    assert "unrecognized arguments: --horiz" in capsys.readouterr().err
+
+
+def test_montage_names_the_class_of_each_row(tiny_cohort, tmp_path, monkeypatch):
+    drawn: list[str] = []
+    monkeypatch.setattr(Axes, "set_ylabel", lambda self, text, **_: drawn.append(text))
+    records = survey(tiny_cohort, TASKS["ad_nc"], tmp_path / "checks.json").records
+    write_montage(tmp_path / "montage.png", records)
+    assert {text.splitlines()[1] for text in drawn} == {"AD", "NC"}
 
 
 TABLES: dict[str, tuple[str, Callable[[str], bytes]]] = {
