@@ -66,6 +66,11 @@ class ADNIDataModule(lightning.LightningDataModule):
         tolerance_months: how early and late visits may be.
         late_converters: leave out who converts after the horizon, or take them for stable.
         smc: leave out people with memory complaints (SMC), or take them for controls.
+        ad: every scan at which somebody is demented is one of AD, or only scans of those who were
+            demented at their first visit.
+        reverters: leave out who was demented once and not at a later visit, or take the diagnosis
+            at the visit.
+        gaps: leave visits without a diagnosis between two equal ones, or fill them.
         collection_csv: the collection table, when it is not the only CSV in ``root``.
         diagnosis_csv: ADNIMERGE, DXSUM, or a table or BIDS folder of Clinica; diagnoses are then
             those at the scan, with what came of them. None: such a table directly in ``root``, or
@@ -111,6 +116,9 @@ class ADNIDataModule(lightning.LightningDataModule):
         tolerance_months: float = 3.0,
         late_converters: Literal["exclude", "stable"] = "exclude",
         smc: Literal["exclude", "normal"] = "exclude",
+        ad: Literal["ever", "baseline"] = "ever",
+        reverters: Literal["exclude", "visit"] = "exclude",
+        gaps: Literal["leave", "fill"] = "leave",
         collection_csv: str | Path | None = None,
         diagnosis_csv: str | Path | None = None,
         split_file: str | Path | None = None,
@@ -146,6 +154,9 @@ class ADNIDataModule(lightning.LightningDataModule):
             tolerance_months=tolerance_months,
             late_converters=late_converters,
             smc=smc,
+            ad=ad,
+            reverters=reverters,
+            gaps=gaps,
         )
         self.collection_csv = Path(collection_csv) if collection_csv else None
         self.diagnosis_csv = Path(diagnosis_csv) if diagnosis_csv else None

@@ -150,6 +150,26 @@ def _add_rule(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--smc", choices=("exclude", "normal"), default=rule.smc, help="SMC (default: exclude)"
     )
+    parser.add_argument(
+        "--ad",
+        choices=("ever", "baseline"),
+        default=rule.ad,
+        help="scans of AD: whenever demented, or only of those demented at their first visit "
+        "(default: ever)",
+    )
+    parser.add_argument(
+        "--reverters",
+        choices=("exclude", "visit"),
+        default=rule.reverters,
+        help="who was demented once and not later: exclude, or take the diagnosis at the visit "
+        "(default: exclude)",
+    )
+    parser.add_argument(
+        "--gaps",
+        choices=("leave", "fill"),
+        default=rule.gaps,
+        help="visits without a diagnosis between two equal ones (default: leave)",
+    )
 
 
 def _add_out(parser: ArgumentParser, name: str) -> None:
@@ -293,6 +313,9 @@ def _rule(options: Namespace) -> LabelRule:
         tolerance_months=options.tolerance,
         late_converters=options.late_converters,
         smc=options.smc,
+        ad=options.ad,
+        reverters=options.reverters,
+        gaps=options.gaps,
     )
 
 
