@@ -23,7 +23,7 @@ from .nifti import Leniency
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import read_manifest, write_manifest
-from .report import demographics, write_demographics, write_shareable
+from .report import demographics, p_values, write_demographics, write_shareable
 from .screen import show, show_groups
 from .sources import LAYOUTS
 from .splits import SPLITS, extend_split, load_split, make_split, save_split
@@ -273,7 +273,7 @@ def _check(options: Namespace) -> int:
     show(found.summary())
     if found.problems:
         show(listing(found.problems))
-    show_groups(demographics(found.records))
+    show_groups(demographics(found.records), p_values(found.records))
     written = [manifest, problems, people, shared]
     if any(record.used for record in found.records):
         from .montage import write_montage  # imports MONAI and matplotlib, which takes seconds
@@ -323,7 +323,7 @@ def _manifest(options: Namespace) -> int:
     _refuse_overwriting(options.out, options.force or _is_unchecked(options.out))
     found = _read_unchecked(options)
     write_manifest(options.out, found.records)
-    show_groups(demographics(found.records))
+    show_groups(demographics(found.records), p_values(found.records))
     show(f"manifest: {options.out}")
     return 1 if found.problems else 0
 

@@ -72,6 +72,8 @@ def _from_history(
     record = replace(
         record,
         sex=record.sex or person.sex,
+        site=person.site or record.site,
+        apoe4=person.apoe4,
         dx_bl=person.dx_bl or record.dx_bl,
         dx_source=f"{clinical.source}, {sum(bool(v.dx) for v in person.visits)} visits",
     )
@@ -114,6 +116,7 @@ def _at_visit(record: ScanRecord, visit: Visit, day: date | None) -> ScanRecord:
         session=visit.session or record.session,
         age=visit.age if visit.age is not None else record.age,
         mmse=visit.mmse,
+        cdr_sb=visit.cdr_sb,
         phase=visit.phase or record.phase,
         field_strength=(
             record.field_strength if record.field_strength is not None else visit.field_strength

@@ -66,6 +66,7 @@ class Visit:
         session: M and the month (``M012``), or empty.
         age: years.
         mmse: mini-mental state, 0 to 30.
+        cdr_sb: clinical dementia rating, sum of boxes, 0 to 18.
         phase: ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the table writes it.
         field_strength: tesla.
         dated: whether ``day`` is a date of the calendar.
@@ -76,6 +77,7 @@ class Visit:
     session: str = ""
     age: float | None = None
     mmse: float | None = None
+    cdr_sb: float | None = None
     phase: str = ""
     field_strength: float | None = None
     dated: bool = True

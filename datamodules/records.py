@@ -58,6 +58,10 @@ class ScanRecord:
     """ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the source writes it."""
     mmse: float | None = None
     """Mini-mental state at the visit."""
+    cdr_sb: float | None = None
+    """Clinical dementia rating at the visit, sum of boxes, 0 to 18."""
+    apoe4: int | None = None
+    """Number of APOE e4 alleles."""
     acq_date: str = ""
     """Day of the scan, YYYY-MM-DD."""
     exam_date: str = ""

@@ -43,6 +43,8 @@ class Person:
     visits: tuple[Visit, ...]
     sex: str = ""
     dx_bl: str = ""
+    site: str = ""
+    apoe4: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,12 @@ def _adnimerge(table: Table) -> Clinical:
                 session=canonical_session(row.get("viscode", "")),
                 age=_number(row, "age"),  # at baseline, until all visits are known
                 mmse=_number(row, "mmse"),
+                cdr_sb=_number(row, "cdrsb"),
                 phase=_known(row, "colprot"),
                 field_strength=_number(row, "fldstreng"),
             )
         )
-        persons[subject] = Person((), _sex(row, "ptgender"), _known(row, "dxbl"))
+        persons[subject] = _described(row, "ptgender", "dxbl")
     for subject, person in persons.items():
         seen = tuple(_aged(visit, start[subject]) for visit in visits[subject])
         persons[subject] = replace(person, visits=seen)
@@ -160,6 +163,18 @@ def _adnimerge(table: Table) -> Clinical:
 
 def _notes(*notes: str) -> tuple[str, ...]:
     return tuple(note for note in notes if note)
+
+
+def _described(row: dict[str, str], sex: str, group: str) -> Person:
+    """What a row says about the person; the columns of sex and group have these names."""
+    alleles = _number(row, "apoe4")
+    return Person(
+        (),
+        {"f": "F", "female": "F", "m": "M", "male": "M"}.get(row.get(sex, "").lower(), ""),
+        _known(row, group),
+        _whole(_known(row, "site")),
+        None if alleles is None else int(alleles),
+    )
 
 
 def _aged(visit: Visit, start: date) -> Visit:
@@ -244,6 +259,7 @@ def _clinica(
                 session=session,
                 age=_number(row, "age"),
                 mmse=_number(row, "mmse"),
+                cdr_sb=_number(row, "cdrsb"),
                 phase=_known(row, "currentstudy"),
                 field_strength=_number(row, "mrifield"),
                 dated=day is not None,
@@ -251,10 +267,9 @@ def _clinica(
         )
     described = {canonical_subject(row["participantid"]): row for row in people}
     persons = {
-        subject: Person(
-            _dated_together(seen),
-            _sex(described.get(subject, {}), "sex"),
-            _known(described.get(subject, {}), "diagnosissc"),
+        subject: replace(
+            _described(described.get(subject, {}), "sex", "diagnosissc"),
+            visits=_dated_together(seen),
         )
         for subject, seen in visits.items()
     }
@@ -293,10 +308,6 @@ def _number(row: dict[str, str], column: str) -> float | None:
     """The first number in a cell: ``1.5 Tesla MRI`` is 1.5."""
     match = re.match(r"[<>]?\s*(\d+(\.\d+)?)", _known(row, column))
     return float(match[1]) if match else None
-
-
-def _sex(row: dict[str, str], column: str) -> str:
-    return {"f": "F", "female": "F", "m": "M", "male": "M"}.get(row.get(column, "").lower(), "")
 
 
 def _word(table: Table, line: int, row: dict[str, str], column: str) -> str:

@@ -2,7 +2,8 @@
 
 Paths are relative to the table. Labels are words: NC, AD, MCI, sMCI, pMCI and their usual synonyms.
 Further columns are used when they are there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``,
-``site``, ``phase``, ``field_strength``, ``acq_date``, ``registered`` (yes or no).
+``cdr_sb``, ``apoe4`` (0 to 2), ``site``, ``phase``, ``field_strength``, ``acq_date``,
+``registered`` (yes or no).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .reading import Reading
 from .tree import bare_record, stem
 
 REQUIRED = ("path", "subject", "label")
+_ALLELES = ("0", "1", "2")
 
 
 def plain_folders(table: Path) -> list[Path]:
@@ -70,6 +72,8 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
                 ),
                 site=values.get("site", "") or subject[:3] * (subject[3:6] == "_S_"),
                 mmse=_number(values.get("mmse", "")),
+                cdr_sb=_number(values.get("cdrsb", "")),
+                apoe4=int(values["apoe4"]) if values.get("apoe4", "") in _ALLELES else None,
                 phase=values.get("phase", ""),
                 field_strength=_number(values.get("fieldstrength", "")),
                 acq_date=day.isoformat() if day else "",
