@@ -237,7 +237,7 @@ def _content_hash(record: ScanRecord) -> bytes:
 
 def _checksum(prepared: dict[str, Tensor]) -> int:
     """PyTorch stores one and does not look at it; a few milliseconds a scan."""
-    return zlib.crc32(prepared["affine"].numpy(), zlib.crc32(prepared["image"].numpy()))
+    return zlib.crc32(prepared["affine"].numpy().data, zlib.crc32(prepared["image"].numpy().data))
 
 
 def _save(path: Path, prepared: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from scipy import stats
 from .atomic import write_atomically
 from .records import ScanRecord
 
-_SHOWN = 6  # different values of one column
+_SHOWN = 3  # different values of one column
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,9 @@ def _group(name: str, records: Sequence[ScanRecord]) -> Group:
         len(people),
         len(records),
         known + (f" ({sexes['']} unknown)" if sexes[""] else ""),
-        *(_spread([measure(record) for record in people]) for measure in _MEASURES.values()),
+        _spread([record.age for record in people]),
+        _spread([record.mmse for record in people]),
+        _spread([record.cdr_sb for record in people]),
         _carriers([record.apoe4 for record in people]),
         _counts([_tesla(record) for record in people]),
         _counts([record.phase for record in people]),
