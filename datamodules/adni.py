@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from .cache import Item, ScanDataset
-from .checks import Leniency
 from .errors import DataError, ProblemsError, SplitError
 from .labels import TASKS, TaskName
+from .nifti import Leniency
 from .profiles import Profile, choose_profile
 from .progress import progress_bar
 from .progression import LabelRule
@@ -66,6 +66,11 @@ class ADNIDataModule(lightning.LightningDataModule):
         tolerance_months: how early and late visits may be.
         late_converters: leave out who converts after the horizon, or take them for stable.
         smc: leave out people with memory complaints (SMC), or take them for controls.
+        ad: every scan at which somebody is demented is one of AD, or only scans of those who were
+            demented at their first visit.
+        reverters: leave out who was demented once and not at a later visit, or take the diagnosis
+            at the visit.
+        gaps: leave visits without a diagnosis between two equal ones, or fill them.
         collection_csv: the collection table, when it is not the only CSV in ``root``.
         diagnosis_csv: ADNIMERGE, DXSUM, or a table or BIDS folder of Clinica; diagnoses are then
             those at the scan, with what came of them. None: such a table directly in ``root``, or
@@ -111,6 +116,9 @@ class ADNIDataModule(lightning.LightningDataModule):
         tolerance_months: float = 3.0,
         late_converters: Literal["exclude", "stable"] = "exclude",
         smc: Literal["exclude", "normal"] = "exclude",
+        ad: Literal["ever", "baseline"] = "ever",
+        reverters: Literal["exclude", "visit"] = "exclude",
+        gaps: Literal["leave", "fill"] = "leave",
         collection_csv: str | Path | None = None,
         diagnosis_csv: str | Path | None = None,
         split_file: str | Path | None = None,
@@ -146,6 +154,9 @@ class ADNIDataModule(lightning.LightningDataModule):
             tolerance_months=tolerance_months,
             late_converters=late_converters,
             smc=smc,
+            ad=ad,
+            reverters=reverters,
+            gaps=gaps,
         )
         self.collection_csv = Path(collection_csv) if collection_csv else None
         self.diagnosis_csv = Path(diagnosis_csv) if diagnosis_csv else None
@@ -268,7 +279,7 @@ class ADNIDataModule(lightning.LightningDataModule):
     def _fitting(self, split: Split, path: Path) -> Split:
         """The split of today's fold, if it was made for today's labels."""
         mine = {"task": self.task.name, **asdict(self.rule)}
-        its = {"task": split.task, **split.rule}
+        its = {"task": split.task, **asdict(LabelRule()), **split.rule}
         differ = [f"{k} {its[k]!r} there, {mine[k]!r} here" for k in its if its[k] != mine.get(k)]
         if differ and split.task:
             raise SplitError(
@@ -390,24 +401,54 @@ class ADNIDataModule(lightning.LightningDataModule):
             lines.append("labels are PERMUTED over subjects (--data.shuffle_labels true)")
         return "\n".join(lines)
 
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How scans become images: plain values, which a checkpoint can hold.
+
+        A network's results mean something only for images that were prepared as in training.
+        """
+        return {
+            "profile": choose_profile(self.profile, self.records),
+            "spacing_mm": float(self.spacing_mm),
+            "spatial_shape": [int(n) for n in self.spatial_shape],
+        }
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to know: which split and which scans it was trained on."""
+        """What a checkpoint has to know: split, scans, and how they were prepared."""
         if self.split is None:
             return {}
-        return {"split": self.split.fingerprint, "scans": fingerprint(self.records)}
+        return {
+            "split": self.split.fingerprint,
+            "scans": fingerprint(self.records),
+            "preprocessing": self.preprocessing,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse to go on from a checkpoint that was trained on another split.
+        """Refuse a checkpoint that was trained on another split or on images prepared otherwise.
+
+        Lightning calls it before the first batch, in ``fit`` and in evaluation with a checkpoint.
 
         Raises:
             SplitError: today's held-out subjects may have been trained on.
+            DataError: another preprocessing.
         """
-        if self.split is not None and state_dict.get("split") not in (None, self.split.fingerprint):
+        if self.split is None:
+            return
+        if state_dict.get("split") not in (None, self.split.fingerprint):
             raise SplitError(
                 "OTHER_SPLIT",
                 "the checkpoint was trained on another split of the subjects",
                 str(self._split_path()),
                 "give the split of that run with --data.split_file, or start anew",
+            )
+        its, mine = state_dict.get("preprocessing") or {}, self.preprocessing
+        differ = [f"{k} {its[k]} there, {mine.get(k)} here" for k in its if its[k] != mine.get(k)]
+        if differ:
+            raise DataError(
+                "OTHER_PREPROCESSING",
+                f"the checkpoint was trained on images prepared otherwise: {'; '.join(differ)}",
+                str(self.root),
+                "use the settings of that run: --config RUN/config.yaml",
             )
 
 

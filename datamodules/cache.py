@@ -10,6 +10,7 @@ import mmap
 import os
 import time
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,14 @@ from monai.transforms.compose import Compose
 from monai.transforms.transform import Transform
 from torch import Tensor
 
+from .atomic import not_writable
 from .errors import ScanReadError
 from .records import ScanRecord
 from .seeding import Draws
 
+_EMPTY = 0.05  # standard deviation of a prepared image, which is about 1 within the head
 _LEFT_S = 3600.0  # nobody takes so long to write one scan
-_VERSION = 2  # raise it when a transform of ours changes what it computes
+_VERSION = 3  # raise it when a transform of ours changes what it computes
 
 
 class Item(TypedDict):
@@ -51,8 +54,8 @@ class ScanDataset(PersistentDataset):
     The cache is keyed by the content of the file, the fixed transforms with their settings and the
     version of MONAI; it holds image and affine only, never a label. Its files are complete or not
     there, whoever else writes to the same folder; they are mapped into memory, so that all
-    processes share what the system keeps of them. A damaged one is made again; one that cannot be
-    written costs speed, not the run.
+    processes share what the system keeps of them. One that is damaged, or was changed by whatever
+    means, is made again; one that cannot be written costs speed, not the run.
 
     Args:
         records: what to load; labels and identities are taken from here at every access.
@@ -74,6 +77,11 @@ class ScanDataset(PersistentDataset):
         memory_shape: tuple[int, ...] | None = None,
         draws: Draws | None = None,
     ) -> None:
+        if cache_dir is not None:
+            try:
+                cache_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise not_writable(cache_dir, error) from None
         super().__init__(
             data=list(records),
             transform=Compose([*fixed, *random]),
@@ -111,8 +119,11 @@ class ScanDataset(PersistentDataset):
             return self._prepare(record)
         path = self.cache_dir / self.cache_name(record)
         try:
-            cached: dict[str, Tensor] = torch.load(path, weights_only=True, mmap=True)
-            return {"image": cached["image"], "affine": cached["affine"]}
+            cached: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
+            kept = {"image": cached["image"], "affine": cached["affine"]}
+            if _checksum(kept) != cached["checksum"]:
+                raise ValueError("its content is not what was written")
+            return kept
         except FileNotFoundError:
             pass
         except Exception as error:  # whatever a damaged file makes of the unpickler
@@ -155,6 +166,13 @@ class ScanDataset(PersistentDataset):
                 record.path,
                 "run `python -m datamodules check` on the data folder",
             ) from error
+        if not bool(prepared["image"].isfinite().all()) or float(prepared["image"].std()) < _EMPTY:
+            raise ScanReadError(
+                "CONSTANT",
+                f"{record.subject} {record.image_id}: nothing is left of the scan when prepared",
+                record.path,
+                "look at the scan: is the head within spatial_shape, and nothing brighter by far?",
+            )
         # the rest of the dictionary is not needed, and views of larger arrays would be stored whole
         return {key: prepared[key].contiguous().clone() for key in ("image", "affine")}
 
@@ -217,10 +235,15 @@ def _content_hash(record: ScanRecord) -> bytes:
     return (record.sha256 or f"{record.path}|{record.bytes}|{record.mtime_ns}").encode()
 
 
+def _checksum(prepared: dict[str, Tensor]) -> int:
+    """PyTorch stores one and does not look at it; a few milliseconds a scan."""
+    return zlib.crc32(prepared["affine"].numpy().data, zlib.crc32(prepared["image"].numpy().data))
+
+
 def _save(path: Path, prepared: dict[str, Tensor]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        torch.save(prepared, part)
+        torch.save({**prepared, "checksum": _checksum(prepared)}, part)
         part.replace(path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         warnings.warn(f"cannot keep a prepared scan in {path.parent}: {error}", stacklevel=2)

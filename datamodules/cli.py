@@ -17,13 +17,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
-from .checks import Leniency
 from .errors import DataError, FolderError, listing
 from .labels import TASKS
+from .nifti import Leniency
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import read_manifest, write_manifest
-from .report import demographics, write_demographics, write_shareable
+from .report import demographics, p_values, write_demographics, write_shareable
 from .screen import show, show_groups
 from .sources import LAYOUTS
 from .splits import SPLITS, extend_split, load_split, make_split, save_split
@@ -48,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:  # a folder that may not be looked into, a disk that fails
+        where, what = str(error.filename or ""), error.strerror or str(error)
+        print(DataError("NO_ACCESS", what, where, "check rights and disk"), file=sys.stderr)
+        return 1
     return code
 
 
@@ -57,12 +61,19 @@ def _parser() -> ArgumentParser:
         description=__doc__,
         epilog="examples:\n" + "\n".join(f"  {_PROGRAM} {line}" for line in _EXAMPLES.values()),
         formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, what: str, run: Callable[[Namespace], int]) -> ArgumentParser:
         example = f"example: {_PROGRAM} {_EXAMPLES[name]}"
-        command = commands.add_parser(name, help=what, description=what, epilog=example)
+        command = commands.add_parser(
+            name,
+            help=what,
+            description=what,
+            epilog=example,
+            allow_abbrev=False,  # what is cut short is more often a slip
+        )
         command.set_defaults(run=run)
         return command
 
@@ -138,6 +149,26 @@ def _add_rule(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--smc", choices=("exclude", "normal"), default=rule.smc, help="SMC (default: exclude)"
+    )
+    parser.add_argument(
+        "--ad",
+        choices=("ever", "baseline"),
+        default=rule.ad,
+        help="scans of AD: whenever demented, or only of those demented at their first visit "
+        "(default: ever)",
+    )
+    parser.add_argument(
+        "--reverters",
+        choices=("exclude", "visit"),
+        default=rule.reverters,
+        help="who was demented once and not later: exclude, or take the diagnosis at the visit "
+        "(default: exclude)",
+    )
+    parser.add_argument(
+        "--gaps",
+        choices=("leave", "fill"),
+        default=rule.gaps,
+        help="visits without a diagnosis between two equal ones (default: leave)",
     )
 
 
@@ -242,7 +273,7 @@ def _check(options: Namespace) -> int:
     show(found.summary())
     if found.problems:
         show(listing(found.problems))
-    show_groups(demographics(found.records))
+    show_groups(demographics(found.records), p_values(found.records))
     written = [manifest, problems, people, shared]
     if any(record.used for record in found.records):
         from .montage import write_montage  # imports MONAI and matplotlib, which takes seconds
@@ -282,6 +313,9 @@ def _rule(options: Namespace) -> LabelRule:
         tolerance_months=options.tolerance,
         late_converters=options.late_converters,
         smc=options.smc,
+        ad=options.ad,
+        reverters=options.reverters,
+        gaps=options.gaps,
     )
 
 
@@ -289,7 +323,7 @@ def _manifest(options: Namespace) -> int:
     _refuse_overwriting(options.out, options.force or _is_unchecked(options.out))
     found = _read_unchecked(options)
     write_manifest(options.out, found.records)
-    show_groups(demographics(found.records))
+    show_groups(demographics(found.records), p_values(found.records))
     show(f"manifest: {options.out}")
     return 1 if found.problems else 0
 

@@ -4,6 +4,9 @@ A file's hash changes when it is saved again. So a few voxels of each scan are k
 order on a lattice around the middle, and compared by correlation. Copies correlate to 1 - 1e-5
 (what storing 256 levels costs); two scans of one person on one day differ by their noise, in real
 data and in the synthetic cohort by far more than 1e-3.
+
+So it finds copies, not likenesses: a scan that was cropped, resampled, mirrored, smoothed, or saved
+with new noise is another picture here. Splits by subject are what keeps those apart.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
@@ -21,18 +23,16 @@ _SAME = 0.9997  # correlation of one picture with itself
 _BLOCK = 2048  # scans that are compared at once
 
 
-def sample_voxels(values: npt.NDArray[Any], affine: npt.NDArray[Any]) -> str:
+def sample_voxels(values: npt.NDArray[Any]) -> str:
     """Return the voxels of a lattice, 256 levels each, as text; copies of a volume give the same.
 
     Args:
-        values: (X, Y, Z), finite.
-        affine: (4, 4), voxel index to RAS mm.
+        values: (X, Y, Z), finite, in RAS order.
     """
-    turned = nib.orientations.apply_orientation(values, nib.io_orientation(affine))  # type: ignore[no-untyped-call]
     picks = [
-        np.linspace(0.2 * (n - 1), 0.8 * (n - 1), _SIDE).round().astype(int) for n in turned.shape
+        np.linspace(0.2 * (n - 1), 0.8 * (n - 1), _SIDE).round().astype(int) for n in values.shape
     ]
-    voxels = turned[np.ix_(*picks)].astype(np.float64)
+    voxels = values[np.ix_(*picks)].astype(np.float64)
     low, high = voxels.min(), voxels.max()
     levels = np.rint((voxels - low) / max(high - low, 1e-30) * 255).astype(np.uint8)
     return base64.b64encode(levels.tobytes()).decode()

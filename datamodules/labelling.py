@@ -12,7 +12,7 @@ from datetime import date
 
 from .errors import Problem
 from .labels import Task, diagnosis, known_words
-from .progression import LabelRule, Visit, label_visit, visit_of_scan
+from .progression import LabelRule, Visit, filled, label_visit, visit_of_scan
 from .records import ScanRecord
 from .series import choose_series
 from .sources.clinical import Clinical, Person
@@ -72,21 +72,35 @@ def _from_history(
     record = replace(
         record,
         sex=record.sex or person.sex,
+        site=person.site or record.site,
+        apoe4=person.apoe4,
         dx_bl=person.dx_bl or record.dx_bl,
         dx_source=f"{clinical.source}, {sum(bool(v.dx) for v in person.visits)} visits",
     )
+    if rule.gaps == "fill":
+        person = replace(person, visits=tuple(filled(person.visits)))
     day = date.fromisoformat(record.acq_date) if record.acq_date else None
     visit = visit_of_scan(person.visits, day, record.session, rule.max_days_apart)
     if visit is None:
         return replace(record, reason=record.reason or "no_dx_near_scan")
     record = _at_visit(record, visit, day)
     dx, reason = _class_of(person, visit, rule)
-    if reason in _MCI_REASONS and visit.dx in task.class_names:
+    if _is_mci_all_the_same(reason, person, visit, rule) and visit.dx in task.class_names:
         dx, reason = visit.dx, ""
     record = replace(record, dx=dx or visit.dx, label=task.label(dx) if dx else None)
     if record.reason or reason:
         return replace(record, reason=record.reason or reason)
     return _excluded_unless_in_task(record)
+
+
+def _is_mci_all_the_same(reason: str, person: Person, visit: Visit, rule: LabelRule) -> bool:
+    """Whether somebody with MCI at the scan has MCI, though not stable nor progressive MCI."""
+    if reason in _MCI_REASONS:
+        return True
+    if reason != "unstable" or visit.dx != "MCI" or rule.reverters != "visit":
+        return False
+    ill = min((other.day for other in person.visits if other.dx == "AD"), default=date.max)
+    return any(other.dx not in ("", "AD") and other.day > ill for other in person.visits)
 
 
 def _class_of(person: Person, visit: Visit, rule: LabelRule) -> tuple[str, str]:
@@ -102,6 +116,7 @@ def _at_visit(record: ScanRecord, visit: Visit, day: date | None) -> ScanRecord:
         session=visit.session or record.session,
         age=visit.age if visit.age is not None else record.age,
         mmse=visit.mmse,
+        cdr_sb=visit.cdr_sb,
         phase=visit.phase or record.phase,
         field_strength=(
             record.field_strength if record.field_strength is not None else visit.field_strength

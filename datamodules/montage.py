@@ -51,7 +51,7 @@ def write_montage(path: Path, records: Sequence[ScanRecord], count: int = 6) -> 
         _draw(row[:3], *_as_it_lies(record.path))
         _draw(row[3:6], *_prepared(item))
         _draw(row[6:], *_prepared(varied[number]))
-        row[0].set_ylabel(f"{record.image_id}\nlabel {record.label}", fontsize=7)
+        row[0].set_ylabel(f"{record.image_id}\n{record.dx}", fontsize=7)
     for column, stage in ((1, "on disk"), (4, "prepared"), (7, "augmented")):
         axes[0][column].set_title(f"{stage}\n{_PLANES[1]}", fontsize=8)
         for side in (0, 2):

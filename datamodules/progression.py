@@ -4,7 +4,7 @@ The rule looks at the whole history, before any scan is chosen, and answers with
 reason why there is none:
 
 * NC: normal at every visit.
-* AD: demented at the scan and at every later visit.
+* AD: demented at the scan and at every later visit (see ``LabelRule`` for other readings).
 * pMCI: MCI at the scan, demented within the horizon and ever after, never normal in between.
 * sMCI: MCI at the scan, never demented, never normal after it, and still MCI at a visit at or
   beyond the horizon.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import pairwise
 from typing import Literal
 
 from .errors import DataError
@@ -36,6 +37,14 @@ class LabelRule:
     """What those are who convert after the horizon and were still MCI there."""
     smc: Literal["exclude", "normal"] = "exclude"
     """Whether people with memory complaints and normal tests (SMC) are controls."""
+    ad: Literal["ever", "baseline"] = "ever"
+    """Whether every scan at which somebody is demented is one of AD, or only those of people who
+    were demented at their first visit."""
+    reverters: Literal["exclude", "visit"] = "exclude"
+    """What scans are of people who were demented once and not at a later visit: nothing, or what
+    was diagnosed at the visit."""
+    gaps: Literal["leave", "fill"] = "leave"
+    """Whether a visit without a diagnosis between two visits with the same one has that one."""
 
     def __post_init__(self) -> None:
         if not (self.horizon_months > self.tolerance_months >= 0 and self.max_days_apart >= 0):
@@ -57,6 +66,7 @@ class Visit:
         session: M and the month (``M012``), or empty.
         age: years.
         mmse: mini-mental state, 0 to 30.
+        cdr_sb: clinical dementia rating, sum of boxes, 0 to 18.
         phase: ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the table writes it.
         field_strength: tesla.
         dated: whether ``day`` is a date of the calendar.
@@ -67,9 +77,22 @@ class Visit:
     session: str = ""
     age: float | None = None
     mmse: float | None = None
+    cdr_sb: float | None = None
     phase: str = ""
     field_strength: float | None = None
     dated: bool = True
+
+
+def filled(visits: Sequence[Visit]) -> list[Visit]:
+    """The visits in order of time, gaps between two equal diagnoses filled with that diagnosis."""
+    ordered = sorted(visits, key=lambda visit: visit.day)
+    known = [number for number, visit in enumerate(ordered) if visit.dx]
+    for before, after in pairwise(known):
+        dx = ordered[before].dx
+        if ordered[after].dx == dx:
+            for number in range(before + 1, after):
+                ordered[number] = replace(ordered[number], dx=dx)
+    return ordered
 
 
 def visit_of_scan(
@@ -92,7 +115,8 @@ def label_visit(
     """(class, reason) of a scan taken at the visit ``near`` of ``history``: one of them is empty.
 
     Reasons: ``smc``, ``reverted``, ``unstable``, ``short_follow_up``, ``interval_censored``
-    (converted between two visits around the horizon), ``converts_after_horizon``.
+    (converted between two visits around the horizon), ``converts_after_horizon``,
+    ``demented_later`` (AD, but not at the first visit, where that is asked for).
     """
     rule = rule or LabelRule()
     if rule.smc == "normal":
@@ -101,7 +125,12 @@ def label_visit(
     visits = sorted((visit for visit in history if visit.dx), key=lambda visit: visit.day)
     later = [visit for visit in visits if visit.day > near.day]
     if near.dx == "AD":
-        return ("AD", "") if all(visit.dx == "AD" for visit in later) else ("", "reverted")
+        stays = all(visit.dx == "AD" for visit in later)
+        if not stays and rule.reverters == "exclude":
+            return "", "reverted"
+        if rule.ad == "baseline" and visits[0].dx != "AD":
+            return "", "demented_later"
+        return "AD", ""
     if near.dx == "NC":
         return ("NC", "") if all(visit.dx == "NC" for visit in visits) else ("", "unstable")
     if near.dx == "SMC":

@@ -58,6 +58,10 @@ class ScanRecord:
     """ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the source writes it."""
     mmse: float | None = None
     """Mini-mental state at the visit."""
+    cdr_sb: float | None = None
+    """Clinical dementia rating at the visit, sum of boxes, 0 to 18."""
+    apoe4: int | None = None
+    """Number of APOE e4 alleles."""
     acq_date: str = ""
     """Day of the scan, YYYY-MM-DD."""
     exam_date: str = ""
@@ -74,8 +78,8 @@ class ScanRecord:
     zooms: str = ""
     axcodes: str = ""
     reach: str = ""
-    """Sides in mm, right-left, back-front, down-up, of the box around the middle of the volume
-    that holds all that is not background."""
+    """Sides in mm, right-left, back-front, down-up, of what a crop should hold: of a brain the box
+    around the middle of the volume with all that is not background, of a head its own box."""
     problem: str = ""
     split: str = ""
     """train, val or test."""

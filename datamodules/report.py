@@ -12,20 +12,25 @@ import hashlib
 import io
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 
+from scipy import stats
+
 from .atomic import write_atomically
 from .records import ScanRecord
+
+_SHOWN = 3  # different values of one column
 
 
 @dataclass(frozen=True)
 class Group:
     """One row of the table: the subjects of a class at their first scan that is used.
 
-    ``age`` and ``mmse`` are mean and standard deviation over those for whom they are known.
+    ``age``, ``mmse`` and ``cdr_sb`` are mean and standard deviation over those for whom they are
+    known, ``apoe4`` counts carriers of an e4 allele, the last three count people by value.
     """
 
     diagnosis: str
@@ -34,6 +39,11 @@ class Group:
     males_females: str
     age: str
     mmse: str
+    cdr_sb: str
+    apoe4: str
+    field_strength: str
+    phase: str
+    sites: str
 
 
 def first_scans(records: Sequence[ScanRecord]) -> list[ScanRecord]:
@@ -62,6 +72,57 @@ def _merged(own: Sequence[ScanRecord], record: ScanRecord) -> bool:
     return record.dx in ("sMCI", "pMCI") and len({r.dx for r in own}) > 1
 
 
+def p_values(records: Sequence[ScanRecord]) -> dict[str, float]:
+    """How likely the classes would differ so much by chance, by column of the table.
+
+    One-way analysis of variance (for two classes Student's t-test) of age, MMSE and CDR, a
+    chi-squared test of everything that is counted. Columns in which nothing differs are left out.
+    With few people per site the latter is a rough one.
+    """
+    people = first_scans(records)
+    labels = sorted({record.label for record in people if record.label is not None})
+    classes = [[record for record in people if record.label == label] for label in labels]
+    found: dict[str, float] = {}
+    for column, measure in _MEASURES.items():
+        values = [[v for r in own if (v := measure(r)) is not None] for own in classes]
+        if (
+            len(values) > 1
+            and min(map(len, values)) > 1
+            and any(len(set(own)) > 1 for own in values)
+        ):
+            found[column] = float(stats.f_oneway(*values).pvalue)
+    for column, kind in _KINDS.items():
+        counts = [Counter(k for r in own if (k := kind(r))) for own in classes]
+        kinds = sorted(set().union(*counts))
+        if len(kinds) > 1 and len(counts) > 1 and all(counts):
+            table = [[own[k] for k in kinds] for own in counts]
+            found[column] = float(stats.chi2_contingency(table).pvalue)
+    return found
+
+
+_MEASURES: dict[str, Callable[[ScanRecord], float | None]] = {
+    "age": lambda record: record.age,
+    "mmse": lambda record: record.mmse,
+    "cdr_sb": lambda record: record.cdr_sb,
+}
+_KINDS: dict[str, Callable[[ScanRecord], str]] = {
+    "males_females": lambda record: record.sex,
+    "apoe4": lambda record: "" if record.apoe4 is None else str(record.apoe4 > 0),
+    "field_strength": lambda record: _tesla(record),
+    "phase": lambda record: record.phase,
+    "sites": lambda record: record.site,
+}
+
+
+def p_text(value: float | None) -> str:
+    """A p-value as papers print it; nothing when there is none."""
+    return "" if value is None else "<0.001" if value < 0.001 else f"{value:.2g}"
+
+
+def _tesla(record: ScanRecord) -> str:
+    return "" if record.field_strength is None else f"{record.field_strength:g} T"
+
+
 def _group(name: str, records: Sequence[ScanRecord]) -> Group:
     people = first_scans(records)
     sexes = Counter(record.sex for record in people)
@@ -73,6 +134,11 @@ def _group(name: str, records: Sequence[ScanRecord]) -> Group:
         known + (f" ({sexes['']} unknown)" if sexes[""] else ""),
         _spread([record.age for record in people]),
         _spread([record.mmse for record in people]),
+        _spread([record.cdr_sb for record in people]),
+        _carriers([record.apoe4 for record in people]),
+        _counts([_tesla(record) for record in people]),
+        _counts([record.phase for record in people]),
+        _counts([record.site for record in people]),
     )
 
 
@@ -85,12 +151,35 @@ def _spread(values: Sequence[float | None]) -> str:
     return f"{fmean(known):.2f}{spread}{missing}"
 
 
+def _carriers(alleles: Sequence[int | None]) -> str:
+    known = [number for number in alleles if number is not None]
+    if not known:
+        return "-"
+    missing = f" ({len(alleles) - len(known)} unknown)" if len(known) < len(alleles) else ""
+    return f"{sum(number > 0 for number in known)}/{len(known)}{missing}"
+
+
+def _counts(values: Sequence[str]) -> str:
+    """``1.5 T: 5, 3 T: 7``; of many values their number and the most frequent one."""
+    counts = Counter(value for value in values if value)
+    if not counts:
+        return "-"
+    missing = values.count("")
+    unknown = f" ({missing} unknown)" if missing else ""
+    if len(counts) > _SHOWN:
+        most, number = counts.most_common(1)[0]
+        return f"{len(counts)} ({most}: {number}){unknown}"
+    return ", ".join(f"{value}: {counts[value]}" for value in sorted(counts)) + unknown
+
+
 def write_demographics(path: Path, records: Sequence[ScanRecord]) -> None:
     """Write the table, tab-separated."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
     writer.writerow([field.name for field in fields(Group)])
     writer.writerows(astuple(row) for row in demographics(records))
+    found = p_values(records)
+    writer.writerow(["p", *(p_text(found.get(name)) for name in _COLUMNS[1:])])
     write_atomically(path, buffer.getvalue().encode())
 
 
@@ -110,13 +199,19 @@ def shareable(
             Counter(r.reason.partition(":")[0] for r in records if r.reason and not r.problem)
         ),
         "bad": dict(Counter(record.problem for record in records if record.problem)),
-        "demographics": [dict(zip(_COLUMNS, astuple(row))) for row in demographics(records)],
+        "demographics": [_without_sites(row) for row in demographics(records)],
+        "p_values": p_values(records),
         "sha256_of_all": hashlib.sha256(json.dumps(scans).encode()).hexdigest(),
         "scans": [
             {"sha256": sha256, "dx": dx, "part": part} | ({"fold": fold} if fold >= 0 else {})
             for sha256, dx, part, fold in scans
         ],
     }
+
+
+def _without_sites(row: Group) -> dict[str, object]:
+    """A site's number is the beginning of its subjects' IDs."""
+    return {name: value for name, value in asdict(row).items() if name != "sites"}
 
 
 _COLUMNS = [field.name for field in fields(Group)]

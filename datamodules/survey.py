@@ -10,16 +10,18 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from .atomic import write_atomically
-from .checks import STRICT, Leniency, check_records
+from .checks import check_records
 from .errors import DataError, FolderError, Problem, tally
 from .labelling import label_records
 from .labels import Task
+from .nifti import STRICT, Leniency
 from .profiles import refuse_mixture
 from .progression import LabelRule
 from .records import ScanRecord, count_line
-from .sources import Layout, data_folders, read_source
+from .sources import Layout, Reading, data_folders, read_source
 
 _EXAMPLES = 2  # of one kind of warning
+_AROUND_BRAIN_MM = 8.0  # scalp and bone, where they are thin
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,16 @@ class Survey:
     records: list[ScanRecord]
     problems: list[Problem]
     warnings: list[Problem]
+    labels: str
+    """Where the labels come from."""
     notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Counts that add up, and what lies behind them."""
         reasons = Counter(r.reason.partition(":")[0] for r in self.records if r.reason)
         names = " and ".join(path.name for path in self.tables)
-        lines = [f"{self.root} ({self.layout}) with {names}", count_line(self.records)]
+        lines = [f"{self.root} ({self.layout}) with {names}", f"labels: {self.labels}"]
+        lines.append(count_line(self.records))
         if reasons:
             lines.append("excluded: " + ", ".join(f"{n} x {r}" for r, n in reasons.most_common()))
         if self.problems:
@@ -50,14 +55,17 @@ class Survey:
 def _by_kind(warnings: Sequence[Problem]) -> list[str]:
     """One line per kind, which stands before the colon of the detail, with the first few."""
     kinds: dict[str, list[str]] = defaultdict(list)
+    scans: Counter[str] = Counter()
     for warning in warnings:
         kind, _, measures = warning.detail.partition(": ")
-        kinds[f"{warning.code}, {kind}"].append(measures)
+        name = f"{warning.code}, {kind}"
+        kinds[name].append(measures)
+        scans[name] += warning.scans
     lines = []
     for name, values in kinds.items():
         different = list(dict.fromkeys(values))
         dots = "; ..." if len(different) > _EXAMPLES else ""
-        lines.append(f"warning: {len(values)} x {name}: {'; '.join(different[:_EXAMPLES])}{dots}")
+        lines.append(f"warning: {scans[name]} x {name}: {'; '.join(different[:_EXAMPLES])}{dots}")
     return lines
 
 
@@ -108,27 +116,50 @@ def survey(
         records, bad, warnings = check_records(records, store, leniency=leniency, progress=progress)
         records, mixed = refuse_mixture(records)
         problems += [*bad, *mixed]
-    diagnoses = (reading.clinical.path,) if reading.clinical else ()
-    tables = tuple(dict.fromkeys((*reading.tables, *diagnoses)))
-    return Survey(root, reading.layout, tables, records, problems, warnings, reading.notes)
+    warnings += _research_groups(reading, records)
+    clinical = reading.clinical
+    tables = tuple(dict.fromkeys((*reading.tables, *((clinical.path,) if clinical else ()))))
+    labels = f"{clinical.source}, at the visit of each scan" if clinical else reading.groups
+    notes = reading.notes + (clinical.notes if clinical else ())
+    return Survey(root, reading.layout, tables, records, problems, warnings, labels, notes)
+
+
+def _research_groups(reading: Reading, records: Sequence[ScanRecord]) -> list[Problem]:
+    """A warning when labels are no diagnoses; a table of one's own says what it means."""
+    if reading.clinical is not None or reading.layout == "csv":
+        return []
+    return [
+        Problem(
+            "RESEARCH_GROUP",
+            "the label is the research group, not the diagnosis at the scan: " + reading.groups,
+            "put ADNIMERGE or DXSUM there, or name it with --data.diagnosis_csv / --diagnosis-csv",
+            str(reading.tables[0]),
+            scans=sum(record.label is not None and record.used for record in records),
+        )
+    ]
 
 
 def cut_brains(
     records: Sequence[ScanRecord], spatial_shape: tuple[int, int, int], spacing_mm: float
 ) -> list[Problem]:
-    """A warning for each stripped brain of which a crop around the middle loses over one voxel.
+    """A warning for each scan of which the crop loses brain.
 
-    Heads with skull are always cut: neck and noise reach to the edge.
+    Of a stripped brain that is more than a voxel at one side. A raw head may lose what lies around
+    the brain, scalp and bone. Registered heads are not looked at: their box is the same for all.
     """
     warnings = []
     for record in records:
-        if record.used and record.stripped == "yes":
-            reach = [float(side) for side in record.reach.split()]
-            lost = max(side / 2 - spacing_mm * n / 2 for side, n in zip(reach, spatial_shape))
-            if lost > spacing_mm:
-                detail = f"brain cut off by spatial_shape: {lost:.0f} mm at one side"
-                who = (record.path, record.subject, record.image_id)
-                warnings.append(Problem("GEOMETRY", detail, "use a larger spatial_shape", *who))
+        if not record.used or not record.reach:
+            continue
+        if record.stripped != "yes" and record.registered == "yes":
+            continue
+        what, spare = ("brain", 0.0) if record.stripped == "yes" else ("head", _AROUND_BRAIN_MM)
+        reach = [float(side) for side in record.reach.split()]
+        lost = max(side / 2 - spacing_mm * n / 2 for side, n in zip(reach, spatial_shape))
+        if lost > spare + spacing_mm:
+            detail = f"{what} cut off by spatial_shape: {lost:.0f} mm at one side"
+            who = (record.path, record.subject, record.image_id)
+            warnings.append(Problem("GEOMETRY", detail, "use a larger spatial_shape", *who))
     return warnings
 
 

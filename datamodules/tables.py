@@ -13,13 +13,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
 from pathlib import Path
 
 from .errors import TableError
 
 _DELIMITERS = (",", ";", "\t")
-_DATE_FORMATS = ("%m/%d/%Y", "%Y-%m-%d")  # the portal writes both, in different tables
+MISSING = ("", "na", "n/a", "nan", "none", "-1", "-4")
+"""Lower-case words that stand for no value."""
 
 
 @dataclass(frozen=True)
@@ -145,39 +145,3 @@ def _delimiter(
     if doubled:
         raise _bad(path, f"the column {doubled[0]} appears twice", "remove one of them")
     return best
-
-
-def date_format(table: Table, column: str, missing: Collection[str] = ("",)) -> str:
-    """The format of all dates in a column: 4/5/2006 beside 2006-04-05 would be guesswork.
-
-    ``missing``: lower-case words that stand for no date.
-
-    Raises:
-        TableError: no single format reads them all.
-    """
-    days = [row.get(column, "") for row in table.rows]
-    days = ["" if day.lower() in missing else day for day in days]
-    for candidate in _DATE_FORMATS:
-        if all(_reads(day, candidate) for day in days if day):
-            return candidate
-    first = _DATE_FORMATS[0]
-    line, value = next((n, d) for n, d in zip(table.lines, days) if d and not _reads(d, first))
-    raise TableError(
-        "BAD_DATE",
-        f"line {line}: {column} {value!r}",
-        str(table.path),
-        "dates must all be month/day/year, or all YYYY-MM-DD",
-    )
-
-
-def parse_date(text: str, written: str) -> date | None:
-    """A date in a format that ``date_format`` found, or None for an empty cell."""
-    return datetime.strptime(text, written).date() if text else None
-
-
-def _reads(day: str, written: str) -> bool:
-    try:
-        datetime.strptime(day, written)
-    except ValueError:
-        return False
-    return True

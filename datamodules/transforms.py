@@ -26,12 +26,14 @@ from monai.transforms.transform import MapTransform, Transform
 from monai.transforms.utility.dictionary import EnsureTyped
 from torch import Tensor
 
-from .checks import affine_of
+from .nifti import affine_of
 from .profiles import Profile
+from .voxels import head_box
 
 SHAPE, SPACING_MM = (91, 109, 91), 2.0
 """Default size and voxel size: the MNI152 box at 2 mm."""
 
+_TINY = torch.finfo(torch.float32).tiny  # scans may come in any unit
 _LIMIT = 3.0  # standard deviations: beyond it lie vessels and artefacts
 
 
@@ -67,6 +69,39 @@ class KeepAffined(Transform):
         return {**data, "affine": affine}
 
 
+class CropHeadd(MapTransform):
+    """Crop and pad around the head, wherever it lies in the field of view.
+
+    Args:
+        keys: of the images, in RAS order.
+        spatial_size: voxels (D, H, W) afterwards.
+    """
+
+    def __init__(self, keys: Sequence[str], spatial_size: tuple[int, int, int]) -> None:
+        super().__init__(keys)
+        self.spatial_size = spatial_size
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return ``data`` with the cropped images, their affines moved along."""
+        out = dict(data)
+        for key in self.key_iterator(out):
+            out[key] = self._crop(out[key])
+        return out
+
+    def _crop(self, image: Any) -> MetaTensor:
+        affine = torch.as_tensor(np.asarray(image.affine), dtype=torch.float64)
+        middle, _ = head_box(image.as_tensor()[0].numpy(), affine[:3, :3].norm(dim=0).numpy())
+        size = np.array(self.spatial_size)
+        start = np.rint(middle - (size - 1) / 2).astype(int)
+        low, high = np.maximum(start, 0), np.minimum(start + size, image.shape[1:])
+        cropped = torch.zeros(1, *self.spatial_size)
+        source = tuple(slice(a, b) for a, b in zip(low, high))
+        target = tuple(slice(a, b) for a, b in zip(low - start, high - start))
+        cropped[0][target] = image.as_tensor()[0][source]
+        affine[:3, 3] += affine[:3, :3] @ torch.as_tensor(start, dtype=torch.float64)
+        return MetaTensor(cropped, affine=affine)
+
+
 class StandardiseHeadd(MapTransform):
     """Bring the head to mean 0 and standard deviation 1, clip at three of them; the rest is 0.
 
@@ -91,7 +126,7 @@ class StandardiseHeadd(MapTransform):
             lowest = _otsu(values) if self.noisy_air else 0.0
             head = values[values > lowest]
             if head.numel() > 1:
-                scaled = ((values - head.mean()) / head.std().clamp_min(1e-6)).clamp(
+                scaled = ((values - head.mean()) / head.std().clamp_min(_TINY)).clamp(
                     -_LIMIT, _LIMIT
                 )
                 out[key] = out[key].clone()
@@ -116,13 +151,18 @@ def _otsu(values: Tensor) -> float:
 def fixed_transforms(
     spatial_shape: tuple[int, int, int], spacing_mm: float, profile: Profile = "stripped"
 ) -> list[Transform]:
-    """File to plain float32 tensor (1, D, H, W), RAS, at the given size and voxel size."""
+    """File to plain float32 tensor (1, D, H, W), RAS, at the given size and voxel size.
+
+    Raw heads are cropped around the head, all others around the middle of the volume: there the
+    space that they share is worth more.
+    """
     keys = ["image"]
+    crop = CropHeadd if profile == "raw" else ResizeWithPadOrCropd
     return [
         LoadScand(),
         Orientationd(keys, axcodes="RAS", labels=None),
         Spacingd(keys, pixdim=(spacing_mm,) * 3, mode="bilinear"),
-        ResizeWithPadOrCropd(keys, spatial_size=spatial_shape),
+        crop(keys, spatial_size=spatial_shape),
         StandardiseHeadd(keys, noisy_air=profile != "stripped"),
         KeepAffined(),
         EnsureTyped(keys, dtype=torch.float32, track_meta=False),

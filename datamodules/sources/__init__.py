@@ -16,7 +16,7 @@ from .ida import discover, find_ida, read_ida
 from .plain import REQUIRED as PLAIN_COLUMNS
 from .plain import plain_folders, read_plain
 from .reading import LAYOUTS, Layout, Reading
-from .tree import require_folder, what_is_there
+from .tree import require_folder, what_is_there, what_to_do
 
 __all__ = ["LAYOUTS", "Layout", "Reading", "data_folders", "read_source"]
 
@@ -79,15 +79,13 @@ def detect_layout(root: Path) -> Layout:
             "say which with --data.layout / --layout, or give the folder of one of them",
         )
     seen = what_is_there(root)
-    dicom = "convert the DICOM files first (dcm2niix, or choose NiFTI in the portal)"
-    unpack = "unpack the download there, or give the folder that holds it"
     raise FolderError(
         "NO_SCANS",
         "no .nii or .nii.gz file below a folder named like 123_S_0456 (ida), at "
         "sub-*/ses-*/anat/*_T1w (bids) or at subjects/sub-*/ses-*/t1_linear (caps), and no table "
         f"with the columns {', '.join(PLAIN_COLUMNS)} (csv); what is there: {seen}",
         str(root),
-        dicom if ".dcm" in seen else unpack,
+        what_to_do(seen),
     )
 
 

@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import FolderError, TableError
-from ..tables import read_table
+from ..tables import MISSING, read_table
 from .clinical import Clinical
-from .ids import canonical_session, canonical_subject
+from .ids import canonical_session, canonical_subject, image_number
 from .reading import Reading
 from .tree import bare_record, is_nifti, require_folder, stem, what_is_there
 
 _SCANS = "sub-*/ses-*/anat/*_T1w.nii*", "sub-*/anat/*_T1w.nii*"
-_MISSING = ("", "n/a", "na", "nan")
 
 
 def find_bids(root: Path) -> bool:
@@ -70,8 +69,8 @@ def read_bids(root: Path, clinical: Clinical | None) -> Reading:
         session = canonical_session(parts.get("ses", "")) or parts.get("ses", "")
         row, line = people.get(subject, ({}, 0))
         about = _about(path)
-        image_id = about.get("scanid", "").upper().lstrip("ID")
-        name = f"I{image_id}" if image_id.isdigit() else stem(path).removesuffix("_T1w")
+        image_id = image_number(about.get("scanid", ""))
+        name = f"I{image_id}" if image_id else stem(path).removesuffix("_T1w")
         group = row.get("diagnosissc", "")
         field = re.match(r"\d+(\.\d+)?", about.get("mrifield", ""))
         records.append(
@@ -80,14 +79,15 @@ def read_bids(root: Path, clinical: Clinical | None) -> Reading:
                 row=f"{table}, line {line}" if line else "",
                 session=session,
                 description=stem(path).split("_", 2)[-1] if "run-" in path.name else "T1w",
-                dx_bl="" if group.lower() in _MISSING else group,
+                dx_bl="" if group.lower() in MISSING else group,
                 dx_source=f"participants.tsv:diagnosis_sc={group}",
                 sex=row.get("sex", "")[:1].upper() if row.get("sex", "")[:1] in "FMfm" else "",
                 field_strength=float(field[0]) if field else None,
                 phase=row.get("originalstudy", ""),
             )
         )
-    return Reading("bids", records, [], clinical, (table,) if table.is_file() else ())
+    groups = "participants.tsv:diagnosis_sc"
+    return Reading("bids", records, [], clinical, groups, (table,) if table.is_file() else ())
 
 
 _ENTITY = re.compile(r"(?:^|_)([a-z]+)-([0-9A-Za-z]+)")
@@ -98,5 +98,5 @@ def _about(path: Path) -> dict[str, str]:
     for table in sorted(path.parent.parent.glob("*_scans.tsv")):
         for row in read_table(table, ("filename",)).rows:
             if row["filename"].rpartition("/")[2] == path.name:
-                return {k: "" if v.lower() in _MISSING else v for k, v in row.items()}
+                return {k: "" if v.lower() in MISSING else v for k, v in row.items()}
     return {}

@@ -20,16 +20,19 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from pathlib import Path
 
+from ..dates import dates_in, find_dates
 from ..errors import TableError
 from ..labels import diagnosis, known_words
 from ..progression import DAYS_PER_MONTH, Visit
-from ..tables import Table, date_format, header_of, parse_date, read_table
+from ..tables import MISSING, Table, header_of, read_table
 from .ids import canonical_session, canonical_subject, registry_number
 
-_MISSING = ("", "na", "n/a", "nan", "none", "-1", "-4")
 _CODES = {"1": "NC", "2": "MCI", "3": "AD"}
 # the state that a change ends in: stable, conversions 4 to 6, reversions 7 to 9
 _CHANGES = dict(zip("123456789", ["NC", "MCI", "AD", "MCI", "AD", "AD", "NC", "MCI", "NC"]))
+_SUFFIXES = (".csv", ".tsv", ".txt", ".xls", ".xlsx")
+# the names under which the portal gives them; its dictionaries describe columns
+_NAME = re.compile(r"(?!.*dict)(adnimerge|dxsum)", re.IGNORECASE)
 _FORGOTTEN = date(1900, 1, 1)  # where undated visits are counted from
 
 
@@ -40,6 +43,8 @@ class Person:
     visits: tuple[Visit, ...]
     sex: str = ""
     dx_bl: str = ""
+    site: str = ""
+    apoe4: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Clinical:
     path: Path
     source: str
     persons: dict[str, Person] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    """What was read in an unusual way."""
 
     def person(self, subject: str) -> Person | None:
         """The person with this canonical ID."""
@@ -59,14 +66,18 @@ def find_clinical(root: Path | None, given: Path | None) -> Clinical | None:
     """Read the table that is given, or the only one directly in ``root``; None without any.
 
     Raises:
-        TableError: several, or one that cannot be understood.
+        TableError: several, one that cannot be understood, or a file named ADNIMERGE or DXSUM that
+            is none.
     """
     if given is not None:
         return read_clinical(given)
     if root is None:
         return None
-    names = sorted(p for p in root.glob("*") if p.suffix.lower() in (".csv", ".tsv"))
+    names = sorted(path for path in root.glob("*") if path.suffix.lower() in _SUFFIXES)
     tables = [path for path in names if _kind(header_of(path))]
+    for path in names:
+        if path not in tables and _NAME.match(path.name):
+            read_clinical(path)  # says why not: other labels must not stand in for these in silence
     if len(tables) > 1:
         raise TableError(
             "SEVERAL_TABLES",
@@ -120,13 +131,13 @@ def _numbered(table: Table) -> Iterable[tuple[dict[str, str], int]]:
 
 
 def _adnimerge(table: Table) -> Clinical:
-    written = date_format(table, "examdate", _MISSING)
+    dates = dates_in(table, "examdate")
     persons: dict[str, Person] = {}
     visits: dict[str, list[Visit]] = defaultdict(list)
     start: dict[str, date] = {}
     for row, line in _numbered(table):
         subject = canonical_subject(row.get("ptid", ""))
-        day = parse_date(_known(row, "examdate"), written)
+        day = dates.day(row.get("examdate", ""))
         if day is None:
             continue
         start[subject] = min(day, start.get(subject, day))
@@ -138,15 +149,32 @@ def _adnimerge(table: Table) -> Clinical:
                 session=canonical_session(row.get("viscode", "")),
                 age=_number(row, "age"),  # at baseline, until all visits are known
                 mmse=_number(row, "mmse"),
+                cdr_sb=_number(row, "cdrsb"),
                 phase=_known(row, "colprot"),
                 field_strength=_number(row, "fldstreng"),
             )
         )
-        persons[subject] = Person((), _sex(row, "ptgender"), _known(row, "dxbl"))
+        persons[subject] = _described(row, "ptgender", "dxbl")
     for subject, person in persons.items():
         seen = tuple(_aged(visit, start[subject]) for visit in visits[subject])
         persons[subject] = replace(person, visits=seen)
-    return Clinical(table.path, f"{table.path.name}:DX", persons)
+    return Clinical(table.path, f"{table.path.name}:DX", persons, _notes(table.note, dates.note))
+
+
+def _notes(*notes: str) -> tuple[str, ...]:
+    return tuple(note for note in notes if note)
+
+
+def _described(row: dict[str, str], sex: str, group: str) -> Person:
+    """What a row says about the person; the columns of sex and group have these names."""
+    alleles = _number(row, "apoe4")
+    return Person(
+        (),
+        {"f": "F", "female": "F", "m": "M", "male": "M"}.get(row.get(sex, "").lower(), ""),
+        _known(row, group),
+        _whole(_known(row, "site")),
+        None if alleles is None else int(alleles),
+    )
 
 
 def _aged(visit: Visit, start: date) -> Visit:
@@ -157,14 +185,14 @@ def _aged(visit: Visit, start: date) -> Visit:
 
 
 def _dxsum(table: Table) -> Clinical:
-    written = date_format(table, "examdate", _MISSING)
+    dates = dates_in(table, "examdate")
     visits: dict[str, list[Visit]] = defaultdict(list)
     for row, line in _numbered(table):
-        subject = canonical_subject(_known(row, "ptid")) or f"RID {row.get('rid', '').lstrip('0')}"
+        subject = canonical_subject(_known(row, "ptid")) or f"RID {_whole(row.get('rid', ''))}"
         session = next(
             (s for c in ("viscode2", "viscode") if (s := canonical_session(_known(row, c)))), ""
         )
-        day = parse_date(_known(row, "examdate"), written)
+        day = dates.day(row.get("examdate", ""))
         if day is None and not session:
             continue
         visits[subject].append(
@@ -177,16 +205,17 @@ def _dxsum(table: Table) -> Clinical:
             )
         )
     persons = {subject: Person(_dated_together(seen)) for subject, seen in visits.items()}
-    return Clinical(table.path, f"{table.path.name}:DIAGNOSIS", persons)
+    source = f"{table.path.name}:DIAGNOSIS"
+    return Clinical(table.path, source, persons, _notes(table.note, dates.note))
 
 
 def _dxsum_state(table: Table, line: int, row: dict[str, str]) -> str:
     current = _known(row, "diagnosis") or _known(row, "dxcurren")
     change = _known(row, "dxchange")
     if not _known(row, "diagnosis") and change:
-        return _CHANGES.get(change.removesuffix(".0")) or _word(table, line, row, "dxchange")
+        return _CHANGES.get(_whole(change)) or _word(table, line, row, "dxchange")
     column = "diagnosis" if _known(row, "diagnosis") else "dxcurren"
-    return _CODES.get(current.removesuffix(".0")) or _word(table, line, row, column)
+    return _CODES.get(_whole(current)) or _word(table, line, row, column)
 
 
 def _read_bids_tables(root: Path) -> Clinical:
@@ -215,11 +244,12 @@ def _clinica(
     rows: Iterable[tuple[Table, dict[str, str], int]],
 ) -> Clinical:
     visits: dict[str, list[Visit]] = defaultdict(list)
-    written = ""
+    rows = list(rows)
+    column = "examinationdate"
+    dates = find_dates(((t.path, line, row.get(column, "")) for t, row, line in rows), column)
     for table, row, line in rows:
         session = canonical_session(row["sessionid"])
-        written = written or date_format(table, "examinationdate", _MISSING)
-        day = parse_date(_known(row, "examinationdate"), written)
+        day = dates.day(row.get(column, ""))
         if not session and day is None:
             continue
         visits[canonical_subject(row["participantid"])].append(
@@ -229,6 +259,7 @@ def _clinica(
                 session=session,
                 age=_number(row, "age"),
                 mmse=_number(row, "mmse"),
+                cdr_sb=_number(row, "cdrsb"),
                 phase=_known(row, "currentstudy"),
                 field_strength=_number(row, "mrifield"),
                 dated=day is not None,
@@ -236,14 +267,13 @@ def _clinica(
         )
     described = {canonical_subject(row["participantid"]): row for row in people}
     persons = {
-        subject: Person(
-            _dated_together(seen),
-            _sex(described.get(subject, {}), "sex"),
-            _known(described.get(subject, {}), "diagnosissc"),
+        subject: replace(
+            _described(described.get(subject, {}), "sex", "diagnosissc"),
+            visits=_dated_together(seen),
         )
         for subject, seen in visits.items()
     }
-    return Clinical(path, f"{path.name}:diagnosis", persons)
+    return Clinical(path, f"{path.name}:diagnosis", persons, _notes(dates.note))
 
 
 def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
@@ -266,17 +296,18 @@ def _nominal(session: str) -> date:
 
 def _known(row: dict[str, str], column: str) -> str:
     value = row.get(column, "")
-    return "" if value.lower() in _MISSING else value
+    return "" if value.lower() in MISSING else value
+
+
+def _whole(text: str) -> str:
+    """``0295`` and ``295.0``, as spreadsheets and pandas save numbers, are 295."""
+    return text.strip().removesuffix(".0").lstrip("0")
 
 
 def _number(row: dict[str, str], column: str) -> float | None:
     """The first number in a cell: ``1.5 Tesla MRI`` is 1.5."""
     match = re.match(r"[<>]?\s*(\d+(\.\d+)?)", _known(row, column))
     return float(match[1]) if match else None
-
-
-def _sex(row: dict[str, str], column: str) -> str:
-    return {"f": "F", "female": "F", "m": "M", "male": "M"}.get(row.get(column, "").lower(), "")
 
 
 def _word(table: Table, line: int, row: dict[str, str], column: str) -> str:

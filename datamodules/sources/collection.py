@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from ..dates import Dates, dates_in
 from ..errors import TableError
-from ..tables import date_format, parse_date, read_table
-from .ids import adni_subject
+from ..tables import read_table
+from .ids import adni_subject, image_number
 
 REQUIRED = ("imagedataid", "subject", "description")
 # a collection's CSV, the advanced search's, and the portal's image tables since October 2024
@@ -50,7 +51,7 @@ class Collection:
 
     path: Path
     rows: dict[str, CollectionRow]
-    note: str = ""
+    notes: tuple[str, ...] = ()
     has_groups: bool = True
 
 
@@ -84,6 +85,8 @@ def find_collection(root: Path, given: Path | None = None) -> Collection:
             str(root),
             "name the one of these scans with --data.collection_csv / --collection-csv",
         )
+    clinical = [path.name for path in _csv_files(root) if _is_clinical(path)]
+    reasons += [f"{name} holds diagnoses, not images" for name in clinical]
     found = "; ".join(reasons) if reasons else "no .csv file at all"
     above = _tables_in(root.parent)
     hint = f" (perhaps {above[0]})" if above else ""
@@ -98,8 +101,16 @@ def find_collection(root: Path, given: Path | None = None) -> Collection:
 
 def _tables_in(folder: Path) -> list[Path]:
     """CSV files that may be a collection table: all but the clinical ones, by their usual names."""
-    tables = (path for path in folder.glob("*") if path.suffix.lower() == ".csv")
-    return sorted(path for path in tables if not path.name.lower().startswith(_CLINICAL))
+    return [path for path in _csv_files(folder) if not _is_clinical(path)]
+
+
+def _csv_files(folder: Path) -> list[Path]:
+    """The CSV files directly in a folder."""
+    return sorted(path for path in folder.glob("*") if path.suffix.lower() == ".csv")
+
+
+def _is_clinical(path: Path) -> bool:
+    return path.name.lower().startswith(_CLINICAL)
 
 
 def read_collection(path: Path) -> Collection:
@@ -110,10 +121,10 @@ def read_collection(path: Path) -> Collection:
             two rows that differ, dates that cannot be read.
     """
     table = read_table(path, REQUIRED, _ALIASES)
-    written = date_format(table, "acqdate")
+    dates = dates_in(table, "acqdate")
     rows: dict[str, CollectionRow] = {}
     for values, line in zip(table.rows, table.lines):
-        row = _parse(path, values, line, written)
+        row = _parse(path, values, line, dates)
         earlier = rows.setdefault(row.image_id, row)
         if (earlier.subject, earlier.group) != (row.subject, row.group):
             raise TableError(
@@ -123,16 +134,18 @@ def read_collection(path: Path) -> Collection:
                 str(path),
                 "remove the wrong row",
             )
-    return Collection(path, rows, table.note, "group" in table.rows[0])
+    notes = tuple(note for note in (table.note, dates.note) if note)
+    return Collection(path, rows, notes, "group" in table.rows[0])
 
 
-def _parse(path: Path, values: dict[str, str], line: int, written: str) -> CollectionRow:
-    number = values["imagedataid"].upper().lstrip("ID")
+def _parse(path: Path, values: dict[str, str], line: int, dates: Dates) -> CollectionRow:
+    number = image_number(values["imagedataid"])
     subject = adni_subject(values.get("subject", ""))
-    if not number.isdigit() or not subject:
+    if not number or not subject:
+        image, whose = values["imagedataid"], values.get("subject", "")
         raise TableError(
             "BAD_ROW",
-            f"line {line}: image {number!r} of subject {values.get('subject', '')!r}",
+            f"line {line}: image {image!r} of subject {whose!r}",
             str(path),
             "an image ID is I and digits, a subject 3 digits, _S_ and 4 or 5 digits",
         )
@@ -145,7 +158,7 @@ def _parse(path: Path, values: dict[str, str], line: int, written: str) -> Colle
         age=float(age) if re.fullmatch(r"\d+(\.\d+)?", age) else None,
         visit=values.get("visit", ""),
         description=values.get("description", ""),
-        acquired=parse_date(values.get("acqdate", ""), written),
+        acquired=dates.day(values.get("acqdate", "")),
         format=values.get("format", ""),
         field_strength=_tesla(values.get("field", "")),
         phase=values.get("phase", ""),

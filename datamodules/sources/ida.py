@@ -8,7 +8,7 @@ of its name (or names the folder it lies in). Everything else is asked of the co
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from .clinical import Clinical
 from .collection import Collection, CollectionRow, find_collection
 from .ids import PTID, canonical_session
 from .reading import Reading
-from .tree import bare_record, is_nifti, require_folder, stem, walk, what_is_there
+from .tree import bare_record, is_nifti, require_folder, stem, walk, what_is_there, what_to_do
 
 _ID_IN_NAME = re.compile(r"_I(\d+)$")
 _ID_FOLDER = re.compile(r"I(\d+)")
@@ -54,13 +54,11 @@ def discover(root: Path) -> list[FoundFile]:
     ]
     if not found:
         seen = what_is_there(root)
-        dicom = "convert the DICOM files first (dcm2niix, or choose NiFTI in the portal)"
-        unpack = "unpack the download there, or give the folder that holds it"
         raise FolderError(
             "NO_SCANS",
             f"no .nii or .nii.gz file below a folder named like 123_S_0456; what is there: {seen}",
             str(root),
-            dicom if ".dcm" in seen else unpack,
+            what_to_do(seen),
         )
     # the order must not depend on how the download was unpacked
     return sorted(found, key=lambda file: (file.subject, file.image_id, file.path))
@@ -112,9 +110,9 @@ def read_ida(
             problems.append(problem)
         elif row is not None:
             records.append(_described(record, row, collection.path))
-    problems += _rows_without_scan(collection, {file.image_id for file in found})
-    notes = (collection.note,) if collection.note else ()
-    return Reading("ida", records, problems, clinical, (collection.path,), notes)
+    problems += _rows_without_scan(root, collection, {file.image_id for file in found})
+    groups = f"{collection.path.name}:Group"
+    return Reading("ida", records, problems, clinical, groups, (collection.path,), collection.notes)
 
 
 def _described(record: ScanRecord, row: CollectionRow, table: Path) -> ScanRecord:
@@ -167,14 +165,44 @@ def _identity_problem(
     return None
 
 
-def _rows_without_scan(collection: Collection, present: set[str]) -> Iterator[Problem]:
-    for row in collection.rows.values():
-        if row.image_id not in present and is_t1(row.description):
-            yield Problem(
-                NO_SCAN,
-                f"a row ({row.description}, {row.format or 'no format given'}) without a file",
-                "download the rest of the collection (NiFTI), or remove the row",
-                f"{collection.path}, line {row.line}",
-                row.subject,
-                row.image_id,
-            )
+def _rows_without_scan(root: Path, collection: Collection, present: set[str]) -> Iterator[Problem]:
+    rows = [
+        row
+        for row in collection.rows.values()
+        if row.image_id not in present and is_t1(row.description)
+    ]
+    instead = _other_files(root) if rows else {}
+    for row in rows:
+        kinds = instead.get(row.image_id, Counter())
+        what, action = "without a file", "download the rest of the collection (NiFTI)"
+        if kinds:
+            what = f"with {', '.join(f'{n} x {kind}' for kind, n in kinds.most_common(3))} instead"
+            how = "; ".join(_CONVERSIONS[kind] for kind in kinds if kind in _CONVERSIONS)
+            action = f"convert what lies there{f' ({how})' if how else ''}, or download it as NiFTI"
+        yield Problem(
+            NO_SCAN,
+            f"a row ({row.description}, {row.format or 'no format given'}) {what}",
+            f"{action}, or remove the row",
+            f"{collection.path}, line {row.line}",
+            row.subject,
+            row.image_id,
+        )
+
+
+_CONVERSIONS = {
+    ".dcm": ".dcm: dcm2niix",
+    ".mgz": ".mgz: mri_convert",
+    ".mgh": ".mgh: mri_convert",
+    ".zip": ".zip: unpack it",
+    ".img": ".hdr and .img: fslchfiletype NIFTI_GZ",
+}
+
+
+def _other_files(root: Path) -> dict[str, Counter[str]]:
+    """Kinds of files that are no NIfTI, by the image ID of their name or folder."""
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for path in walk(root):
+        image_id = "" if is_nifti(path) else _image_id(path.with_suffix(""))
+        if image_id:
+            kinds[image_id][path.suffix.lower() or "file without suffix"] += 1
+    return kinds

@@ -32,6 +32,15 @@ def canonical_session(text: str) -> str:
     return f"M{int(match[1]):03d}" if match else ""
 
 
+def image_number(text: str) -> str:
+    """The digits of an image ID: of ``I9000001``, ``d9000001``, and ``9000001.0`` as pandas saves.
+
+    Empty for what is none.
+    """
+    number = text.strip().upper().lstrip("ID").removesuffix(".0")
+    return number if number.isdigit() else ""
+
+
 def registry_number(subject: str) -> str:
     """RID: the number after the last underscore, which no two subjects share; empty for others."""
     return str(int(subject.rpartition("_")[2])) if PTID.fullmatch(subject) else ""

@@ -2,7 +2,8 @@
 
 Paths are relative to the table. Labels are words: NC, AD, MCI, sMCI, pMCI and their usual synonyms.
 Further columns are used when they are there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``,
-``site``, ``phase``, ``field_strength``, ``acq_date``, ``registered`` (yes or no).
+``cdr_sb``, ``apoe4`` (0 to 2), ``site``, ``phase``, ``field_strength``, ``acq_date``,
+``registered`` (yes or no).
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from ..dates import dates_in
 from ..errors import NO_SCAN, FolderError, Problem
-from ..tables import date_format, parse_date, read_table
+from ..tables import read_table
 from .clinical import Clinical
 from .ids import canonical_session, canonical_subject
 from .reading import Reading
 from .tree import bare_record, stem
 
 REQUIRED = ("path", "subject", "label")
+_ALLELES = ("0", "1", "2")
 
 
 def plain_folders(table: Path) -> list[Path]:
@@ -36,7 +39,7 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
         TableError: see ``read_table``; also unreadable dates.
     """
     read = read_table(table, REQUIRED)
-    written = date_format(read, "acqdate")
+    dates = dates_in(read, "acqdate")
     copies = Counter(row["path"] for row in read.rows)
     records, problems = [], []
     for values, line in zip(read.rows, read.lines):
@@ -53,7 +56,7 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
             problem = "BAD_ROW" if not subject else "DUPLICATE_ID"
             found = "no subject" if not subject else f"{copies[values['path']]} rows for this file"
             problems.append(Problem(problem, found, "correct the table", where, subject, name))
-        day = parse_date(values.get("acqdate", ""), written)
+        day = dates.day(values.get("acqdate", ""))
         registered = values.get("registered", "").lower()
         records.append(
             replace(
@@ -69,6 +72,8 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
                 ),
                 site=values.get("site", "") or subject[:3] * (subject[3:6] == "_S_"),
                 mmse=_number(values.get("mmse", "")),
+                cdr_sb=_number(values.get("cdrsb", "")),
+                apoe4=int(values["apoe4"]) if values.get("apoe4", "") in _ALLELES else None,
                 phase=values.get("phase", ""),
                 field_strength=_number(values.get("fieldstrength", "")),
                 acq_date=day.isoformat() if day else "",
@@ -83,7 +88,8 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
             str(table),
             "correct the paths, which are relative to the table",
         )
-    return Reading("csv", records, problems, clinical, (table,), (read.note,) if read.note else ())
+    notes = tuple(note for note in (read.note, dates.note) if note)
+    return Reading("csv", records, problems, clinical, f"{table.name}:label", (table,), notes)
 
 
 def _number(text: str) -> float | None:

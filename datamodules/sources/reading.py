@@ -23,6 +23,7 @@ class Reading:
         records: one for each scan found; those with a ``problem`` are bad already.
         problems: what is wrong, one for each bad scan and for each row without a scan.
         clinical: diagnoses over time, or None when there are none.
+        groups: table and column that give the labels when there are none.
         tables: the tables that were read.
         notes: what was read in an unusual way, for the summary.
     """
@@ -31,5 +32,6 @@ class Reading:
     records: list[ScanRecord]
     problems: list[Problem]
     clinical: Clinical | None = None
+    groups: str = ""
     tables: tuple[Path, ...] = ()
     notes: tuple[str, ...] = field(default=())

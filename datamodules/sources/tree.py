@@ -62,6 +62,15 @@ def what_is_there(root: Path) -> str:
     return f"{files}; in the folder itself: {', '.join(names[:5]) or 'nothing'}{dots}"
 
 
+def what_to_do(seen: str) -> str:
+    """The next step for a folder without NIfTI files, by what ``what_is_there`` says."""
+    if ".dcm" in seen:
+        return "convert the DICOM files first (dcm2niix, or choose NiFTI in the portal)"
+    if ".mgz" in seen:
+        return "convert the FreeSurfer volumes first: mri_convert IN.mgz OUT.nii.gz"
+    return "unpack the download there, or give the folder that holds it"
+
+
 def bare_record(path: Path, subject: str, image_id: str, layout: str) -> ScanRecord:
     """A record that knows the file only."""
     try:

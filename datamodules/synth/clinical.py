@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .cohort import SITE, ScanPlan, Subject
+from .cohort import SCANNERS, SITE, ScanPlan, Subject
 
 ADNIMERGE_COLUMNS = (
     "RID",
@@ -17,6 +17,8 @@ ADNIMERGE_COLUMNS = (
     "DX_bl",
     "AGE",
     "PTGENDER",
+    "APOE4",
+    "CDRSB",
     "MMSE",
     "FLDSTRENG",
     "DX",
@@ -33,6 +35,17 @@ def mmse(subject: Subject, months: int) -> float:
     return 29.2 - 9.0 * severity * (1.0 + 0.3 * scatter)
 
 
+def cdr_sb(subject: Subject, months: int) -> float:
+    """Clinical dementia rating, sum of boxes, in halves: 0 without disease, about 4 with AD."""
+    severity = subject.severity + subject.yearly * months / 12.0
+    return min(18.0, round(2 * max(0.0, 15.0 * severity - 0.9)) / 2)
+
+
+def site(subject: Subject) -> int:
+    """Where the person is scanned: a site for each scanner, all of them unused by ADNI."""
+    return SITE - SCANNERS + subject.scanner
+
+
 def clinical_rows(plans: Iterable[ScanPlan]) -> Iterator[tuple[str, ...]]:
     """One row per subject and visit."""
     for subject in people(plans):
@@ -41,13 +54,15 @@ def clinical_rows(plans: Iterable[ScanPlan]) -> Iterator[tuple[str, ...]]:
                 registry_number(subject),
                 subject.ptid,
                 f"m{months:02d}" if months else "bl",
-                str(SITE),
+                str(site(subject)),
                 subject.phase,
                 subject.phase,
                 f"{subject.day(months):%Y-%m-%d}",
                 group(subject),
                 f"{subject.age:.1f}",
                 "Female" if subject.sex == "F" else "Male",
+                str(subject.apoe4),
+                f"{cdr_sb(subject, months):.1f}",
                 f"{mmse(subject, months):.0f}",
                 f"{subject.field_strength:g} Tesla MRI",
                 _WORDS[dx],

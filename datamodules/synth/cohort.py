@@ -23,6 +23,7 @@ SITE = 999  # no such site in ADNI
 FIRST_IMAGE_ID = 9_000_000
 SCANNERS = 6
 _MISSING = 0.15  # share of follow-up visits that did not happen
+_E4 = {"NC": 0.15, "sMCI": 0.22, "pMCI": 0.38, "AD": 0.42}  # frequency of the allele
 _VISIT_MONTHS = {"bl": 0, "m06": 6, "m12": 12, "m24": 24, "m36": 36}
 
 # what each phase calls its visits, and the T1 series of a preprocessed and a raw download
@@ -101,6 +102,7 @@ class Subject:
     first_scan: datetime
     course: Course
     field_strength: float
+    apoe4: int
 
     def day(self, months: int) -> datetime:
         """When this person comes for a visit, a few days off the month."""
@@ -201,6 +203,7 @@ def _draw_subject(
         first_scan=start,
         course=course or usual_course(diagnosis, number),
         field_strength=1.5 if phase == "ADNI1" and number % 4 else 3.0,
+        apoe4=int(np.random.default_rng([spec.seed, number, 4]).binomial(2, _E4[diagnosis])),
     )
 
 

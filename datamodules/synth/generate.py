@@ -25,7 +25,7 @@ from .levels import LEVELS, Level
 from .render import Rendered, render
 from .subject import draw_head, draw_scanner
 
-FORMAT_VERSION = 2  # raise it whenever the same spec gives other bytes than before
+FORMAT_VERSION = 3  # raise it whenever the same spec gives other bytes than before
 TRUTH_FOLDER = "truth"
 
 

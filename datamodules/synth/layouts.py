@@ -11,8 +11,17 @@ from pathlib import Path
 
 from ..progression import Visit, label_visit
 from ..sources.reading import Layout
-from .clinical import ADNIMERGE_COLUMNS, clinical_rows, group, mmse, people, registry_number
-from .cohort import SITE, CohortSpec, ScanPlan, Subject, description, visit_name
+from .clinical import (
+    ADNIMERGE_COLUMNS,
+    cdr_sb,
+    clinical_rows,
+    group,
+    mmse,
+    people,
+    registry_number,
+    site,
+)
+from .cohort import CohortSpec, ScanPlan, Subject, description, visit_name
 from .files import table_bytes
 
 COLLECTION_COLUMNS = (
@@ -40,8 +49,17 @@ _PARTICIPANT_COLUMNS = (
     "original_study",
     "diagnosis_sc",
     "mmse_bl",
+    "apoe4",
 )
-_SESSION_COLUMNS = ("session_id", "examination_date", "age", "current_study", "diagnosis", "MMSE")
+_SESSION_COLUMNS = (
+    "session_id",
+    "examination_date",
+    "age",
+    "current_study",
+    "diagnosis",
+    "MMSE",
+    "cdr_sb",
+)
 _PLAIN_COLUMNS = (
     "path",
     "subject",
@@ -54,6 +72,9 @@ _PLAIN_COLUMNS = (
     "mmse",
     "phase",
     "field_strength",
+    "site",
+    "apoe4",
+    "cdr_sb",
 )
 
 
@@ -148,10 +169,11 @@ def _participant_row(subject: Subject) -> tuple[str, ...]:
         subject.sex,
         f"{subject.age:.1f}",
         registry_number(subject),
-        str(SITE),
+        str(site(subject)),
         subject.phase,
         group(subject),
         f"{mmse(subject, 0):.0f}",
+        str(subject.apoe4),
     )
 
 
@@ -165,6 +187,7 @@ def _session_rows(subject: Subject) -> list[tuple[str, ...]]:
             subject.phase,
             words[dx],
             f"{mmse(subject, months):.0f}",
+            f"{cdr_sb(subject, months):.1f}",
         )
         for months, dx in subject.course.visits
     ]
@@ -239,6 +262,9 @@ def _plain_tables(
             f"{mmse(plan.subject, plan.months):.0f}",
             plan.subject.phase,
             plan.subject.field_strength,
+            site(plan.subject),
+            plan.subject.apoe4,
+            f"{cdr_sb(plan.subject, plan.months):.1f}",
         )
         for plan in plans
         if plan.image_id in paths

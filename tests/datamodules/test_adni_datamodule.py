@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import shutil
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import lightning
 import nibabel as nib
+import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
@@ -129,6 +134,33 @@ def test_damaged_cache_file_is_made_again(module):
     with pytest.warns(UserWarning, match="is damaged"):
         assert torch.equal(module.dataset("train")[0]["image"], good)
     assert torch.equal(module.dataset("train")[0]["image"], good)
+
+
+def test_cache_file_that_was_changed_on_disk_is_made_again(module):
+    dataset, record = module.dataset("train"), module.scans("train")[0]
+    good = dataset[0]["image"].clone()
+    path = module.cache_dir / "images" / dataset.cache_name(record)
+    data = bytearray(path.read_bytes())
+    place = data.find(good.numpy().tobytes()[2000:2400])
+    data[place + 10] ^= 64  # one bit of a voxel: torch.load does not mind
+    path.write_bytes(data)
+    assert not torch.equal(torch.load(path)["image"], good)
+    with pytest.warns(UserWarning, match="is damaged.*not what was written"):
+        assert torch.equal(dataset[0]["image"], good)
+    assert torch.equal(torch.load(path)["image"], good)
+
+
+def test_a_scan_of_which_nothing_is_left_is_refused(download, tmp_path):
+    made = prepared(download, tmp_path / "cache")
+    path = Path(made.scans("train")[0].path)
+    old, times = nib.load(path), path.stat()
+    values = np.asarray(old.dataobj).astype(np.float32)
+    values[12, 15, 12] = 1e30
+    nib.save(nib.Nifti1Image(values, old.affine), path)  # between the check and the first epoch
+    records = [replace(made.scans("train")[0], bytes=path.stat().st_size)]
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ScanReadError, match=f"(?s)CONSTANT: .*nothing is left.*{path.name}"):
+        cache.ScanDataset(records, fixed_transforms(SHAPE, 8.0))[0]
 
 
 def test_full_disk_costs_the_cache_and_not_the_run(module, monkeypatch):
@@ -278,6 +310,17 @@ def test_checkpoint_of_another_split_is_refused(module, tiny_cohort, tmp_path):
         prepared(tiny_cohort, tmp_path / "cache", seed=7).load_state_dict(state)
 
 
+def test_split_file_of_before_an_option_holds_its_default(tiny_cohort, tmp_path):
+    path = tmp_path / "split.json"
+    prepared(tiny_cohort, tmp_path / "cache", split_file=path)
+    content = json.loads(path.read_text())
+    del content["rule"]["smc"]
+    path.write_text(json.dumps(content))
+    prepared(tiny_cohort, tmp_path / "cache", split_file=path)
+    with pytest.raises(SplitError, match=r"OTHER_RULE: .*smc 'exclude' there, 'normal' here"):
+        prepared(tiny_cohort, tmp_path / "cache", split_file=path, smc="normal")
+
+
 def test_unreadable_scan_is_named_by_a_loader_process(download, tmp_path):
     made = prepared(download, tmp_path / "cache", num_workers=1)
     path = Path(made.scans("val")[0].path)
@@ -324,7 +367,7 @@ class Linear(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(24 * 28 * 24, 2)
-        self.validation_step = self.training_step
+        self.validation_step = self.test_step = self.predict_step = self.training_step
 
     def training_step(self, batch: cache.Item, index: int) -> torch.Tensor:
         scores = self.layer(batch["image"].flatten(1))
@@ -334,21 +377,61 @@ class Linear(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-# two cores, on purpose; and Lightning 2.6.6 asks torch's pytree in a way torch 2.13 deprecates
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_trainer_fits_on_it_and_keeps_the_split_in_the_checkpoint(tiny_cohort, tmp_path):
-    made = make(tiny_cohort, tmp_path / "cache")
-    trainer = lightning.Trainer(
+def trainer_in(folder: Path, **options: object) -> lightning.Trainer:
+    return lightning.Trainer(
+        **options,
         max_steps=2,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=tmp_path,
+        default_root_dir=folder,
         log_every_n_steps=1,
     )
-    trainer.fit(Linear(), datamodule=made)
-    saved = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_cohort, tmp_path_factory):
+    """The cache and the checkpoint of a run of two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # two cores, on purpose
+        trainer_in(folder).fit(Linear(), datamodule=make(tiny_cohort, folder / "cache"))
+    return folder / "cache", next(folder.rglob("*.ckpt"))
+
+
+def test_trainer_keeps_split_and_preprocessing_in_the_checkpoint(trained, tiny_cohort):
+    cache_dir, checkpoint = trained
+    saved = torch.load(checkpoint, weights_only=True)["ADNIDataModule"]
+    made = prepared(tiny_cohort, cache_dir)
     assert made.split is not None
-    assert saved["ADNIDataModule"]["split"] == made.split.fingerprint
+    assert saved["split"] == made.split.fingerprint
+    assert saved["preprocessing"] == {
+        "profile": "stripped",
+        "spacing_mm": 8.0,
+        "spatial_shape": [24, 28, 24],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (
+            {"spatial_shape": (28, 28, 24)},
+            r"spatial_shape \[24, 28, 24\] there, \[28,",
+        ),
+        ({"spacing_mm": 9.0}, r"spacing_mm 8\.0 there, 9\.0 here"),
+    ],
+)
+def test_no_command_takes_a_checkpoint_of_another_preprocessing(
+    trained, tiny_cohort, options, found
+):
+    cache_dir, checkpoint = trained
+    for command in ("fit", "validate", "test", "predict"):
+        run = getattr(trainer_in(cache_dir, enable_checkpointing=False), command)
+        with pytest.raises(DataError, match=rf"(?s)OTHER_PREPROCESSING: .*{found}.*config\.yaml"):
+            run(Linear(), datamodule=make(tiny_cohort, cache_dir, **options), ckpt_path=checkpoint)
+    trainer_in(cache_dir.parent).test(
+        Linear(), make(tiny_cohort, cache_dir), ckpt_path=checkpoint, verbose=False
+    )

@@ -96,6 +96,33 @@ def test_the_only_table_of_diagnoses_in_the_folder_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("ADNIMERGE_31Jan2026.csv", "<!DOCTYPE html><html>log in</html>", "a web page"),
+        ("adnimerge.csv", ADNIMERGE.replace("PTID", "WHO"), "the header is: rid, who"),
+        ("DXSUM_PDXCONADNIALL.csv", "", "an empty file"),
+        ("DXSUM_31Jan2026.csv", DXSUM_NEW.replace("DIAGNOSIS", "STATE"), "the header is: ptid"),
+        ("ADNIMERGE.xlsx", "PK\3\4\0\0", "not a text file"),
+    ],
+)
+def test_a_broken_table_of_that_name_is_an_error_and_no_other_takes_its_place(
+    tmp_path, name, content, message
+):
+    table(tmp_path, DXSUM_NEW, "good.csv")
+    path = table(tmp_path, content, name)
+    with pytest.raises(TableError, match=rf"(?s)BAD_TABLE: .*{message}.*{name}"):
+        find_clinical(tmp_path, None)
+    path.rename(tmp_path / "ADNIMERGE_DICT_31Jan2026.csv")  # the portal's list of columns
+    assert find_clinical(tmp_path, None).path.name == "good.csv"
+
+
+def test_numbers_that_pandas_made_floats_are_understood(tmp_path):
+    floats = DXSUM_NEW.replace(",1,bl", ",1.0,bl").replace(",2,ADNI1", ",2.0,ADNI1")
+    path = table(tmp_path, floats.replace("999_S_0001,", ","))
+    assert course(path, "999_S_0001")[0] == "MCI"
+
+
+@pytest.mark.parametrize(
     "spelling",
     [
         "999_S_0001",

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import gzip
 import re
+import resource
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from test_adni_datamodule import make, prepared, state_of
 
-from datamodules.errors import DataError, ProblemsError
+from datamodules.cache import ScanDataset
+from datamodules.checks import check_file
+from datamodules.cli import main
+from datamodules.errors import DataError, FolderError, ProblemsError
 from datamodules.labels import TASKS
+from datamodules.montage import write_montage
 from datamodules.records import count_line
 from datamodules.splits import SPLITS
 from datamodules.survey import survey
+from datamodules.synth import CohortSpec, generate
+from datamodules.voxels import missing_part
 
 Damage = Callable[[Path, Path], object]  # gets the scan and the folder
 
@@ -74,6 +83,63 @@ def with_value(value: float) -> Callable[[np.ndarray], np.ndarray]:
 
 def coloured(values: np.ndarray) -> np.ndarray:
     return np.zeros(values.shape, [("R", "u1"), ("G", "u1"), ("B", "u1")])
+
+
+def bomb(scan: Path, root: Path) -> None:
+    """Half a gigabyte of zeros behind the volume, in half a megabyte."""
+    packer = zlib.compressobj(1, wbits=31)
+    content = packer.compress(gzip.decompress(scan.read_bytes()))
+    zeros = bytes(1 << 24)
+    parts = [content, *(packer.compress(zeros) for _ in range(30)), packer.flush()]
+    scan.write_bytes(b"".join(parts))
+
+
+def half_of(axis: int, upper: bool) -> Callable[[np.ndarray], np.ndarray]:
+    def change(values: np.ndarray) -> np.ndarray:
+        values, half = values.copy(), values.shape[axis] // 2
+        np.moveaxis(values, axis, 0)[slice(half, None) if upper else slice(half)] = 0
+        return values
+
+    return change
+
+
+def bright_columns(values: np.ndarray) -> np.ndarray:
+    values = values.astype(np.float32)
+    values[8:10, 8:10] = 40000  # more than one voxel in a thousand
+    return values
+
+
+def band(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values[:, :, 9:11] = 0
+    return values
+
+
+def broken_off(scan: Path, root: Path) -> None:
+    """A copy that got its full length first and stopped at 60 %: the tail is zero."""
+    data = gzip.decompress(scan.read_bytes())
+    whole = data[: int(0.6 * len(data))].ljust(len(data), b"\0")
+    scan.with_name(scan.name.removesuffix(".gz")).write_bytes(whole)
+    scan.unlink()
+
+
+def rotated_form(scan: Path, root: Path) -> None:
+    """Ten degrees about the first voxel: axis codes and origin stay as they are."""
+    image, turn = volume(scan), np.eye(4)
+    c, s = np.cos(np.deg2rad(10)), np.sin(np.deg2rad(10))
+    turn[:2, :2] = [[c, -s], [s, c]]
+    affine = image.affine @ turn
+    image.set_sform(affine, 1)
+    store(scan, image)
+
+
+def dicom_inside(scan: Path, root: Path) -> None:
+    scan.write_bytes(gzip.compress(bytes(128) + b"DICM" + bytes(900)))
+
+
+def freesurfer_inside(scan: Path, root: Path) -> None:
+    values = np.asarray(volume(scan).dataobj).astype(np.float32)
+    scan.write_bytes(gzip.compress(nib.MGHImage(values, np.eye(4)).to_bytes()))
 
 
 def conflict(scan: Path, root: Path) -> None:
@@ -146,6 +212,25 @@ SCANS: dict[str, tuple[str, Damage]] = {
     "zero affine rows": ("SINGULAR_AFFINE", header(srow_x=[0, 0, 0, 0], qform_code=0)),
     "no voxel size": ("BAD_PIXDIM", header(pixdim=[1, 0, 8, 8, 0, 0, 0, 0])),
     "sform against qform": ("FORM_CONFLICT", conflict),
+    "one voxel of 1e30": ("OUT_OF_RANGE", replaced(with_value(1e30))),
+    "one voxel of 100000": ("OUTLIER", replaced(with_value(1e5))),
+    "beyond float32": ("OUT_OF_RANGE", replaced(lambda v: v.astype(float) * 1e300)),
+    "bright columns": ("OUTLIER", replaced(bright_columns)),
+    "nearly constant": (
+        "NEARLY_CONSTANT",
+        replaced(lambda v: (1000 + 0.01 * v / v.max()).astype(np.float32)),
+    ),
+    "unknown data type": ("BAD_DTYPE", header(datatype=9999)),
+    "NaN in the header": ("UNREADABLE", header(vox_offset=np.nan)),
+    "gzip bomb": ("OVERSIZED", bomb),
+    "turned about the origin": ("FORM_CONFLICT", rotated_form),
+    "upper half zero": ("INCOMPLETE", replaced(half_of(2, True))),
+    "lower half zero": ("INCOMPLETE", replaced(half_of(2, False))),
+    "left half zero": ("INCOMPLETE", replaced(half_of(0, False))),
+    "tail zero": ("INCOMPLETE", broken_off),
+    "band of zeros": ("INCOMPLETE", replaced(band)),
+    "DICOM": ("NOT_NIFTI", dicom_inside),
+    "mgz": ("NOT_NIFTI", freesurfer_inside),
     "huge claim": ("TOO_LARGE", header(dim=[3, 30000, 30000, 30000, 1, 1, 1, 1])),
     "unknown group": ("UNKNOWN_LABEL", table_edit(regrouped("Patient"))),
     "group is a code": ("UNKNOWN_LABEL", table_edit(regrouped("3"))),
@@ -226,6 +311,146 @@ def test_going_on_without_bad_scans_counts_them_all(download, tmp_path, name):
     assert bad == {"content twice": 2, "no scan": 0}.get(name, 1)
     assert code in (skipping.state_dir / "problems.tsv").read_text()
     assert used == sum(bool(record.split) for record in skipping.records)
+
+
+def test_six_damaged_scans_of_twelve_are_all_named(tmp_path):
+    root = tmp_path / "twelve"
+    generate(root, CohortSpec((("AD", 6), ("NC", 6)), resolution_mm=4.0))
+    scans = sorted(p for p in (root / "ADNI").rglob("*.nii.gz") if "Mask" not in p.name)
+    assert len(scans) == 12
+    names = (
+        "one voxel of 1e30",
+        "unknown data type",
+        "gzip bomb",
+        "turned about the origin",
+        "upper half zero",
+        "tail zero",
+    )
+    expected = {}
+    for scan, name in zip(scans[::2], names):
+        code, damage = SCANS[name]
+        expected[scan.parent.name] = code
+        damage(scan, root)
+    found = survey(root, TASKS["ad_nc"], tmp_path / "checks.json")
+    assert {problem.image_id: problem.code for problem in found.problems} == expected
+    assert count_line(found.records).endswith("bad 6")
+
+
+def test_gzip_bomb_is_not_unpacked(download):
+    scan = first_scan(download)
+    bomb(scan, download)
+    assert len(scan.read_bytes()) < 4e6
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert check_file(scan).code == "OVERSIZED"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB, of 500 MB
+
+
+@pytest.mark.parametrize(("name", "what"), [("DICOM", "dcm2niix"), ("mgz", "mri_convert")])
+def test_what_lies_in_place_of_a_scan_is_said(download, name, what):
+    scan = first_scan(download)
+    SCANS[name][1](scan, download)
+    report = check_file(scan)
+    assert name in report.detail
+    assert what in report.action
+
+
+@pytest.mark.parametrize("how", ["upper half zero", "left half zero", "tail zero"])
+def test_a_missing_part_is_found_in_raw_heads_too(tmp_path, how):
+    generate(tmp_path / "raw", CohortSpec((("AD", 3),), resolution_mm=4.0, difficulty="L2"))
+    for scan in [*(tmp_path / "raw" / "ADNI").rglob("*.nii.gz")]:
+        assert check_file(scan).code == ""
+        SCANS[how][1](scan, tmp_path)
+        left = scan if scan.exists() else scan.with_suffix("")
+        assert check_file(left).code == "INCOMPLETE"
+
+
+def test_a_neck_that_is_cut_and_padded_is_no_missing_part():
+    rng = np.random.default_rng(0)
+    x, y, z = np.meshgrid(*(np.arange(60) * 4.0 - 118 for _ in range(3)), indexing="ij")
+    head = (x / 75) ** 2 + (y / 95) ** 2 + ((z - 30) / 80) ** 2 < 1
+    neck = (np.hypot(x, y) < 70) & (z < 0)
+    values = np.where(head | neck, 900.0, 0) + 20 * rng.random(head.shape)
+    values[..., :10] = 0
+    assert missing_part(values, np.full(3, 4.0), stripped=False) == ""
+    values[..., :38] = 0
+    assert "breaks off at the bottom" in missing_part(values, np.full(3, 4.0), stripped=False)
+
+
+def test_source_of_the_labels_is_always_said_and_a_research_group_is_a_warning(download, capsys):
+    out = ["--out", str(download.parent / "report")]
+    assert main(["manifest", str(download), "--out", str(download.parent / "scans.tsv")]) == 0
+    printed = capsys.readouterr().out
+    assert "labels: ADNIMERGE_31Jan2026.csv:DX, at the visit" in printed
+    assert "RESEARCH_GROUP" not in printed
+    next(download.glob("ADNIMERGE*")).write_text("<html>log in</html>")
+    assert main(["check", str(download), *out]) == 1
+    assert "BAD_TABLE: a web page" in capsys.readouterr().err
+    next(download.glob("ADNIMERGE*")).unlink()
+    assert main(["check", str(download), *out]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"labels: SYNTHETIC\w+\.csv:Group", printed)
+    assert re.search(r"warning: \d+ x RESEARCH_GROUP, the label is the research group", printed)
+    assert "RESEARCH_GROUP" in (download.parent / "report" / "problems.tsv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "step"),
+    [
+        ([f"ADNI_x_{n}_S1_I{{}}.dcm" for n in range(3)], "3 x .dcm instead", "dcm2niix"),
+        (["T1.mgz"], "1 x .mgz instead", "mri_convert"),
+        ([], "without a file", "download the rest"),
+    ],
+)
+def test_a_row_without_a_scan_says_what_lies_there(download, names, said, step):
+    scan = first_scan(download)
+    scan.unlink()
+    for name in names:
+        (scan.parent / name.format(scan.parent.name[1:])).write_bytes(b"x")
+    (problem,) = survey(download, TASKS["ad_nc"], None).problems
+    assert problem.code == "NO_SCAN"
+    assert said in problem.detail
+    assert step in problem.action
+
+
+def test_a_folder_of_freesurfer_volumes_is_told_to_convert_them(tmp_path, capsys):
+    (tmp_path / "999_S_0001").mkdir()
+    (tmp_path / "999_S_0001" / "T1.mgz").touch()
+    assert main(["check", str(tmp_path), "--out", str(tmp_path.parent / "out")]) == 1
+    assert "mri_convert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "manifest", "split", "synth"])
+def test_a_place_that_cannot_be_written_is_a_message_and_no_traceback(
+    tiny_cohort, tmp_path, capsys, command
+):
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "out"
+    small = ["--subjects", "AD=1", "--resolution", "10", "--workers", "1"]
+    arguments = [str(place), *small] if command == "synth" else [str(tiny_cohort), "--out"]
+    more = ["--val", "0.2", "--test", "0.2"] if command == "split" else []
+    where = [] if command == "synth" else [str(place)]
+    assert main([command, *arguments, *where, *more]) == 1
+    error = capsys.readouterr().err
+    assert re.search("NOT_WRITABLE: cannot be written: (Not a directory|File exists)", error)
+    assert str(place) in error
+    with pytest.raises(FolderError, match=r"(?s)NOT_WRITABLE.*file.*--data\.cache_dir"):
+        make(tiny_cohort, place).prepare_data()
+    with pytest.raises(FolderError, match="NOT_WRITABLE"):
+        ScanDataset([], [], cache_dir=place)
+
+
+def test_an_option_that_is_cut_short_is_refused(tiny_cohort, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", str(tiny_cohort), "--horiz", "24"])
+    assert "unrecognized arguments: --horiz" in capsys.readouterr().err
+
+
+def test_montage_names_the_class_of_each_row(tiny_cohort, tmp_path, monkeypatch):
+    drawn: list[str] = []
+    monkeypatch.setattr(Axes, "set_ylabel", lambda self, text, **_: drawn.append(text))
+    records = survey(tiny_cohort, TASKS["ad_nc"], tmp_path / "checks.json").records
+    write_montage(tmp_path / "montage.png", records)
+    assert {text.splitlines()[1] for text in drawn} == {"AD", "NC"}
 
 
 TABLES: dict[str, tuple[str, Callable[[str], bytes]]] = {

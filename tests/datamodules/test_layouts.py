@@ -23,7 +23,20 @@ SPEC = CohortSpec(
     visits=("bl", "m12"),
     courses=True,
 )
-EVERYWHERE = ("reason", "subject", "session", "dx", "label", "sex", "age", "mmse", "site", "phase")
+EVERYWHERE = (
+    "reason",
+    "subject",
+    "session",
+    "dx",
+    "label",
+    "sex",
+    "age",
+    "mmse",
+    "cdr_sb",
+    "apoe4",
+    "site",
+    "phase",
+)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import matplotlib.image
@@ -9,6 +10,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from scipy import ndimage
 from test_adni_datamodule import prepared
 
 from datamodules.cli import main
@@ -16,7 +18,7 @@ from datamodules.errors import DataError, ProblemsError
 from datamodules.montage import write_montage
 from datamodules.profiles import choose_profile, is_stripped, refuse_mixture
 from datamodules.synth import CohortSpec, generate
-from datamodules.transforms import StandardiseHeadd
+from datamodules.transforms import StandardiseHeadd, fixed_transforms
 
 
 def ball(litres: float, noise: float) -> np.ndarray:
@@ -94,6 +96,60 @@ def test_raw_heads_of_the_hard_level_are_prepared(tmp_path):
     head = image != 0
     assert abs(float(image[head].mean())) < 0.2
     assert float(image.abs().max()) <= 3.0
+
+
+@pytest.fixture(scope="module")
+def raw_heads(tmp_path_factory):
+    """Folder, and what the truth says lies inside the skull of each scan."""
+    root = tmp_path_factory.mktemp("raw") / "cohort"
+    generate(root, CohortSpec((("AD", 2), ("NC", 2)), resolution_mm=4.0, difficulty="L2"))
+    return root
+
+
+def shifted(scan, planes: int) -> None:
+    """The same head with air below it, as in a field of view that reaches down to the shoulders."""
+    image = nib.load(scan)
+    ornt = nib.io_orientation(image.affine)
+    ras = image.as_reoriented(ornt)
+    values = np.asarray(ras.dataobj)
+    noise = np.random.default_rng(0).integers(1, 9, (*values.shape[:2], planes)).astype(np.int16)
+    tall = np.concatenate([noise, values.astype(np.int16)], axis=2)
+    affine = ras.affine.copy()
+    affine[:3, 3] -= ras.affine[:3, 2] * planes
+    made = nib.Nifti1Image(tall, affine)
+    made.set_qform(None, 0)
+    nib.save(made, scan)
+
+
+@pytest.mark.parametrize("planes", [0, 20])
+def test_raw_heads_are_centred_whatever_the_field_of_view(raw_heads, tmp_path, planes):
+    root = tmp_path / "copy"
+    shutil.copytree(raw_heads, root)
+    for scan in (root / "ADNI").rglob("*.nii*"):
+        if planes and "Mask" not in scan.name:
+            shifted(scan, planes)
+    shape = (44, 52, 46)  # 4 mm
+    for scan in sorted((root / "ADNI").rglob("*.nii*"))[:3]:
+        data = {"image": str(scan)}
+        for transform in fixed_transforms(shape, 4.0, "raw"):
+            data = transform(data)
+        head = np.argwhere(data["image"][0].numpy() != 0)
+        low, high = np.percentile(head, 1, axis=0), np.percentile(head, 99, axis=0)
+        assert np.abs((low + high) / 2 - (np.array(shape) - 1) / 2).max() < 4  # voxels
+        # the affine still says where the head lies: the file holds the same picture there
+        image = nib.load(scan)
+        world = nib.affines.apply_affine(data["affine"].numpy(), head)
+        there = nib.affines.apply_affine(np.linalg.inv(image.affine), world)
+        on_disk = ndimage.map_coordinates(np.asarray(image.dataobj, float), there.T, order=1)
+        assert np.corrcoef(on_disk, data["image"][0].numpy()[tuple(head.T)])[0, 1] > 0.999
+
+
+def test_a_box_too_small_for_raw_heads_is_a_warning(raw_heads, tmp_path):
+    options = {"spacing_mm": 4.0, "val_fraction": 0.5, "test_fraction": 0.0}
+    for shape, cut in (((46, 56, 46), False), ((40, 40, 40), True)):
+        made = prepared(raw_heads, tmp_path / "cache", spatial_shape=shape, **options)
+        text = (made.state_dir / "problems.tsv").read_text()
+        assert ("head cut off by spatial_shape" in text) is cut
 
 
 def test_class_weights_make_classes_count_alike(tiny_cohort, tmp_path):

@@ -2,12 +2,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date, timedelta
+from pathlib import Path
 
 import pytest
 
 from datamodules import ADNIDataModule
 from datamodules.errors import DataError
-from datamodules.progression import LabelRule, Visit, label_visit, visit_of_scan
+from datamodules.labelling import label_records
+from datamodules.labels import TASKS
+from datamodules.progression import LabelRule, Visit, filled, label_visit, visit_of_scan
+from datamodules.records import ScanRecord
+from datamodules.sources.clinical import Clinical, Person
 from datamodules.synth import CohortSpec, generate
 
 START = date(2010, 3, 1)
@@ -68,6 +73,66 @@ def test_horizon_and_late_converters_are_a_choice():
     early = history("MCI 0 12 24")
     assert label_scan(early, rule=LabelRule(horizon_months=24)) == ("sMCI", "")
     assert label_scan(history("SMC 0 12"), rule=LabelRule(smc="normal")) == ("NC", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("AD 0 12", {"ad": "baseline"}, "AD"),
+        ("MCI -12, AD 0 12", {}, "AD"),
+        ("MCI -12, AD 0 12", {"ad": "baseline"}, "demented_later"),
+        ("AD 0, MCI 12", {}, "reverted"),
+        ("AD 0, MCI 12", {"reverters": "visit"}, "AD"),
+        ("AD -12, MCI -6, AD 0 12", {}, "AD"),  # left and came back: demented ever after
+        ("AD -12, MCI -6, AD 0, NC 12", {"reverters": "visit", "ad": "baseline"}, "AD"),
+        ("MCI -12, AD 0, MCI 12", {"reverters": "visit", "ad": "baseline"}, "demented_later"),
+        ("AD -12, MCI 0 12", {"reverters": "visit"}, "unstable"),  # neither stable nor progressive
+    ],
+)
+def test_who_counts_as_demented_is_a_choice(text, options, expected):
+    assert "".join(label_scan(history(text), rule=LabelRule(**options))) == expected
+
+
+def test_gaps_are_filled_between_equal_diagnoses_only():
+    visits = history("MCI -12, AD 12 36, MCI 48")
+    gap = [replace(visits[0], day=START + timedelta(days=30 * m), dx="") for m in (0, 24, 42, 60)]
+    assert [visit.dx for visit in filled([*gap, *visits])] == [
+        "MCI",
+        "",
+        "AD",
+        "AD",
+        "AD",
+        "",
+        "MCI",
+        "",
+    ]
+
+
+def record(**facts: object) -> ScanRecord:
+    return ScanRecord(subject="999_S_0001", image_id="I9", path="", acq_date=str(START), **facts)
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "options", "expected"),
+    [
+        ("AD -12 12", "ad_nc", {}, "no_dx_near_scan"),
+        ("AD -12 12", "ad_nc", {"gaps": "fill"}, "AD"),
+        ("MCI -12, AD 12", "ad_nc", {"gaps": "fill"}, "no_dx_near_scan"),
+        ("AD -12, MCI 0 12", "three_way", {}, "unstable"),
+        ("AD -12, MCI 0 12", "three_way", {"reverters": "visit"}, "MCI"),
+        ("NC -12, MCI 0, NC 12", "three_way", {"reverters": "visit"}, "reverted"),
+        ("MCI 0, NC 12, AD 24", "three_way", {"reverters": "visit"}, "unstable"),
+        ("AD -12, NC 0 12", "ad_nc", {"reverters": "visit"}, "unstable"),
+    ],
+)
+def test_options_of_the_rule_reach_the_label_of_a_scan(text, task, options, expected):
+    visits = tuple(history(text))
+    if not any(visit.day == START for visit in visits):
+        visits += (replace(visits[0], day=START, dx=""),)
+    clinical = Clinical(Path("t.csv"), "t.csv:DX", {"999_S_0001": Person(visits)})
+    (found,), _ = label_records([record()], TASKS[task], LabelRule(**options), clinical)
+    assert (found.reason or found.dx) == expected
+    assert found.used == (found.reason == "")
 
 
 def test_tolerance_moves_the_horizon_for_visits_only():

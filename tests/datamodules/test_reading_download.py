@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,12 @@ def test_image_ids_without_their_letter_are_understood(download, edit):
     assert fingerprint(read(download).records) == before
 
 
+def test_image_ids_that_pandas_made_floats_are_understood(download, edit):
+    before = fingerprint(read(download).records)
+    edit(lambda lines: [re.sub(r'^"I(9\d+)"', r'"\1.0"', line) for line in lines])
+    assert fingerprint(read(download).records) == before
+
+
 def retouch(text: str, how: str) -> bytes:
     return {
         "bom": text.encode("utf-8-sig"),
@@ -88,22 +96,27 @@ def retouch(text: str, how: str) -> bytes:
         "unquoted": text.replace('"', "").encode(),
         "renamed": text.replace("Image Data ID", "Image_Data_ID").encode(),
         "crlf": text.replace("\n", "\r\n").encode(),
-        "iso dates": _iso_dates(text).encode(),
+        "iso dates": redated(text, "%Y-%m-%d"),
+        "iso dates with time": redated(text, "%Y-%m-%d %H:%M:%S.0"),
+        "german dates": redated(text, "%d.%m.%Y"),
+        "british dates": redated(text, "%d/%m/%Y"),
+        "dates of Excel": redated(text, "%d-%b-%y"),
     }[how]
 
 
-def _iso_dates(text: str) -> str:
-    lines = text.splitlines()
-    rows = [line.split('","') for line in lines]
-    for row in rows[1:]:
-        month, day, year = row[9].split("/")
-        row[9] = f"{year}-{int(month):02}-{int(day):02}"
-    return "\n".join('","'.join(row) for row in rows) + "\n"
+def redated(text: str, written: str) -> bytes:
+    def change(match: re.Match[str]) -> str:
+        return f'"{datetime.strptime(match[1], "%m/%d/%Y"):{written}}"'
+
+    return re.sub(r'"(\d+/\d+/\d{4})"', change, text).encode()
 
 
 @pytest.mark.parametrize(
     "how",
-    ["bom", "utf16", "cp1252", "semicolon", "tab", "unquoted", "renamed", "crlf", "iso dates"],
+    [
+        *("bom", "utf16", "cp1252", "semicolon", "tab", "unquoted", "renamed", "crlf"),
+        *("iso dates", "iso dates with time", "german dates", "british dates", "dates of Excel"),
+    ],
 )
 def test_table_saved_again_by_a_spreadsheet_reads_the_same(download, table, how):
     before = [(r.image_id, r.label, r.acq_date, r.reason) for r in read(download).records]
@@ -161,6 +174,9 @@ def test_missing_and_doubled_tables_are_named(download, table):
     assert find_collection(download, table).path == table
     table.unlink()
     (download / "again.csv").unlink()
+    with pytest.raises(TableError, match=r"NO_TABLE: .*ADNIMERGE_31.* diagnoses, not images"):
+        find_collection(download)
+    next(download.glob("ADNIMERGE*")).unlink()
     with pytest.raises(TableError, match=r"NO_TABLE: .*no \.csv file"):
         find_collection(download)
 

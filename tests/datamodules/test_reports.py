@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from scipy import stats
 from test_adni_datamodule import prepared
 from test_splits_by_subject import cohort
 
 from datamodules.cli import main
 from datamodules.records import ScanRecord, read_manifest, write_manifest
-from datamodules.report import demographics, shareable
+from datamodules.report import demographics, first_scans, p_values, shareable
+from datamodules.synth import CohortSpec, generate
 
 
 def patients() -> list[ScanRecord]:
@@ -80,5 +83,54 @@ def test_commands_print_full_names_and_the_table(
     printed = capsys.readouterr().out
     assert str(out) in printed
     assert str(tiny_cohort) in printed.splitlines()[0]
-    assert re.search(r"subjects +scans +M/F +age +MMSE", printed)
-    assert re.search(r"NC +6 +\d+ +\d/\d", printed)
+    assert re.search(r"\n +NC +AD +all +p\nsubjects +6 +6 +12", printed)
+    for row in (
+        "M/F",
+        "age",
+        "MMSE",
+        "CDR-SB",
+        "APOE4 carriers",
+        "field strength",
+        "phase",
+        "site",
+    ):
+        assert re.search(rf"\n{row} +\S+", printed)
+
+
+def test_site_bias_of_a_cohort_shows_in_the_table(tmp_path, capsys):
+    p = {}
+    for bias in ("0", "1"):
+        root = tmp_path / f"bias{bias}"
+        spec = CohortSpec((("AD", 20), ("NC", 20)), 10.0, layout="csv", site_bias=float(bias))
+        generate(root, spec)
+        assert main(["manifest", str(root), "--out", str(tmp_path / f"{bias}.tsv")]) == 0
+        printed = capsys.readouterr().out
+        assert ("note: the classes differ in site (p <0.001)" in printed) is (bias == "1")
+        p[bias] = p_values(read_manifest(tmp_path / f"{bias}.tsv"))["sites"]
+    assert p["1"] < 0.001 < 0.01 < p["0"]
+
+
+def test_p_values_are_those_of_the_usual_tests():
+    records = patients()
+    ages = [[r.age for r in first_scans(records) if r.label == label] for label in (0, 1)]
+    sexes = [Counter(r.sex for r in first_scans(records) if r.label == label) for label in (0, 1)]
+    found = p_values(records)
+    assert found["age"] == pytest.approx(stats.ttest_ind(*ages).pvalue)
+    table = [[counts[sex] for sex in "FM"] for counts in sexes]
+    assert found["males_females"] == pytest.approx(stats.chi2_contingency(table).pvalue)
+    assert "sites" not in found  # the same for all
+    assert "mmse" not in found  # the same within each class: no test
+
+
+def test_what_a_confound_may_be_is_counted_by_value():
+    facts = [
+        {"field_strength": f, "phase": "ADNI1", "site": f"9{n}", "apoe4": n % 3, "cdr_sb": n / 2}
+        for n, f in enumerate((1.5, 3.0, 3.0, None))
+    ]
+    people = [replace(r, **fact) for r, fact in zip(first_scans(patients())[::2], facts)]
+    group = demographics([replace(r, label=0) for r in people])[0]
+    assert group.field_strength == "1.5 T: 1, 3 T: 2 (1 unknown)"
+    assert (group.phase, group.apoe4, group.cdr_sb) == ("ADNI1: 4", "2/4", "0.75 ± 0.65")
+    assert group.sites == "4 (90: 1)"
+    many = [replace(r, site=str(n)) for n, r in enumerate(first_scans(patients()))]
+    assert demographics(many)[-1].sites == "8 (0: 1)"
