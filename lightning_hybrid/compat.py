@@ -307,3 +307,19 @@ def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
 def numpy_from_parts(kind: str, called: Any) -> Any:
     """The reverse of `parts_of_numpy`."""
     return _NUMPY[kind][0](called)
+
+
+def higher_order_name(function: Any) -> str | None:
+    """The name of an operation on graphs (a checkpointed region, a hook); ``None``: it is none."""
+    return function.name() if isinstance(function, torch._ops.HigherOrderOperator) else None
+
+
+def names_of_operator(function: Any) -> Iterator[str]:
+    """Where an operator can be found, as ``module:name``."""
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        yield f"torch:ops.{function!s}"
+    name = higher_order_name(function)
+    if name is not None:
+        yield f"torch:ops.higher_order.{name}"
+        yield f"torch._higher_order_ops:{name}"
+        yield f"torch._higher_order_ops.wrap:{name}"

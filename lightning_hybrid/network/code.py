@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.compat import numpy_from_parts, parts_of_numpy
+from lightning_hybrid.compat import names_of_operator, numpy_from_parts, parts_of_numpy
 from lightning_hybrid.errors import NetworkError
 
 
@@ -247,14 +247,7 @@ def qualified_name(function: Any) -> str:
 
 
 def _candidates(function: Any) -> Iterable[str]:
-    if isinstance(function, torch._ops.OpOverload):
-        yield f"torch:ops.{function!s}"
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        yield f"torch:ops.{function!s}"
-    if isinstance(function, torch._ops.HigherOrderOperator):
-        yield f"torch:ops.higher_order.{function.name()}"
-        for known in _HIGHER_ORDER:
-            yield f"{known}:{function.name()}"
+    yield from names_of_operator(function)
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", "")
     module = getattr(function, "__module__", None)
     if module:
@@ -277,7 +270,6 @@ def _candidates(function: Any) -> Iterable[str]:
 
 
 _NUMPY = "numpy as torch:"
-_HIGHER_ORDER = ("torch._higher_order_ops", "torch._higher_order_ops.wrap")
 
 
 def function_named(name: str) -> Any:

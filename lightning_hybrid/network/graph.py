@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 from lightning_hybrid.compat import (
     guards_hold,
     guards_of,
+    higher_order_name,
     is_symbolic,
     symbols_in,
     value_with,
@@ -271,10 +272,9 @@ class NetworkGraph:
     def uncuttable(self) -> str | None:
         """An operation that runs the user's Python later, and so belongs on the driver."""
         for node in self.graph.nodes:
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
-                name = node.target.name()
-                if name not in _TRAVELLING:
-                    return f"{name} (in {node.name!r})"
+            name = higher_order_name(node.target)
+            if name is not None and name not in _TRAVELLING:
+                return f"{name} (in {node.name!r})"
         return None
 
     @property

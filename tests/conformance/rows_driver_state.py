@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
@@ -79,6 +79,13 @@ class AddsALayerInAHook(Row):
         torch.manual_seed(5)
         self.net.extra = nn.Linear(3, 3, dtype=torch.float64)
         self.trainer.optimizers[0].add_param_group({"params": list(self.net.extra.parameters())})
+
+    def on_train_end(self) -> None:
+        self.seen.append([value.tolist() for value in self.net.extra.parameters()])
+
+    def weights(self, run: Run) -> dict[str, Tensor]:
+        """All but those that a worker's module does not have."""
+        return {n: value for n, value in super().weights(run).items() if "extra" not in n}
 
 
 class ReplacesTheClassOfALayerInAHook(Row):

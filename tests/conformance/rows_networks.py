@@ -248,7 +248,6 @@ class NormsWeights(Row):
     """Weight and spectral norm, as parametrizations; spectral norm changes a buffer per call."""
 
     cuts: ClassVar = {2: ["net.2"]}
-    per_microbatch = True
 
     def build(self) -> None:
         self.net = nn.Sequential(

@@ -1,5 +1,6 @@
 """Which networks are cut, which stay on the driver, which are refused."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,10 @@ class Watched:
         self.settled = 0
         self.module = nn.ModuleDict(networks)
         driver: Any = SimpleNamespace(
-            device=torch.device("cpu"), settle=self.settle, keep=lambda module: None
+            device=torch.device("cpu"),
+            settle=self.settle,
+            keep=lambda module: None,
+            remote=SimpleNamespace(suspended=nullcontext),
         )
         mesh: Any = SimpleNamespace(place=Place(0, 1, 3), drivers=None)
         self.networks = Networks(
@@ -44,7 +48,7 @@ class Watched:
     def settle(self) -> None:
         self.settled += 1
 
-    def plan(self, name: str, *_: Any) -> Any:
+    def plan(self, name: str, *_: Any, chosen: bool) -> Any:
         raise PlanError(f"asked for a plan of {name}")
 
 

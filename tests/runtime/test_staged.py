@@ -10,11 +10,6 @@ from torch import nn
 from lightning_hybrid.runtime.staged import StagedNetwork, borrowed_parameters, write_tensors
 
 
-def stages(*names: str) -> list[Any]:
-    """Stages with parameters of one letter each."""
-    return [SimpleNamespace(parameter_names=tuple(name)) for name in names]
-
-
 @pytest.mark.parametrize(
     ("names", "devices", "borrowed"),
     [
@@ -31,7 +26,7 @@ def stages(*names: str) -> list[Any]:
 def test_the_earliest_worker_owns_what_several_ranks_use(
     names: tuple[str, ...], devices: tuple[int, ...], borrowed: list[str]
 ) -> None:
-    found = borrowed_parameters(stages(*names), devices)
+    found = borrowed_parameters([[*each] for each in names], devices)
     assert found == [frozenset(each) for each in borrowed]
 
 
