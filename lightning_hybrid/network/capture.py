@@ -11,6 +11,7 @@ before anything has run, and the caller runs the network's Python itself.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ from lightning_hybrid.network.structure import tensors_in
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 """Computes the outputs of a graph from its arguments."""
+
+
+_COUNT = itertools.count()
 
 
 class NotCaptured(Exception):
@@ -67,6 +71,9 @@ class Capture:
         def call(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
+        # what TorchDynamo has seen change in one network (an integer that differs between two of a
+        # class) it takes for changing wherever code has this name
+        call.__code__ = call.__code__.replace(co_name=f"call_{next(_COUNT)}")
         # each network counts its captures by itself, whatever else runs the same code
         self._compiled = torch.compile(
             call, backend=self._take, fullgraph=True, isolate_recompiles=True
