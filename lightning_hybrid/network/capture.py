@@ -12,6 +12,7 @@ raises before anything has run, and the caller can do otherwise (see
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 """Computes the outputs of a graph from its arguments."""
 
 
+_COUNT = itertools.count()
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 
@@ -91,6 +93,9 @@ class Capture:
         def call(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
+        # what TorchDynamo has seen change in one network (an integer that differs between two of a
+        # class) it takes for changing wherever code has this name
+        call.__code__ = call.__code__.replace(co_name=f"call_{next(_COUNT)}")
         # each network counts its captures by itself, whatever else runs the same code
         compiler: Any = torch.compile
         self._compiled = compiler(

@@ -231,10 +231,8 @@ class NetworkGraph:
             example = leaf.node.meta.get("example_value")
             if isinstance(example, Tensor):
                 for size, real in zip(example.shape, tensor.shape):
-                    if is_symbolic(size):
-                        for symbol in symbols_in(size):
-                            if value_with(size, {symbol: real}) == real:
-                                found.setdefault(symbol, real)
+                    if _is_symbol(size):
+                        found.setdefault(symbols_in(size)[0], real)
         return found
 
     def values_of_numbers(self, sizes: Sizes) -> tuple[Any, ...]:
@@ -384,12 +382,7 @@ class _Describing:
         )
 
     def _is_batch(self, size: Any) -> bool:
-        return (
-            self.symbol is not None
-            and is_symbolic(size)
-            and symbols_in(size) == [self.symbol]
-            and value_with(size, {self.symbol: 7919}) == 7919
-        )
+        return self.symbol is not None and _is_symbol(size) and symbols_in(size) == [self.symbol]
 
     def _depends(self, size: Any) -> bool:
         return self.symbol is not None and is_symbolic(size) and self.symbol in symbols_in(size)
@@ -412,7 +405,7 @@ class _Describing:
                 for node in self.placeholders
                 if isinstance(example := node.meta.get("example_value"), Tensor)
                 for size in example.shape
-                if is_symbolic(size)
+                if _is_symbol(size)  # else a call does not tell its value
                 for symbol in symbols_in(size)
             }
         return self._symbols
@@ -507,6 +500,14 @@ class _Describing:
 
 
 _MAKES_WEIGHTS = "parametrizations"
+
+
+def _is_symbol(size: Any) -> bool:
+    """Whether a size is one symbol, and not an expression of some."""
+    if not is_symbolic(size):
+        return False
+    symbols = symbols_in(size)
+    return len(symbols) == 1 and value_with(size, {symbols[0]: 7919}) == 7919
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

@@ -1,57 +1,50 @@
+import dataclasses
+
 import pytest
 import torch
+from captured_networks import FunctionalDropout, ResNet
+from capturing import captured
 from torch import Tensor, nn
-from traced_networks import FunctionalDropout, ResNet
 
 from lightning_hybrid.errors import StitchError
-from lightning_hybrid.network import check, cut, network_partitions, splits_along_batch, trace
-from lightning_hybrid.network.check import run
-
-HIDDEN = [2.0]
+from lightning_hybrid.network import StageCode, check, cut, network_partitions, why_whole
+from lightning_hybrid.network.graph import NetworkGraph
 
 
-class ReadsGlobal(nn.Module):
-    """Depends on something that tracing cannot see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x) * HIDDEN[0])
+def two_stages(graph: NetworkGraph) -> list[StageCode]:
+    return cut(graph, network_partitions(graph), [1])
 
 
 def test_check_accepts_stages_and_leaves_no_trace() -> None:
     network, x = ResNet(blocks=(1, 1)), torch.randn(2, 1, 16, 16, 16)
-    graph = trace(network, (x,))
+    found = captured(network, x)
     state = {name: value.clone() for name, value in network.state_dict().items()}
     generator = torch.get_rng_state()
-    check(graph, cut(graph, network_partitions(graph), [3]), (x,))
+    check(found.graph, two_stages(found.graph), found.leaves)
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
-    assert network.training
-    assert all(not m._forward_hooks for m in network.modules())
 
 
 def test_check_compares_random_layers_on_the_same_numbers() -> None:
-    network, x = FunctionalDropout(), torch.randn(9, 4)
-    graph = trace(network, (x,))
-    check(graph, cut(graph, network_partitions(graph), [1]), (x,))
+    found = captured(FunctionalDropout(), torch.randn(9, 4))
+    check(found.graph, two_stages(found.graph), found.leaves)
 
 
 def test_check_treats_nan_as_equal() -> None:
-    network, x = FunctionalDropout().eval(), torch.full((2, 4), torch.nan)
-    graph = trace(network, (x,))
-    check(graph, cut(graph, network_partitions(graph), [1]), (x,))
+    found = captured(FunctionalDropout().eval(), torch.full((2, 4), torch.nan))
+    check(found.graph, two_stages(found.graph), found.leaves)
 
 
-def test_check_names_the_first_module_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, x = ReadsGlobal(), torch.randn(2, 4)
-    graph = trace(network, (x,))
-    stages = cut(graph, network_partitions(graph), [1])
-    monkeypatch.setitem(globals(), "HIDDEN", [3.0])
-    with pytest.raises(StitchError, match="first module whose output differs is 'two'"):
-        check(graph, stages, (x,))
+def test_check_names_the_output_that_differs() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    found = captured(network, torch.randn(2, 4))
+    first, second = two_stages(found.graph)
+    swapped = {"2.weight": "0.weight"}
+    names = tuple(swapped.get(name, name) for name in second.tensors)
+    wrong = dataclasses.replace(second, tensors=names)
+    (output,) = found.graph.tensor_outputs
+    with pytest.raises(StitchError, match=f"output '{output.name}' differs by up to"):
+        check(found.graph, [first, wrong], found.leaves)
 
 
 class Pooled(nn.Module):
@@ -66,19 +59,19 @@ class Pooled(nn.Module):
         return x - x.mean(0) if self.keep else x.mean(0)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_network_that_mixes_samples_does_not_split(keep: bool) -> None:
-    network, x = Pooled(keep), torch.randn(4, 4)
-    assert not splits_along_batch(trace(network, (x,)), network, (x,), microbatches=2)
+@pytest.mark.parametrize(
+    ("keep", "text"),
+    [(True, "depends on how the batch is split"), (False, "does not have the batch as its first")],
+)
+def test_network_that_mixes_samples_is_not_split(keep: bool, text: str) -> None:
+    found = captured(Pooled(keep), torch.randn(4, 4))
+    assert text in str(why_whole(found.graph, found.leaves, 2, tried=True))
 
 
-@pytest.mark.parametrize("as_stages", [True, False])
-def test_network_with_batch_norm_splits_in_evaluation(as_stages: bool) -> None:
-    network, x = ResNet(blocks=(1, 1)), torch.randn(5, 1, 16, 16, 16)
-    graph = trace(network, (x,))
-    chain = cut(graph, network_partitions(graph), [3])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_does_not_keep_a_network_from_being_split(training: bool) -> None:
+    network = ResNet(blocks=(1, 1)).train(training)
+    found = captured(network, torch.randn(5, 1, 16, 16, 16))
     state = {name: value.clone() for name, value in network.state_dict().items()}
-    assert splits_along_batch(graph, chain if as_stages else network, (x,), microbatches=3)
-    assert network.training
+    assert why_whole(found.graph, found.leaves, 3, tried=True) is None
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
-    assert len(run(chain, [x])) == 1

@@ -83,14 +83,14 @@ def staged_pair(network: nn.Module, *args: Any) -> list[Stage]:
 
 
 def test_numbers_that_follow_from_sizes_do_not_cross() -> None:
-    network = Scaled()
-    found = captured(network, torch.ones(3, 4))
-    chain = make_stages(cut(found.graph, network_partitions(found.graph), [1]), network, CPU)
-    x = torch.randn(5, 4)
-    numbers = found.graph.values_of_numbers(found.graph.sizes([x]))
-    values = chain[0]([x], numbers)
-    assert len(values) == 1
-    assert torch.equal(chain[1](values, numbers)[0], network(x)[0])
+    found = captured(Scaled(), torch.randn(5, 4))
+    graph, network = found.graph, found.graph.network
+    chain = make_stages(cut(graph, network_partitions(graph), [1]), network, CPU)
+    numbers = graph.values_of_numbers(graph.sizes(found.leaves))
+    values = chain[0](found.leaves, numbers)
+    # the hidden state, and the constant, which no rank but the driver has
+    assert sorted(tuple(value.shape) for value in values) == [(4,), (5, 4)]
+    assert torch.equal(chain[1](values, numbers)[0], found.returned[0])
 
 
 def test_parameter_read_directly_belongs_to_the_stage_that_reads_it() -> None:
