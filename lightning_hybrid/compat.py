@@ -8,7 +8,7 @@ import sympy
 import torch
 import torch._dynamo.config as dynamo_module
 import torch.fx.experimental._config as shape_module
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 # switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
 # writers of subclasses ("Extending PyTorch") under this name
@@ -323,3 +323,8 @@ def names_of_operator(function: Any) -> Iterator[str]:
         yield f"torch:ops.higher_order.{name}"
         yield f"torch._higher_order_ops:{name}"
         yield f"torch._higher_order_ops.wrap:{name}"
+
+
+def qualified_name_by_fx(function: Any) -> str:
+    """The dotted name that fx writes into generated code for a function."""
+    return fx.node._get_qualified_name(function)

@@ -13,6 +13,7 @@ raises before anything has run, and the caller can do otherwise (see
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,12 @@ Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 
 _COUNT = itertools.count()
+
+# TorchDynamo looks at the gradients of all tensors that it describes
+warnings.filterwarnings(
+    "ignore", "The .grad attribute of a Tensor that is not a leaf", module=r"torch\._"
+)
+
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.compat import names_of_operator, numpy_from_parts, parts_of_numpy
+from lightning_hybrid.compat import (
+    names_of_operator,
+    numpy_from_parts,
+    parts_of_numpy,
+    qualified_name_by_fx,
+)
 from lightning_hybrid.errors import NetworkError
 
 
@@ -264,8 +269,7 @@ def _candidates(function: Any) -> Iterable[str]:
         "torch._numpy",
     ):
         yield f"{known}:{getattr(function, '__name__', name)}"
-    yield fx.node._get_qualified_name(function).replace(".", ":", 1)
-    head, _, tail = fx.node._get_qualified_name(function).rpartition(".")
+    head, _, tail = qualified_name_by_fx(function).rpartition(".")
     yield f"{head}:{tail}"
 
 
