@@ -39,6 +39,7 @@ from lightning_hybrid.network import (
     NetworkPartition,
     NotCaptured,
     Stage,
+    StageCode,
     check,
     compiled,
     cut,
@@ -258,8 +259,10 @@ class Networks:
             stack.enter_context(own_saved_tensors())
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
-            if found.whole or not found.driven:
+            if found.whole:
                 result = found.capture(arguments, keywords)
+            elif not found.driven:
+                result = self._first_of_chain(found, arguments, keywords)
             else:
                 result = self._chain(found, arguments, keywords)
         if not found.driven and found.name not in self._kept:  # it is too early, look again
@@ -272,7 +275,7 @@ class Networks:
             found.emptied = stack
             stack.enter_context(self._driver.remote.emptied())
             try:
-                return found.capture(arguments, keywords)
+                return self._first_of_chain(found, arguments, keywords)
             except RuntimeError as error:
                 if "storage" not in str(error).lower():
                     raise
@@ -280,6 +283,17 @@ class Networks:
                     f"{found.shown} uses a weight that another rank owns, in Python between two of "
                     f"the graphs that it was captured as, because of\n{self._opened[found.name]}"
                 ) from error
+
+    def _first_of_chain(
+        self, found: _Found, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        try:
+            return found.capture(arguments, keywords)
+        except NotCaptured as error:  # parts of it may have run
+            raise NetworkError(
+                f"{found.shown} cannot be captured:\n{_indented(error.reason)}\nName the part of "
+                "the model that is to be cut: HybridGabraStrategy(network='...')."
+            ) from error
 
     def _run(self, found: _Found, graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
         """A captured call, or a part of one."""
@@ -382,7 +396,7 @@ class Networks:
             boundaries = [find_boundary(partitions, first) for first in plan.cuts]
             codes = cut(graph, partitions, boundaries, self._driver.device)
             if self._is_here(found):
-                check(graph, codes, leaves)
+                self._check(found, graph, codes, leaves)
             driven = self._driver.add_network(
                 name,
                 module,
@@ -402,6 +416,24 @@ class Networks:
             self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
         watch(module, name, lambda n, m, a, k: self._call(found, a, k))
         return driven, plan
+
+    def _check(
+        self,
+        found: _Found,
+        graph: NetworkGraph,
+        codes: Sequence[StageCode],
+        leaves: Sequence[Tensor],
+    ) -> None:
+        try:
+            check(graph, codes, leaves)
+        except HybridError:
+            raise
+        except Exception as error:
+            raise NetworkError(
+                f"{found.shown} was captured, but what was captured does not run by itself "
+                f"({type(error).__name__}: {error}). Name the part of the model that is to be cut: "
+                "HybridGabraStrategy(network='...')."
+            ) from error
 
     def _cannot_cut(self, found: _Found, graph: NetworkGraph) -> str | None:
         for leaf in graph.leaves:
@@ -541,7 +573,7 @@ class Networks:
                 f"{found.shown} has {_count(len(partitions), 'network partition')}, fewer than "
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{_count(len(partitions), 'stage')}, or name another network: "
-                "HybridGabraStrategy(network='...')."
+                f"HybridGabraStrategy(network='...').{_why_not_more(partitions)}"
             )
         wanted = self._how.microbatches or _microbatches(leaves, stages)
         slices = [list(leaves)]
@@ -618,6 +650,13 @@ def _as_if_alone() -> Iterator[None]:
         Synchronised.paused(),
     ):
         yield
+
+
+def _why_not_more(partitions: Sequence[NetworkPartition]) -> str:
+    """Where a network could not be cut, one line each."""
+    places = [place for partition in partitions for place in partition.refused]
+    lines = [f"\nIt cannot be cut before {name!r}: {reason}." for name, reason in places[:3]]
+    return "".join(lines)
 
 
 def _count(number: int, what: str) -> str:

@@ -228,6 +228,8 @@ class HooksWeights(Row):
 class LooksWhereItLooked(Row):
     """Grad-CAM: a hook keeps a feature map and, after the backward, its gradient."""
 
+    equal_or_refused = ("retain_grad",)
+
     fast = IN_REPLICAS
 
     def build(self) -> None:

@@ -35,6 +35,8 @@ class _Between(Row):
 class RaisesToPowers(_Between):
     """`**` in all forms: by numbers, of numbers, of tensors, reversed, in place."""
 
+    equal_or_refused = ("captured", "pow")
+
     shapes = fast = EVERY
 
     class Net(_Between.Net):
@@ -162,7 +164,7 @@ halve_loudly.register_autograd(lambda context, gradient: gradient / 2)
 class HasAnOperatorWithoutShapes(_Between):
     """Nobody has said what shapes it gives."""
 
-    equal_or_refused = ("halve_loudly",)
+    equal_or_refused = ("captured", "halve_loudly")
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -224,6 +226,8 @@ class StopsGradients(_Between):
 class LeavesGradModes(_Between):
     """A region without gradients begins before the cut, and ends behind it."""
 
+    equal_or_refused = ("net.second",)
+
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
     trains = False  # the head alone has gradients
 
@@ -240,6 +244,8 @@ class LeavesGradModes(_Between):
 
 class HasAutocastInside(_Between):
     """A part runs in lower precision, another is kept out of it."""
+
+    equal_or_refused = ("net.second",)
 
     tolerance = 1e-6
 
@@ -262,6 +268,8 @@ class HasAutocastInside(_Between):
 class MapsOverSamples(_Between):
     """`torch.vmap` of a layer, and of a function with a parameter of its own."""
 
+    equal_or_refused = ("net.second",)
+
     fast = IN_REPLICAS
 
     class Net(Layers):
@@ -280,6 +288,8 @@ class MapsOverSamples(_Between):
 class CallsFunctionally(_Between):
     """`torch.func.functional_call`: the weights of a layer are made by another layer."""
 
+    equal_or_refused = ("net.second",)
+
     trains = False  # a gradient of what is made goes to what makes it
 
     class Net(Layers):
@@ -295,6 +305,8 @@ class CallsFunctionally(_Between):
 
 class HasAnEnsemble(_Between):
     """Stacked weights of three members, run by `vmap` over `functional_call`."""
+
+    equal_or_refused = ("1 network partition",)
 
     cuts: ClassVar = {2: ["net.head"]}
 
@@ -346,7 +358,7 @@ class AsksAutogradInside(_Between):
 class DifferentiatesForward(_Between):
     """Forward-mode derivatives, by `torch.autograd.forward_ad`."""
 
-    equal_or_refused = ("forward_ad",)
+    equal_or_refused = ("captured",)
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -361,6 +373,8 @@ class DifferentiatesForward(_Between):
 
 class CheckpointsAtTheTop(_Between):
     """All of the network is one checkpointed call."""
+
+    equal_or_refused = ("1 network partition",)
 
     shapes = fast = EVERY
 
@@ -527,7 +541,8 @@ class LoopsUntilItConverges(_Between):
 class FindsNonzero(_Between):
     """Only rows with a positive first feature go through the layer."""
 
-    equal_or_refused = ("nonzero",)
+    equal_or_refused = ("1 network partition",)
+
     fast = IN_REPLICAS
 
     class Net(Layers):
@@ -557,7 +572,8 @@ class ChoosesByAMask(_Between):
 class FindsUnique(_Between):
     """Each distinct token is embedded once."""
 
-    equal_or_refused = ("unique",)
+    equal_or_refused = ("1 network partition",)
+
     cuts: ClassVar = {2: ["net.second"]}
 
     class Net(nn.Module):

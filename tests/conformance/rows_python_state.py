@@ -424,6 +424,8 @@ class RemovesALayer(Row):
 class GrowsDeeper(Row):
     """A layer more in every second step."""
 
+    shares = True
+
     idle = True
     cuts: ClassVar = {2: ["net.layers.1"], 3: ["net.layers.1", "net.layers.2"]}
 
@@ -466,6 +468,8 @@ class RepeatsALayer(GrowsDeeper):
 
 class ReordersLayers(Row):
     """The order in which layers run is a list of names."""
+
+    shares = True
 
     cuts: ClassVar = {2: ["net.parts.b"]}
 
