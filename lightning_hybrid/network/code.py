@@ -262,7 +262,14 @@ def _candidates(function: Any) -> Iterable[str]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type):
         yield f"{owner.__module__}:{owner.__qualname__}.{function.__name__}"
-    for known in ("torch", "torch.nn.functional", "torch._C._nn", "torch._C", "_operator", "torch._numpy"):
+    for known in (
+        "torch",
+        "torch.nn.functional",
+        "torch._C._nn",
+        "torch._C",
+        "_operator",
+        "torch._numpy",
+    ):
         yield f"{known}:{getattr(function, '__name__', name)}"
     yield fx.node._get_qualified_name(function).replace(".", ":", 1)
     head, _, tail = fx.node._get_qualified_name(function).rpartition(".")

@@ -70,9 +70,7 @@ class Staged:
         return outputs_of(graph, self.codes[graph], values)
 
 
-def outputs_of(
-    graph: NetworkGraph, codes: Sequence[StageCode], values: Sequence[Any]
-) -> list[Any]:
+def outputs_of(graph: NetworkGraph, codes: Sequence[StageCode], values: Sequence[Any]) -> list[Any]:
     """What the graph returns, from the arguments of the graph, by its stages."""
     leaves = graph.bind(values)
     numbers = graph.values_of_numbers(graph.sizes(leaves))
@@ -133,6 +131,7 @@ def outputs_and_gradients(
 def same(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
     """Whether all bits are equal; what is not a number equals itself."""
     return len(one) == len(other) and all(
-        a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(7), b.nan_to_num(7)))
+        a is b
+        or (a is not None and b is not None and torch.equal(a.nan_to_num(7), b.nan_to_num(7)))
         for a, b in zip(one, other)
     )

@@ -7,7 +7,13 @@ import torch
 from capturing import graph_of
 from torch import nn
 
-from lightning_hybrid.network import NetworkGraph, cut, find_boundary, make_stages, network_partitions
+from lightning_hybrid.network import (
+    NetworkGraph,
+    cut,
+    find_boundary,
+    make_stages,
+    network_partitions,
+)
 from lightning_hybrid.network.check import run
 from lightning_hybrid.network.cuts import Cuts
 from models import ResAttNet3D

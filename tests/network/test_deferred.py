@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capturing import captured, graph_of
+from capturing import graph_of
 from monai.networks.nets import DenseNet121, SwinUNETR, UNet, ViT, resnet18
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -180,7 +180,7 @@ def test_looking_and_running_make_nothing_for_good(pair: nn.Module, made_pair: n
         assert torch.equal(pair(x), made_pair(x))
         assert weight.norm().item() == made_pair[0].weight.norm().item()
         assert weight.tolist() == made_pair[0].weight.tolist()
-    with Hollow(pair, torch.device('cpu')):
+    with Hollow(pair, torch.device("cpu")):
         graph = graph_of(pair, x)
     profile = measure(graph, network_partitions(graph), [x], repeats=1)
     assert [p.parameter_bytes for p in profile.partitions] == [100, 72]
