@@ -1,0 +1,531 @@
+"""What a capture must keep, rule by rule; the network called plainly is the reference."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from captured_networks import FunctionalDropout, TwoInputs, ValueControl
+from capturing import Staged, captured, graph_of, outputs_and_gradients, same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network import NotCaptured, Stage, cut, network_partitions, why_whole
+from lightning_hybrid.network.cuts import Cuts
+from lightning_hybrid.network.stage import cut_at
+
+X = torch.linspace(-1, 1, 20).view(5, 4)
+Code = Callable[..., Any]
+
+
+class Net(nn.Module):
+    """Three linear layers, a buffer, and a function that says how they are used."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("state", torch.zeros(4))
+        self.code = code
+
+    def forward(self, *args: Any) -> Any:
+        return self.code(self, *args)
+
+
+@torch.library.custom_op("lightning_hybrid_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda _, gradient: gradient * 7)  # not what autograd would find
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0]  # not what autograd would find
+
+
+# ---------------------------------------------------------------- operations
+
+
+def in_no_grad(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    with torch.no_grad():
+        g = net.b(h).relu()
+    return net.c(h * g)
+
+
+def in_inference_mode(net: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        net.b(x).sum()
+    return net.c(net.a(x))
+
+
+def in_autocast(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        g = net.c(net.b(h))
+    return g.float() + h
+
+
+def in_vmap(net: Any, x: Tensor) -> Tensor:
+    return net.c(torch.vmap(lambda row: net.b(row).sum() * row)(net.a(x)))
+
+
+def gradient_inside(net: Any, x: Tensor) -> Tensor:
+    return net.c(torch.func.grad(lambda v: net.b(v).square().sum())(net.a(x)))
+
+
+def changed_view(net: Any, x: Tensor) -> Tensor:
+    y = net.a(x)
+    part = y[:, :2]
+    z = net.b(y.clone())
+    part[:, 0] = 1
+    return net.c(y + z)
+
+
+def assigned(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    h[:, 0] = 0
+    g = net.b(h)
+    g[g < 0] = 0
+    return net.c(g)
+
+
+def aliasing_outputs(net: Any, x: Tensor) -> tuple[Tensor, ...]:
+    g = net.b(net.a(x))
+    return g, g[:, :2], net.c(g), g
+
+
+def written_input(net: Any, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return net.c(net.b(net.a(x)))
+
+
+def written_buffer(net: Any, x: Tensor) -> Tensor:
+    net.state.add_(1)
+    return net.c(net.b(net.a(x))) + net.state
+
+
+def replaced_buffer(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    net.state = net.state * 0.9 + h.detach().mean(0) * 0.1
+    return net.c(net.b(h)) + net.state
+
+
+def grown_buffer(net: Any, x: Tensor) -> Tensor:
+    net.state = torch.cat([net.state, net.state[-1:] + 1])
+    return net.c(net.b(net.a(x))) + net.state.sum()
+
+
+def written_parameter(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.a.weight.mul_(0.9)
+    return net.c(net.b(net.a(x)))
+
+
+def made_on_the_device(net: Any, x: Tensor) -> Tensor:
+    here = torch.ones(x.shape[0], 4, device=x.device) + torch.arange(4, device=x.device)
+    return net.c(net.b(net.a(x)) + here)
+
+
+def checkpointed(net: Any, x: Tensor) -> Tensor:
+    return net.c(checkpoint(lambda v: net.b(net.a(v)).relu(), x, use_reentrant=False))
+
+
+def parameters_given(net: Any, x: Tensor) -> Tensor:
+    doubled = {name: value * 2 for name, value in net.b.named_parameters()}
+    return net.c(torch.func.functional_call(net.b, doubled, (net.a(x),)))
+
+
+def powers(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(h**2 + 2**h + h.abs() ** 0.5 + net.b(h) ** torch.tensor(2.0))
+
+
+def normal(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = net.a(x)
+    distribution = torch.distributions.Normal(h, F.softplus(net.b(h)))
+    z = distribution.rsample()
+    return net.c(z), distribution.log_prob(z)
+
+
+def categorical(net: Any, x: Tensor) -> tuple[Tensor, ...]:
+    h = net.a(x)
+    distribution = torch.distributions.Categorical(logits=h)
+    return net.c(net.b(h)), distribution.log_prob(distribution.sample()), distribution.entropy()
+
+
+def boolean_sum(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    positive = h > 0
+    return net.c(net.b(h) * positive) / (positive.sum() + 1)
+
+
+def nonzero(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(net.b(h)[(h[:, 0] > 0).nonzero().squeeze(1)])
+
+
+def unique(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(net.b(h)) + torch.unique(h.detach().round()).sum()
+
+
+def masked(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    chosen = h[:, 0] > 0
+    out = torch.zeros_like(h)
+    out[chosen] = net.b(h[chosen])
+    return net.c(out)
+
+
+def read(net: Any, x: Tensor) -> tuple[Tensor, float]:
+    h = net.a(x)
+    value = h.sum().item()
+    return net.c(net.b(h) * value), value
+
+
+def of_numpy(net: Any, x: Tensor) -> Tensor:
+    scales = torch.from_numpy(np.array([1.0, 2.0, 3.0, 4.0]).cumsum() * 2).float()
+    return net.c(net.b(net.a(x)) * float(np.sqrt(2.0)) * scales)
+
+
+def nested(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    ragged = torch.nested.as_nested_tensor([h[:1], h[1:]], layout=torch.jagged)
+    return net.c(net.b(ragged)).values()
+
+
+def random_layers(net: Any, x: Tensor) -> Tensor:
+    h = F.dropout(net.a(x))
+    return net.c(F.gumbel_softmax(net.b(h), hard=True) * torch.rand_like(h))
+
+
+def kept(net: Any, x: Tensor) -> dict[str, Any]:
+    h = net.a(x)
+    net.feature = net.b(h)
+    return {"out": net.c(net.feature), "hidden": [h, net.feature], "rows": x.shape[0], "none": None}
+
+
+def hooked_tensor(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    h.register_hook(lambda gradient: gradient * 3)
+    return net.c(net.b(h))
+
+
+EQUAL: list[Code] = [
+    in_no_grad, in_inference_mode, in_autocast, in_vmap, gradient_inside, changed_view, assigned,
+    aliasing_outputs, written_input, written_buffer, replaced_buffer, grown_buffer,
+    written_parameter, made_on_the_device, checkpointed, parameters_given, powers, normal,
+    categorical, boolean_sum, nonzero, unique, masked, read, of_numpy, nested, random_layers, kept,
+    hooked_tensor,
+    lambda net, x: net.c(twice(net.b(net.a(x)))),
+    lambda net, x: net.c(Doubled.apply(net.b(net.a(x)))),
+    lambda net, x: net.c(torch.einsum("bi,ij->bj", net.a(x), net.b.weight)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", EQUAL, ids=lambda code: code.__name__)
+def test_stages_equal_the_network_bit_for_bit_in_two_calls(code: Code) -> None:
+    network = Net(code)
+    twin, staged = deepcopy(network), Staged(network)
+    x, y = X.clone(), X.clone()
+    for _ in range(2):
+        expected = outputs_and_gradients(twin, twin, x)
+        assert same(outputs_and_gradients(network, staged, y), expected)
+        assert torch.equal(x, y)
+
+
+def branching(net: Any, x: Tensor) -> Tensor:
+    return net.c(net.a(x) if x.sum() > 0 else net.b(x))
+
+
+@pytest.mark.parametrize(
+    ("code", "args"),
+    [
+        (branching, (X,)),
+        (lambda net, x, g: net.a(x) + torch.rand(4, generator=g), (X, torch.Generator())),
+        (lambda net, x: net.a(torch.sparse.mm(torch.eye(5).to_sparse(), x)), (X,)),
+        (lambda net, x: net.a(x) * __import__("random").random(), (X,)),
+    ],
+    ids=["branch on values", "own generator", "sparse", "Python's random numbers"],
+)
+def test_what_cannot_be_followed_is_refused_before_anything_runs(code: Code, args: Any) -> None:
+    network = Net(code)
+    state = torch.get_rng_state()
+    with pytest.raises(NotCaptured):
+        Staged(network)(*args)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------- rules 1 to 5: calls
+
+
+def test_a_replaced_layer_is_the_one_that_runs() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    staged = Staged(network)
+    staged(X)
+    network[0] = nn.Linear(4, 4)
+    assert torch.equal(staged(X), network(X))
+    network[2].weight = nn.Parameter(torch.ones(4, 4))
+    assert torch.equal(staged(X), network(X))
+
+
+@pytest.mark.parametrize(
+    "network",
+    [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.TransformerEncoderLayer(4, 2, 8)],
+    ids=["Sequential", "TransformerEncoderLayer"],
+)
+def test_classes_of_torch_are_captured(network: nn.Module) -> None:
+    assert len(graph_of(network, X).layers) > 1
+
+
+def test_no_number_of_networks_of_a_class_ends_capturing() -> None:
+    for _ in range(18):  # more than one code object may be compiled
+        assert len(graph_of(nn.Linear(4, 4), X).layers) == 1
+
+
+def test_an_integer_that_differs_between_two_networks_is_constant_in_each() -> None:
+    for width in (4, 6, 8):
+        graph = graph_of(nn.Unflatten(1, (2, width // 2)), torch.ones(3, width))
+        assert len(graph.leaves) == 1
+
+
+def test_a_hook_put_on_an_inner_module_between_calls_runs() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    staged = Staged(network)
+    staged(X)
+    network[0].register_forward_hook(lambda module, args, out: out * 2)
+    assert torch.equal(staged(X), network(X))
+
+
+def test_the_reason_names_the_line_of_the_user() -> None:
+    with pytest.raises(NotCaptured, match=r"captured_networks.py.*\n.*if x.sum\(\) > 0"):
+        Staged(ValueControl())(X)
+
+
+# ---------------------------------------------------------------- rules 6 to 8: cuts
+
+
+def test_code_runs_in_a_process_that_does_not_know_the_network(tmp_path: Path) -> None:
+    network = Net(checkpointed)
+    found = captured(network, X)
+    (code,) = cut_at(found.graph, [])
+    state = {name: value.detach() for name, value in network.state_dict().items()}
+    file = tmp_path / "stage"
+    file.write_bytes(pickle.dumps((code, state, found.leaves)))
+    script = (
+        "import pickle, sys, torch\n"
+        "path = sys.argv[1]\n"
+        "code, state, leaves = pickle.loads(open(path, 'rb').read())\n"
+        "assert not any('test_capture' in name for name in sys.modules)\n"
+        "run = code.code.function(torch.device('cpu'))\n"
+        "out = run(*[state[name] for name in code.tensors], *leaves)\n"
+        "open(path, 'wb').write(pickle.dumps(out))\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, "-c", script, str(file)],
+        check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    (out,) = pickle.loads(file.read_bytes())
+    assert torch.equal(out, network(X))
+
+
+def test_a_function_that_has_no_name_is_refused_by_name() -> None:
+    from lightning_hybrid.network.code import qualified_name
+
+    with pytest.raises(NetworkError, match=r"calls <function .*lambda.*cannot find by its name"):
+        qualified_name(lambda x: x)
+
+
+@pytest.mark.parametrize("code", [in_no_grad, in_autocast, in_vmap], ids=lambda c: c.__name__)
+def test_no_cut_while_a_mode_is_switched(code: Code) -> None:
+    graph = graph_of(Net(code), X)
+    cuts = Cuts(graph)
+    inside = [p for p in range(1, len(graph.layers)) if not graph.layers[p - 1].effects.ambient]
+    assert inside
+    assert all(cuts.refusal(position) for position in inside)
+
+
+def test_no_cut_between_memory_and_the_last_write_into_it() -> None:
+    graph = graph_of(Net(changed_view), X)
+    names = [layer.module for layer in graph.layers]
+    first, second = names.index("a"), names.index("b")
+    assert "changes it in place" in str(Cuts(graph).refusal(first + 1))
+    assert "changes it in place" in str(Cuts(graph).refusal(second + 1))
+
+
+def test_outputs_that_share_memory_come_from_one_stage() -> None:
+    network = Net(aliasing_outputs)
+    graph = graph_of(network, X)
+    stages = cut(graph, network_partitions(graph), range(1, len(network_partitions(graph))))
+    g, view, *_ = Staged(network)(X)
+    assert len(stages) > 1
+    g.data.zero_()
+    assert not view.any()
+
+
+# ---------------------------------------------------------------- rules 9 to 13: batches
+
+
+def drawn_for_all(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x) * torch.rand(4))
+
+
+def permuted(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x)[torch.randperm(x.shape[0])])
+
+
+def by_size(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x)) if x.shape[0] > 2 else net.a(x)
+
+
+def balanced(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = net.a(x)
+    return net.b(h), h.softmax(1).mean(0).square().sum()
+
+
+def gated(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    return h + net.state * (h - h.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (lambda net, x: net.b(net.a(x) / x.shape[0]), "computes with the batch size"),
+        (lambda net, x: net.a(x) + torch.arange(x.shape[0])[:, None], "with the batch size"),
+        (by_size, "takes another way for other batch sizes"),
+        (written_buffer, "changes 'state'"),
+        (drawn_for_all, "random numbers that are not of one sample"),
+        (permuted, "batch|random numbers"),
+        (balanced, "does not have the batch as its first dimension"),
+        (lambda net, x: net.b(net.a(x)) - net.b(x).mean(0), "depends on how the batch is split"),
+        (lambda net, x: net.b(net.a(x).t()[:, :4]).t(), "batch"),
+        (read, "is read from a tensor"),
+    ],
+)
+def test_a_batch_whose_samples_meet_is_not_split(code: Code, text: str) -> None:
+    found = captured(Net(code), X)
+    reason = why_whole(found.graph, found.leaves, 3, tried=True)
+    assert reason is not None
+    assert any(word in reason for word in text.split("|")), reason
+
+
+def test_interaction_behind_a_gate_that_starts_at_zero_is_seen() -> None:
+    network = Net(lambda net, x: net.a(x) + net.gate * net.a(x).mean(0))
+    network.gate = nn.Parameter(torch.zeros(4))
+    found = captured(network, X)
+    assert why_whole(found.graph, found.leaves, 2, tried=True) is not None
+
+
+@pytest.mark.parametrize("network", [FunctionalDropout(), Net(random_layers), Net(in_vmap)])
+def test_a_batch_of_samples_that_do_not_meet_is_split(network: nn.Module) -> None:
+    found = captured(network, X)
+    assert why_whole(found.graph, found.leaves, 2, tried=True) is None
+
+
+def test_a_vector_that_happens_to_be_as_long_as_the_batch_is_passed_whole() -> None:
+    kwargs = {"table": torch.randn(2, 3), "weights": torch.randn(2)}
+    found = captured(TwoInputs(), torch.randn(2, 1, 8, 8), **kwargs)
+    parts = found.graph.split(found.leaves, 2)
+    shapes = [{tuple(leaf.shape) for leaf in part} for part in parts]
+    assert shapes == [{(1, 1, 8, 8), (1, 3), (2,)}] * 2
+
+
+def test_a_call_with_one_sample_is_static_and_a_later_one_is_not() -> None:
+    staged = Staged(Net(powers))
+    staged(X[:1])
+    staged(X)
+    assert [graph.is_static for graph in staged.graphs] == [True, False]
+
+
+def test_batch_sizes_need_no_graph_of_their_own() -> None:
+    staged = Staged(Net(powers))
+    for rows in (2, 3, 5):
+        assert torch.equal(staged(X[:rows]), staged.network(X[:rows]))
+    assert len(staged.graphs) == 1
+
+
+# ---------------------------------------------------------------- rules 15 to 19
+
+
+def test_the_device_of_an_input_is_that_of_the_stage() -> None:
+    network = Net(made_on_the_device)
+    (code,) = cut_at(graph_of(network, X), [])
+    meta = torch.device("meta")
+    stage = Stage(code, network.to(meta), meta)
+    assert stage([X.to(meta)], [5])[0].device == meta
+
+
+def test_a_checkpointed_region_keeps_its_saving() -> None:
+    def plain(net: Any, x: Tensor) -> Tensor:
+        return net.c(net.b(net.a(x)).relu())
+
+    sizes = []
+    for code in (plain, checkpointed):
+        staged, packed = Staged(Net(code)), []
+        staged(X)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, packed=packed: packed.append(t) or t, lambda t: t
+        ):
+            staged(X)
+        sizes.append(sum(t.nbytes for t in packed if not isinstance(t, nn.Parameter)))
+    assert sizes[1] < sizes[0]
+
+
+def test_modes_have_graphs_of_their_own_without_a_reason_for_the_user() -> None:
+    staged = Staged(Net(powers))
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context():
+            staged(X)
+            assert staged.capture.reason is None
+    assert len(staged.graphs) == 3
+
+
+def test_a_value_that_changes_is_the_reason_of_a_capture() -> None:
+    network = Net(lambda net, x: net.a(x) * (2 if net.kind == "wide" else 1))
+    network.kind = "wide"
+    staged = Staged(network)
+    staged(X)
+    network.kind = "narrow"
+    assert torch.equal(staged(X), network(X))
+    assert "kind" in str(staged.capture.reason)
+
+
+def test_a_number_that_changes_in_each_step_is_captured_at_most_twice_again() -> None:
+    network = Net(lambda net, x: net.a(x) * net.step * net.rate)
+    staged = Staged(network)
+    for step in range(2, 8):
+        network.step, network.rate = step, 0.5 / step
+        assert torch.equal(staged(X), network(X))
+    assert len(staged.graphs) <= 3
+
+
+def test_an_error_of_the_stages_keeps_its_type() -> None:
+    staged = Staged(Net(powers))
+
+    def refuse(*_: Any) -> list[Any]:
+        raise NetworkError("no")
+
+    staged.capture._run = refuse
+    with pytest.raises(NetworkError, match="no"):
+        staged(X)
