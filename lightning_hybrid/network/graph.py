@@ -18,6 +18,7 @@ import builtins
 import hashlib
 import math
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -469,7 +470,9 @@ class _Describing:
             name: str | None = self.module_names.get(str(key).split("@")[0])
             if name is not None:
                 return name.partition(f".{_MAKES_WEIGHTS}.")[0]
-        return ""
+        # a region that is checkpointed says it by its weights alone
+        used = [self.tensors[n].split(".")[:-1] for n in node.all_input_nodes if n in self.tensors]
+        return ".".join(os.path.commonprefix(used)) if used else ""
 
     def _leaves(self) -> tuple[Leaf, ...]:
         leaves = []
@@ -522,6 +525,7 @@ _ARITHMETIC = {
     *(getattr(builtins, name) for name in ("min", "max", "int", "float", "bool", "abs", "round")),
     builtins.len,
     builtins.getattr,
+    torch.Size,
     torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite,
     torch.sym_sqrt,
     *(function for function in vars(math).values() if callable(function)),

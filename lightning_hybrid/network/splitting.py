@@ -133,6 +133,8 @@ def _is_size_argument(node: fx.Node, place: int | str) -> bool:
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     if node.target is operator.getitem:
         return False
+    if name == "randint":  # its bounds are plain arguments, its size is a tuple
+        return place == "size" or (isinstance(place, int) and isinstance(node.args[place], tuple))
     return name in _SHAPING and place not in _FILLED_WITH.get(name, ())
 
 

@@ -389,6 +389,8 @@ class CheckpointsAtTheTop(_Between):
 class CheckpointsItsBlocks(_Between):
     """One region for each block, one over several, an older reentrant one."""
 
+    equal_or_refused = ("checkpoint_sequential",)
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` takes no reentrant ones beside unused parameters
     cuts: ClassVar = {2: ["net.blocks.2"]}
 
@@ -488,7 +490,8 @@ class DrawsFromItsOwnGenerator(_Between):
 class SeedsInForward(_Between):
     """`torch.manual_seed` within `forward`: the same noise for every batch."""
 
-    equal_or_refused = ("manual_seed",)
+    equal_or_refused = ("fork_rng",)
+
     control = False
 
     class Net(_Between.Net):

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.network.deferred import (
     Deferral,
+    Hollow,
     claim,
     has_loaded,
     is_away,
