@@ -272,7 +272,11 @@ def guards_of(values: Iterable[Any]) -> Any:
 
 
 def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
-    """Whether the conditions hold for these values of the symbols."""
+    """Whether the conditions hold for these values of the symbols.
+
+    TorchDynamo takes every free size to be at least 2, whatever the code asks; a size of 1 is let
+    pass here, since operations on free sizes treat it like any other (`squeeze` does not).
+    """
     if shape_env is None:
         return True
     known = {symbol: sympy.Integer(value) for symbol, value in sizes.items()}
@@ -280,7 +284,9 @@ def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
         if shape_env.replace(guard.expr).xreplace(known) == sympy.false:
             return False
     ranges = shape_env.var_to_range
-    return all(s not in ranges or ranges[s].lower <= v <= ranges[s].upper for s, v in known.items())
+    return all(
+        s not in ranges or ranges[s].lower <= max(v, 2) <= ranges[s].upper for s, v in known.items()
+    )
 
 
 def functorch_level() -> int:

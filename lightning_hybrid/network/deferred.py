@@ -179,7 +179,8 @@ class Hollow:
                 empty = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
                 )
-            empty.untyped_storage().resize_(0)
+            if empty.is_contiguous():  # others cannot be captured without memory
+                empty.untyped_storage().resize_(0)
             known = self._kept[id(tensor)] = tensor, empty
         return known[1]
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import itertools
 import math
 import operator
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -276,6 +276,15 @@ class NetworkGraph:
                 return f"{name} (in {node.name!r})"
         return None
 
+    @cached_property
+    def squeezes(self) -> bool:
+        """Whether an operation drops all dimensions of size 1, that of a single sample too."""
+        for node in self.graph.nodes:
+            name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+            if name in ("squeeze", "squeeze_") and len(node.args) == 1 and not node.kwargs:
+                return True
+        return False
+
     @property
     def is_static(self) -> bool:
         """Whether no size of the batch is free: captured with one sample, or for one size only."""
@@ -472,7 +481,8 @@ class _Describing:
                 return name.partition(f".{_MAKES_WEIGHTS}.")[0]
         # a region that is checkpointed says it by its weights alone
         used = [self.tensors[n].split(".")[:-1] for n in node.all_input_nodes if n in self.tensors]
-        return ".".join(os.path.commonprefix(used)) if used else ""
+        common = itertools.takewhile(lambda column: len({*column}) == 1, zip(*used))
+        return ".".join(column[0] for column in common)
 
     def _leaves(self) -> tuple[Leaf, ...]:
         leaves = []

@@ -51,7 +51,10 @@ def why_whole(
 
 def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bool:
     """Whether the captured graph is right for parts of these sizes."""
-    return all(graph.guards_allow(graph.sizes(part)) for part in graph.split(leaves, microbatches))
+    parts = graph.split(leaves, microbatches)
+    if any(graph.batch_of(part) == 1 for part in parts) and graph.squeezes:
+        return False
+    return all(graph.guards_allow(graph.sizes(part)) for part in parts)
 
 
 # ---------------------------------------------------------------- what the graph shows
@@ -123,7 +126,17 @@ def _numbers_taken(node: fx.Node) -> Iterator[tuple[int | str, fx.Node]]:
 _SHAPING = {
     *("view", "reshape", "expand", "repeat", "unflatten", "broadcast_to", "new_zeros", "new_ones"),
     *("new_empty", "new_full", "zeros", "ones", "empty", "full", "rand", "randn", "tile"),
-    *("view_as", "resize", "split", "chunk", "tensor_split", "narrow", "bernoulli", "normal"),
+    *(
+        "_vmap_increment_nesting",
+        "view_as",
+        "resize",
+        "split",
+        "chunk",
+        "tensor_split",
+        "narrow",
+        "bernoulli",
+        "normal",
+    ),
 }
 _FILLED_WITH = {"new_full": (2, "fill_value"), "full": (1, "fill_value")}
 
