@@ -7,7 +7,7 @@ from typing import Any
 import sympy
 import torch
 import torch.fx.experimental._config as shape_config
-from torch import Tensor, nn
+from torch import Tensor
 
 # switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
 # writers of subclasses ("Extending PyTorch") under this name
