@@ -3,9 +3,9 @@
 Run: python benchmarks/networks.py [--write docs/networks.md] [NAME ...]
 
 For each network, once in training and once in evaluation: it is captured and cut in two where
-its counted load divides best; a batch of another size than the captured one goes forward and backward
-through the network and through its two stages, with the same random numbers. Between the stages
-gradients are handed on as between two ranks. Compared are the outputs, the gradients of all
+its counted load divides best; a batch of another size than the captured one goes forward and
+backward through the network and through its two stages, with the same random numbers. Between the
+stages gradients are handed on as between two ranks. Compared are the outputs, the gradients of all
 parameters and of the input, and the buffers (running statistics, codebooks) afterwards. What is
 not equal bit for bit in float32 is compared again in float64, and the largest difference is shown,
 relative to the largest value; it must be below 1e-10. A network counts as split if neither stage
