@@ -2,10 +2,10 @@
 
 Run: python benchmarks/networks.py [--write docs/networks.md] [NAME ...]
 
-For each network, once in training and once in evaluation: it is traced and cut in two where its
-counted load divides best; a batch of another size than the traced one goes forward and backward
-through the network and through its two stages, with the same random numbers. Between the stages
-gradients are handed on as between two ranks. Compared are the outputs, the gradients of all
+For each network, once in training and once in evaluation: it is captured and cut in two where
+its counted load divides best; a batch of another size than the captured one goes forward and
+backward through the network and through its two stages, with the same random numbers. Between the
+stages gradients are handed on as between two ranks. Compared are the outputs, the gradients of all
 parameters and of the input, and the buffers (running statistics, codebooks) afterwards. What is
 not equal bit for bit in float32 is compared again in float64, and the largest difference is shown,
 relative to the largest value; it must be below 1e-10. A network counts as split if neither stage
@@ -16,7 +16,7 @@ configuration, nothing is downloaded.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -33,15 +33,18 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_hybrid.allocation import allocate
 from lightning_hybrid.network import (
+    Capture,
     NetworkGraph,
+    NotCaptured,
     Stage,
+    StageCode,
     check,
     count,
     cut,
-    describe,
+    make_stages,
     network_partitions,
-    trace,
 )
+from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.network.structure import rebuild, tensors_in
 
 LIMIT = 0.75
@@ -275,7 +278,6 @@ class Row:
     Attributes:
         layers: in its graph.
         cuts: places where it may be cut.
-        opaque: modules that are one layer each because their code cannot be followed, and why.
         shares: of the load, per stage; ``None``: there is no place to cut.
         crossing: tensors that cross the cut.
         training: how what the stages compute in training differs from the network.
@@ -284,7 +286,6 @@ class Row:
 
     layers: int
     cuts: int
-    opaque: dict[str, str]
     shares: tuple[float, float] | None
     crossing: int
     training: str
@@ -301,45 +302,96 @@ class Row:
         return not any("DIFFERS" in text for text in (self.training, self.evaluation))
 
 
+class InTwo:
+    """The calls of a network, captured, and computed by two stages as on ranks of their own.
+
+    Between the stages values are detached, and `backward` hands gradients on.
+
+    Attributes:
+        graph: of the first call.
+        codes: its stages.
+        shares: of the load, per stage.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.graph: NetworkGraph | None = None
+        self.codes: list[StageCode] = []
+        self.shares: tuple[float, float] | None = None
+        self.borders: list[tuple[list[Any], list[Any]]] = []
+        self._network = network
+        self._capture = Capture(network, own_forward(network), self._run)
+        self._divided: dict[NetworkGraph, list[Stage]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._capture(args, kwargs)
+
+    def _run(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+        leaves = graph.bind(values)
+        if graph not in self._divided:
+            codes, shares = divide(graph)
+            check(graph, codes, leaves)
+            self._divided[graph] = make_stages(codes, self._network, graph.device)
+            if self.graph is None:
+                self.graph, self.codes, self.shares = graph, codes, shares
+        numbers = graph.values_of_numbers(graph.sizes(leaves))
+        self.borders, current = [], list(leaves)
+        for stage in self._divided[graph]:
+            if self.borders:
+                current = [v.detach().requires_grad_(v.requires_grad) for v in current]
+            results = stage(current, numbers)
+            self.borders.append((current, results))
+            current = results
+        found = dict(zip((*graph.tensor_outputs, *graph.scalar_outputs), current))
+        found |= zip(graph.numbers, numbers)
+        return [found[n] if isinstance(n, torch.fx.Node) else n for n in graph.outputs]
+
+    def backward(self, outputs: Sequence[Tensor]) -> None:
+        """Backward of a loss on the outputs, through all stages."""
+        backward(outputs)
+        for (_, sent), (received, _) in reversed(list(pairwise(self.borders))):
+            pairs = [(s, r.grad) for s, r in zip(sent, received) if r.grad is not None]
+            torch.autograd.backward(*zip(*[(s, g) for s, g in pairs if s.requires_grad]))
+
+
 def examine(case: Case) -> Row:
     """Cut a network in two, and compare its stages with it."""
-    graph, stages, shares, training = cut_in_two(case, torch.float32, training=True)
-    *_, evaluation = cut_in_two(case, torch.float32, training=False)
+    stages, training = cut_in_two(case, torch.float32, training=True)
+    _, evaluation = cut_in_two(case, torch.float32, training=False)
     if training:  # rounding, or more
-        *_, training = cut_in_two(case, torch.float64, training=True)
+        _, training = cut_in_two(case, torch.float64, training=True)
     if evaluation and evaluation != OUTPUTS_ONLY:
-        *_, evaluation = cut_in_two(case, torch.float64, training=False)
+        _, evaluation = cut_in_two(case, torch.float64, training=False)
+    graph = stages.graph
+    assert graph is not None
     return Row(
         len(graph.layers),
         len(network_partitions(graph)) - 1,
-        graph.opaque,
-        shares,
-        len([node for node in stages[-1].graph.nodes if node.op == "placeholder"]),
+        stages.shares,
+        len(stages.borders[-1][0]),
         training or "bit for bit",
         evaluation or "bit for bit",
     )
 
 
-def cut_in_two(
-    case: Case, dtype: torch.dtype, *, training: bool
-) -> tuple[NetworkGraph, list[Stage], tuple[float, float] | None, str]:
-    """The network's graph, its stages, their shares of the load, and how they differ from it."""
+def cut_in_two(case: Case, dtype: torch.dtype, *, training: bool) -> tuple[InTwo, str]:
+    """The network in two stages, and how they differ from it."""
     torch.manual_seed(0)
     network = case.make().to(dtype).train(training)
-    traced, called = (
+    first, second = (
         rebuild(case.arguments(batch), lambda v: v.to(dtype) if is_float(v) else v)
         for batch in (2, 3)
     )
-    graph = trace(network, *describe(*traced))
-    stages, shares = divide(graph)
-    return graph, stages, shares, compare(graph, stages, called)
+    stages = InTwo(network)
+    with torch.no_grad():
+        stages(*first[0], **first[1])
+    return stages, compare(network, stages, second)
 
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def divide(graph: NetworkGraph) -> tuple[list[Stage], tuple[float, float] | None]:
+def divide(graph: NetworkGraph) -> tuple[list[StageCode], tuple[float, float] | None]:
     """Two stages whose counted loads differ least, and their shares of it."""
     partitions = network_partitions(graph)
     if len(partitions) < 2:
@@ -351,60 +403,40 @@ def divide(graph: NetworkGraph) -> tuple[list[Stage], tuple[float, float] | None
     return cut(graph, partitions, [boundary]), (first, 1 - first)
 
 
-def compare(graph: NetworkGraph, stages: Sequence[Stage], arguments: Arguments) -> str:
+def compare(network: nn.Module, stages: InTwo, arguments: Arguments) -> str:
     """How stages differ from their network: outputs, gradients and buffers; empty: not a bit.
 
     Raises:
         StitchError: the outputs differ.
     """
-    args, kwargs = arguments
-    check(graph, stages, args, kwargs)
-    twin = deepcopy(graph.network)
-    leaves = [t for _, t in tensors_in((args, kwargs))]
-    twins = [t.clone().requires_grad_(t.is_floating_point()) for t in leaves]
-    rest = iter(twins)
-    args, kwargs = rebuild((args, kwargs), lambda v: next(rest) if isinstance(v, Tensor) else v)
+    twin = deepcopy(network)
+    (args, kwargs), twins = with_gradients(arguments)
     torch.manual_seed(1)
     outputs = [t for _, t in tensors_in(twin(*args, **kwargs))]
     try:
         backward(outputs)
     except RuntimeError:  # some change in place, in evaluation, what their backward needs
-        return OUTPUTS_ONLY if graph.network.training is False else "DIFFERS: no backward"
+        return "DIFFERS: no backward" if network.training else OUTPUTS_ONLY
     expected = [outputs, gradients(twin, twins), list(twin.buffers())]
-    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in leaves]
+    (args, kwargs), leaves = with_gradients(arguments)
     torch.manual_seed(1)
-    outputs = through(graph, stages, leaves)
-    found = [outputs, gradients(graph.network, leaves), list(graph.network.buffers())]
-    graph.network.zero_grad()
+    outputs = [t for _, t in tensors_in(stages(*args, **kwargs))]
+    stages.backward(outputs)
+    found = [outputs, gradients(network, leaves), list(network.buffers())]
+    network.zero_grad()
     texts = (distance(a, b) for a, b in zip(found, expected, strict=True))
     names = ("outputs", "gradients", "buffers")
     different = [f"{name} {text}" for name, text in zip(names, texts) if text]
     return ", ".join(different)
 
 
-def through(graph: NetworkGraph, stages: Sequence[Stage], leaves: list[Tensor]) -> list[Tensor]:
-    """Forward and backward, stage by stage, as on ranks of their own."""
-    values, borders = graph.bind(*_arguments(graph, leaves)), []
-    for stage in stages:
-        if borders:
-            values = [v.detach().requires_grad_(v.requires_grad) for v in values]
-        outputs = stage(values)
-        borders.append((values, outputs))
-        values = outputs
-    outputs = [t for _, t in tensors_in(graph.pack(values))]
-    backward(outputs)
-    for (_, sent), (received, _) in reversed(list(pairwise(borders))):
-        pairs = [(s, r.grad) for s, r in zip(sent, received) if r.grad is not None]
-        torch.autograd.backward(*zip(*[(s, g) for s, g in pairs if s.requires_grad]))
-    return outputs
-
-
-def _arguments(graph: NetworkGraph, leaves: Iterable[Tensor]) -> Arguments:
-    rest = iter(leaves)
-    arguments: Arguments = rebuild(
-        graph.example, lambda v: next(rest) if isinstance(v, Tensor) else v
+def with_gradients(arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
+    """Copies of arguments whose gradients are wanted, and their tensors."""
+    copies = rebuild(
+        arguments,
+        lambda v: v.clone().requires_grad_(is_float(v)) if isinstance(v, Tensor) else v,
     )
-    return arguments
+    return copies, [t for _, t in tensors_in(copies)]
 
 
 def backward(outputs: Sequence[Tensor]) -> None:
@@ -439,8 +471,8 @@ def distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) 
 
 
 HEADER = (
-    "| network | layers | cuts | opaque layers | load of the two stages | tensors across | "
-    "training | evaluation |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| network | layers | cuts | load of the two stages | tensors across | "
+    "training | evaluation |\n| --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -448,7 +480,7 @@ def line(name: str, row: Row) -> str:
     shares = "*not split*"
     if row.split and row.shares is not None:
         shares = " / ".join(f"{share:.1%}" for share in row.shares)
-    cells = (name, row.layers, row.cuts, len(row.opaque), shares, row.crossing)
+    cells = (name, row.layers, row.cuts, shares, row.crossing)
     cells += (row.training, row.evaluation)
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -465,10 +497,16 @@ def main() -> None:
         for name, case in cases.items():
             if options.names and name not in options.names:
                 continue
-            row, total = examine(case), total + 1
-            texts.append(line(name, row))
+            total += 1
+            try:
+                row = examine(case)
+            except NotCaptured as error:
+                texts.append(f"| {name} | *not one graph*: {error.reason.splitlines()[0]} |")
+                bad.append(name)
+            else:
+                texts.append(line(name, row))
+                bad += [] if row.equal and row.split else [name]
             console.print(texts[-1], markup=False, soft_wrap=True)
-            bad += [] if row.equal and row.split else [name]
     texts += ["", f"{total - len(bad)} of {total} networks are split in two and compute the same."]
     console.print(texts[-1])
     if options.write:

@@ -21,11 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _capturing import capture
 from _timing import Repeated, durations, optimizer_of, train
 from torch import Tensor, nn
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.network import cut, find_boundary, network_partitions, trace
+from lightning_hybrid.network import (
+    Stage,
+    cut,
+    find_boundary,
+    make_stages,
+    network_partitions,
+)
 from models import ResAttNet3D
 
 BATCH, MICROBATCHES, SIDE = 6, 3, 64
@@ -53,12 +60,12 @@ def run_hybrid(steps: int, point: str, out: str) -> None:
 class OneStage(nn.Module):
     """A stage in the form that PipelineStage wants: tensors in, one tensor out."""
 
-    def __init__(self, stage: nn.Module) -> None:
+    def __init__(self, stage: Stage, numbers: tuple[Any, ...]) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self.numbers = stage, numbers
 
     def forward(self, *values: Tensor) -> Any:
-        outputs = self.stage(list(values))
+        outputs = self.stage(list(values), self.numbers)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -71,13 +78,15 @@ def run_torch(steps: int, point: str, out: str, rank: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(60))
     network = ResAttNet3D(18)
     part = torch.zeros(BATCH // MICROBATCHES, 1, SIDE, SIDE, SIDE)
-    graph = trace(network, (part,))
+    graph, leaves = capture(network, part)
+    numbers = graph.values_of_numbers(graph.sizes(leaves))
     partitions = network_partitions(graph)
-    stages = cut(graph, partitions, [find_boundary(partitions, point)])
+    codes = cut(graph, partitions, [find_boundary(partitions, point)])
+    stages = make_stages(codes, network, torch.device("cpu"))
     with torch.no_grad():  # shapes are given, so that nothing is run to learn them
-        crossing = [value.requires_grad_() for value in stages[0]([part])]
-        last = [value.requires_grad_() for value in stages[1](crossing)]
-    mine = OneStage(stages[rank])
+        crossing = [value.requires_grad_() for value in stages[0]([part], numbers)]
+        last = [value.requires_grad_() for value in stages[1](crossing, numbers)]
+    mine = OneStage(stages[rank], numbers)
     examples = (part,) if rank == 0 else tuple(crossing)
     results = tuple(crossing) if rank == 0 else last[0]
     stage = PipelineStage(

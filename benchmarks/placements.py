@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from _block_partition import block_partition
+from _capturing import capture
 from _timing import Repeated, train
 from monai.networks.nets import DenseNet121
 from rich.console import Console
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.allocation import merge
-from lightning_hybrid.network import network_partitions, trace
+from lightning_hybrid.network import network_partitions
 from lightning_hybrid.network.measure import measure
 from lightning_hybrid.planning import plan_stages
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
@@ -90,9 +91,9 @@ def profile(name: str) -> Chain:
     torch.manual_seed(0)
     build, shape = NETWORKS[name]
     network, x = build(), torch.randn(SIZE, *shape)
-    graph = trace(network, (x,))
+    graph, leaves = capture(network, x)
     partitions = network_partitions(graph)
-    rows = measure(graph, partitions, [x]).partitions
+    rows = measure(graph, partitions, leaves).partitions
     sizes = {n: p.numel() for n, p in network.named_parameters()}
     return Chain(
         [p.name for p in partitions],

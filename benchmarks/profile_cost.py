@@ -1,6 +1,6 @@
 """What profiling costs: 3D-ResAttNet-34, 64x64x64, for micro-batches of 2, 3 and 6.
 
-Claim: under 60 s on two cores (and under 10 s on a GPU), tracing included; nothing the second time.
+Claim: under 60 s on two cores (and under 10 s on a GPU), capture included; nothing the second time.
 
     python benchmarks/profile_cost.py [--depth 34] [--side 64]
 """
@@ -12,8 +12,9 @@ import time
 from functools import partial
 
 import torch
+from _capturing import capture
 
-from lightning_hybrid.network import cached, measure, network_partitions, trace
+from lightning_hybrid.network import cached, measure, network_partitions
 from models import ResAttNet3D
 
 SIZES = (2, 3, 6)
@@ -25,16 +26,16 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=64)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = ResAttNet3D(arguments.depth)
-    x = torch.randn(max(SIZES), 1, *3 * [arguments.side])
+    network = ResAttNet3D(arguments.depth).to(device)
+    x = torch.randn(max(SIZES), 1, *3 * [arguments.side], device=device)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_HYBRID_CACHE"] = folder
         for number in ("first", "second"):
             print(f"{number} time, {device.type}, {torch.get_num_threads()} threads")
             start = time.perf_counter()
-            graph = trace(network, (x,), device=device)
+            graph, _ = capture(network, x)
             partitions = network_partitions(graph)
-            print(f"  traced: {len(partitions)} partitions, {time.perf_counter() - start:.1f} s")
+            print(f"  captured: {len(partitions)} partitions, {time.perf_counter() - start:.1f} s")
             for size in SIZES:
                 begin, leaves = time.perf_counter(), [x[:size]]
                 profile = cached(

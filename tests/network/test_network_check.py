@@ -71,7 +71,7 @@ def test_network_that_mixes_samples_is_not_split(keep: bool, text: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_does_not_keep_a_network_from_being_split(training: bool) -> None:
     network = ResNet(blocks=(1, 1)).train(training)
-    found = captured(network, torch.randn(5, 1, 16, 16, 16))
+    found = captured(network, torch.randn(6, 1, 16, 16, 16))
     state = {name: value.clone() for name, value in network.state_dict().items()}
     assert why_whole(found.graph, found.leaves, 3, tried=True) is None
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())

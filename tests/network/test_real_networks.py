@@ -1,11 +1,13 @@
 """The slow tier: networks that people use, cut in two and three, compute what they computed."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from capturing import captured
 
-from benchmarks.networks import NETWORKS, Case, compare, divide, examine
-from lightning_hybrid.network import Stage, check, cut, describe, network_partitions, trace
+from benchmarks.networks import NETWORKS, Case, InTwo, compare, examine
+from lightning_hybrid.network import check, cut, network_partitions
 
 # what the libraries say of themselves
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -25,30 +27,23 @@ def test_two_stages_compute_outputs_and_gradients_of_the_network(case: Case) -> 
 def test_three_stages_have_the_outputs_of_the_network(case: Case) -> None:
     torch.manual_seed(0)
     network = case.make()
+    args, kwargs = case.arguments(3)
     for training in (True, False):
-        network.train(training)
-        graph = trace(network, *describe(*case.arguments(2)))
-        partitions = network_partitions(graph)
-        parts = cut(graph, partitions, [len(partitions) * stage // 3 for stage in (1, 2)])
-        assert all(next(part.parameters(), None) is not None for part in parts)
-        check(graph, parts, *case.arguments(3))
+        found = captured(network.train(training), *args, **kwargs)
+        partitions = network_partitions(found.graph)
+        codes = cut(found.graph, partitions, [len(partitions) * s // 3 for s in (1, 2)])
+        assert all(code.tensors for code in codes)
+        check(found.graph, codes, found.leaves)
 
 
-class Doubled(torch.nn.Module):
-    """A stage with the right outputs and twice the gradients."""
+class Doubled(InTwo):
+    """Stages with the right outputs and twice the gradients of the first of them."""
 
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, values: list[Tensor]) -> list[Tensor]:
-        return [value + (value - value.detach()) for value in self.stage(values)]
+    def backward(self, outputs: Any) -> None:
+        super().backward([value + (value - value.detach()) for value in outputs])
 
 
 def test_the_table_would_show_wrong_gradients() -> None:
-    case = CASES["UNet"]
-    graph = trace(case.make(), *describe(*case.arguments(2)))
-    (first, second), shares = divide(graph)
-    assert shares is not None
-    assert compare(graph, [first, second], case.arguments(2)) == ""
-    assert "gradients DIFFERS" in compare(graph, [first, Doubled(second)], case.arguments(2))
+    network, arguments = CASES["UNet"].make(), CASES["UNet"].arguments(2)
+    assert compare(network, InTwo(network), arguments) == ""
+    assert "gradients DIFFERS" in compare(network, Doubled(network), arguments)
