@@ -72,7 +72,8 @@ class Capture:
         forward: its ``forward``, as the user has it.
         run: called with each call's graph and the arguments of the graph.
         shared: shape and type of the parameters and buffers that all ranks have, by name. Others
-            (a buffer that a hook has registered on this rank) are inputs of the network.
+            (a buffer that a hook has registered on this rank) are inputs of the network. By
+            default all that the network has now.
         whole: capture it as one graph or not at all; else as a chain of graphs, with the Python
             between them run as ever.
 
@@ -85,11 +86,13 @@ class Capture:
         network: nn.Module,
         forward: Callable[..., Any],
         run: Run,
-        shared: Mapping[str, Kind],
+        shared: Mapping[str, Kind] | None = None,
         *,
         whole: bool = True,
     ) -> None:
-        self.network, self._run, self._shared = network, run, shared
+        tensors = (*network.named_parameters(), *network.named_buffers())
+        self.network, self._run = network, run
+        self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
         self.reason: str | None = None
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # an identity is only a name while its owner lives

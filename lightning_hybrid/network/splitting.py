@@ -126,17 +126,8 @@ def _numbers_taken(node: fx.Node) -> Iterator[tuple[int | str, fx.Node]]:
 _SHAPING = {
     *("view", "reshape", "expand", "repeat", "unflatten", "broadcast_to", "new_zeros", "new_ones"),
     *("new_empty", "new_full", "zeros", "ones", "empty", "full", "rand", "randn", "tile"),
-    *(
-        "_vmap_increment_nesting",
-        "view_as",
-        "resize",
-        "split",
-        "chunk",
-        "tensor_split",
-        "narrow",
-        "bernoulli",
-        "normal",
-    ),
+    *("_vmap_increment_nesting", "_remove_batch_dim"),
+    *("view_as", "resize", "split", "chunk", "tensor_split", "narrow", "bernoulli", "normal"),
 }
 _FILLED_WITH = {"new_full": (2, "fill_value"), "full": (1, "fill_value")}
 

@@ -19,7 +19,6 @@ from lightning_hybrid.network import (
     make_stages,
     network_partitions,
 )
-from lightning_hybrid.network.capture import kind_of
 from lightning_hybrid.network.check import run
 from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.network.structure import tensors_in
@@ -53,9 +52,7 @@ class Staged:
 
     def __init__(self, network: nn.Module, boundaries: Boundaries = everywhere) -> None:
         self.network, self._boundaries = network, boundaries
-        tensors = (*network.named_parameters(), *network.named_buffers())
-        shared = {name: kind_of(value) for name, value in tensors}
-        self.capture = Capture(network, own_forward(network), self._run, shared)
+        self.capture = Capture(network, own_forward(network), self._run)
         self.graphs: list[NetworkGraph] = []
         self.values: Sequence[Any] = ()
         self.codes: dict[NetworkGraph, list[StageCode]] = {}
