@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from nibabel.processing import resample_from_to
 from torch import Tensor, nn
 
-from models.gradcam import GradCAM3D
+from models.maps import GradCAM3D
 
 Array = npt.NDArray[Any]
 
