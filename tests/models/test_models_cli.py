@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(
     config, tmp_path, monkeypatch
 ) -> None:
     (tmp_path / "run").write_text("a file where the run's folder should be")
-    with pytest.raises(SystemExit, match="folder of the run cannot be written.*save_dir"):
+    with pytest.raises(SystemExit, match=r"folder of the run cannot be written.*save_dir"):
         command(monkeypatch, "fit", "--config", config)
 
 
