@@ -165,14 +165,15 @@ def finished(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.conformance
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "hybrid_gabra_spawn", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", "lightning_hybrid.HybridGabraStrategy"])
 def test_replicas_write_one_table_and_the_metrics_of_one_device(config, tmp_path, strategy) -> None:
     arguments = ["--config", config, "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    if strategy == "ddp":
+    if strategy != "ddp":
+        arguments += ["--trainer.strategy.data_parallel_size", "2"]
+        finished("fit", "--config", config)
+    else:
         done = finished("fit", *arguments)
         assert "MEMBER: 2/2" in done.stderr + done.stdout
-    else:
-        finished("fit", "--config", config)
     run = tmp_path / "run" / "version_0"
     ResAttNetClassifier.load_from_checkpoint(checkpoint(run), map_location="cpu")
     assert not (tmp_path / "run" / "version_1").exists()
