@@ -117,20 +117,22 @@ def attention_of(network: nn.Module, layer: str) -> str:
     return after if after in dict(network.named_modules()) else layer
 
 
-def choose_cases(labels: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
+def choose_cases(
+    labels: Sequence[int], scores: Sequence[float], count: int, explained: int = 1
+) -> list[int]:
     """Scans to draw: ``count`` - 1 of the explained class about its median score, one other.
 
     The best cases would flatter the method, the first ones be luck.
 
     Args:
-        labels: Label of each scan; the highest one is explained.
-        scores: Its probability of that class.
+        labels: Label of each scan.
+        scores: Its probability of the explained class.
         count: How many to choose.
+        explained: The label of that class.
 
     Returns:
         Positions in ``labels``.
     """
-    explained = max(labels, default=0)
     own = [i for i, label in enumerate(labels) if label == explained]
     others = [i for i, label in enumerate(labels) if label != explained]
     wanted = count - 1 if others and count > 1 else count
@@ -165,9 +167,9 @@ def explain(
             scored.
     """
     network = networks["trained"]
-    labels, scores = _probabilities(network, batches())
-    drawn = set(choose_cases(labels, scores, count))
-    study = _Study(networks, methods, layer, max(labels, default=0))
+    labels, scores, classes = _probabilities(network, batches())
+    drawn = set(choose_cases(labels, scores, count, classes - 1))
+    study = _Study(networks, methods, layer, classes - 1)
     device = next(network.parameters()).device
     for number, sample in enumerate(_samples(batches())):
         study.add(_Scan(sample, truth, device), scores[number], number in drawn)
@@ -188,7 +190,8 @@ class _Study:
         self._methods, self._layer, self._explained = methods, layer, explained
         self._explainers = {
             (name, method): make_explainer(method, network, layer)
-            for name, network in networks.items()
+            # the others are compared with the trained one
+            for name, network in sorted(networks.items(), key=lambda item: item[0] != "trained")
             for method in methods
         }
         self._cells: dict[MethodName, Array] = {}
@@ -207,8 +210,9 @@ class _Study:
                 cell = self._cell_mm(method, scan)
                 one = scan.explain(explainer, method, self._explained, cell)
                 found[network, method] = one
-                row = _row(scan, probability, network, self._layer, one, drawn)
-                self._rows.append(row | self._likeness(scan, network, one, found))
+                row = _row(scan, probability, self._explained, network, self._layer, one)
+                row |= self._likeness(scan, network, one, found) | {"drawn": drawn}
+                self._rows.append(row)
         self._affine = scan.affine
         self._counts[scan.label] += 1
         self._images[scan.label] = self._images.get(scan.label, 0) + scan.image
@@ -309,8 +313,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     count as a miss of the pointing game. ``right`` is the pointing game over the correctly
     classified scans alone.
     """
-    explained = max((row["label"] for row in rows), default=0)
-    own = [row for row in rows if row["label"] == explained]
+    own = [row for row in rows if row["explained"]]
     table = []
     for network, method in dict.fromkeys((row["network"], row["method"]) for row in own):
         some = [row for row in own if (row["network"], row["method"]) == (network, method)]
@@ -339,7 +342,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(
-    scan: _Scan, probability: float, network: str, layer: str, one: Map, drawn: bool
+    scan: _Scan, probability: float, explained: int, network: str, layer: str, one: Map
 ) -> dict[str, Any]:
     has_layer = one.method in ("gradcam", "gradcam++", "attention")
     row: dict[str, Any] = {
@@ -347,12 +350,12 @@ def _row(
         "image_id": scan.image_id,
         "label": scan.label,
         "probability": probability,
-        "correct": (probability >= 0.5) == (scan.label > 0),
+        "explained": scan.label == explained,
+        "correct": (probability >= 0.5) == (scan.label == explained),
         "network": network,
         "method": one.method,
         "layer": layer if has_layer else "",
         "cell_mm": " x ".join(f"{side:.0f}" for side in one.cell_mm),
-        "drawn": drawn,
         "empty": one.empty,
         "peak_mm": ""
         if one.empty
@@ -369,17 +372,21 @@ def _samples(batches: Iterable[Sample]) -> Iterator[Sample]:
 
 
 @torch.no_grad()
-def _probabilities(network: nn.Module, batches: Iterable[Sample]) -> tuple[list[int], list[float]]:
-    """Label and probability of the last class, of each scan."""
+def _probabilities(
+    network: nn.Module, batches: Iterable[Sample]
+) -> tuple[list[int], list[float], int]:
+    """Label and probability of the last class, of each scan; and the number of classes."""
     labels: list[int] = []
     scores: list[float] = []
+    classes = 0
     device = next(network.parameters()).device
     with evaluation(network):
         for batch in batches:
-            found = network(batch["image"].to(device)).softmax(dim=1)[:, -1]
+            found = network(batch["image"].to(device)).softmax(dim=1)
             labels += batch["label"].tolist()
-            scores += found.tolist()
-    return labels, scores
+            scores += found[:, -1].tolist()
+            classes = found.shape[1]
+    return labels, scores, classes
 
 
 def _cell(network: nn.Module, method: MethodName, layer: str, volume: Tensor) -> Array:

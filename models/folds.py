@@ -44,23 +44,32 @@ def _run(options: argparse.Namespace, fold: int, rest: Sequence[str]) -> Path:
     """Train and test one fold, unless that is done already; returns the run's folder."""
     folder: Path = options.out / f"fold_{fold}"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = [*rest, "--data.folds", str(options.folds), "--data.fold", str(fold)]
-    wanted = {"config": options.config.read_text(), "settings": settings}
+    own = _settings(folder, options.folds, fold)
+    wanted = {"config": options.config.read_text(), "own": own, "arguments": list(rest)}
     mark = folder / DONE
     if mark.is_file():
         record = json.loads(mark.read_text())
         if record["wanted"] != wanted:
             raise UseError(f"{folder} has a run of other settings; give another --out.")
         return Path(record["run"])
-    log = folder / "logs"
-    settings += ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(log)]
-    config = ["--config", str(options.config)]
-    _models("fit", *config, *settings)
-    run = max(log.glob("**/checkpoints"), key=lambda path: path.stat().st_mtime).parent
-    best = str(run / "checkpoints" / "best.ckpt")
-    _models("test", *config, *settings, "--ckpt_path", best)
+    # JSON is YAML; a second file replaces what the first one says
+    (folder / "fold.yaml").write_text(json.dumps(own, indent=1) + "\n")
+    config = ["--config", str(options.config), "--config", str(folder / "fold.yaml"), *rest]
+    _models("fit", *config)
+    best = max(folder.glob("run/*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime)
+    run = best.parents[1]
+    _models("test", *config, "--ckpt_path", str(best))
     mark.write_text(json.dumps({"wanted": wanted, "run": str(run)}) + "\n")
     return run
+
+
+def _settings(folder: Path, folds: int, fold: int) -> dict[str, Any]:
+    """What a fold's configuration has of its own."""
+    logger = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": str(folder), "name": "run"},
+    }
+    return {"trainer": {"logger": [logger]}, "data": {"folds": folds, "fold": fold}}
 
 
 def _models(*arguments: str) -> None:

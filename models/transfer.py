@@ -34,7 +34,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["state_dict"]
     except Exception as error:  # whatever a file that is no checkpoint makes of the unpickler
-        raise UseError(f"{path} is no Lightning checkpoint ({type(error).__name__}).") from error
+        raise UseError(
+            f"{path} is no Lightning checkpoint that can be read safely: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
     return checkpoint
 
 
