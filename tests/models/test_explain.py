@@ -68,7 +68,7 @@ def test_cases_are_taken_about_the_median_and_one_of_another_class() -> None:
     assert choose_cases(labels, scores, 3) == [3, 2, 6]  # median of AD 0.7, of NC 0.2
     assert choose_cases(labels, scores, 1) == [3]
     assert len(choose_cases(labels, scores, 20)) == 6
-    assert choose_cases([0, 0], [0.1, 0.2], 2) == [0]  # nobody of the explained class
+    assert choose_cases([0, 0, 0], [0.1, 0.2, 0.9], 2) == [1]  # nobody of the explained class
 
 
 def test_every_scan_of_the_explained_class_is_scored_not_only_the_drawn_ones(truth) -> None:
