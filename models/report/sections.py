@@ -1,5 +1,6 @@
 """The parts of a report, each from the files of a run; a part without its files is empty."""
 
+import csv
 import json
 import shlex
 from collections.abc import Callable
@@ -34,23 +35,34 @@ def curves(run: Path) -> str:
     path = run / "metrics.csv"
     epochs = by_epoch(path) if path.is_file() else {}
     panels = {
-        "loss": ("train/loss_epoch", "val/loss"),
-        "validation": ("val/accuracy", "val/auroc"),
-        "learning rate": tuple(sorted({n for v in epochs.values() for n in v if n[:3] == "lr-"})),
+        "loss": {name: _points(epochs, name) for name in ("train/loss_epoch", "val/loss")},
+        "validation": {name: _points(epochs, name) for name in ("val/accuracy", "val/auroc")},
+        "learning rate": _rates(path) if epochs else {},
     }
+    if not any(points for lines in panels.values() for points in lines.values()):
+        return ""
     figure = Figure(figsize=(11, 3), layout="constrained")
-    drawn = False
-    for axes, (title, names) in zip(figure.subplots(1, len(panels)), panels.items()):
-        for name in names:
-            found = [(int(epoch), float(v[name])) for epoch, v in epochs.items() if name in v]
-            if found:
-                axes.plot(*zip(*found), marker=".", label=name)
-                drawn = True
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels.items()):
+        for name, points in lines.items():
+            if points:
+                axes.plot(*zip(*points), marker=".", label=name)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("epoch")
+        axes.set_xlabel("step" if title == "learning rate" else "epoch")
         if axes.lines:
             axes.legend(fontsize=8)
-    return html.figure(figure) if drawn else ""
+    return html.figure(figure)
+
+
+def _points(epochs: dict[str, dict[str, str]], name: str) -> list[tuple[int, float]]:
+    return [(int(epoch), float(v[name])) for epoch, v in epochs.items() if name in v]
+
+
+def _rates(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Learning rates by step: what LearningRateMonitor logs has no epoch."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [name for name in (rows[0] if rows else {}) if name.startswith("lr-")]
+    return {n: [(int(row["step"]), float(row[n])) for row in rows if row[n]] for n in names}
 
 
 def metrics(run: Path) -> str:

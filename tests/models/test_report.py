@@ -1,8 +1,10 @@
+import json
 import re
 
 import pytest
 
 from models.report import html
+from models.report.sections import _rates, cohort, curves, metrics, plan
 from models.report.timeline import _fill_drain, draw_timeline
 
 
@@ -14,6 +16,28 @@ def test_text_from_files_cannot_become_markup() -> None:
 
 def test_parts_without_content_are_left_out() -> None:
     assert "Plan" not in html.page("run", [("Plan", ""), ("Test", "x")])
+
+
+def test_the_learning_rate_is_drawn_by_step(tmp_path) -> None:
+    (tmp_path / "metrics.csv").write_text(
+        "epoch,lr-SGD,step,val/loss\n,0.1,0,\n0,,3,0.5\n,0.05,4,\n"
+    )
+    assert _rates(tmp_path / "metrics.csv") == {"lr-SGD": [(0, 0.1), (4, 0.05)]}
+    assert curves(tmp_path).startswith("<img")
+
+
+def test_a_run_without_results_has_no_such_parts(tmp_path) -> None:
+    assert curves(tmp_path) == metrics(tmp_path) == plan(tmp_path) == cohort(tmp_path) == ""
+
+
+def test_the_plan_has_its_table_and_timeline(tmp_path) -> None:
+    row = {"layers": 7, "parameters": 1_000_000, "load": 0.5, "partitions": ["stem.conv"]}
+    rows = [row | {"device": device} for device in (0, 1)]
+    record = {"replicas": 1, "stages": 2, "microbatches": 3, "schedule": "gpipe", "rows": rows}
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    shown = plan(tmp_path)
+    for text in ("1,000,000", "50%", "stem.conv", "3 microbatches", "<img"):
+        assert text in shown
 
 
 def test_the_timeline_fills_and_drains() -> None:
