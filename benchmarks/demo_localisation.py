@@ -54,7 +54,7 @@ def measure(root: Path, options: dict[str, Any], seed: int, epochs: int) -> dict
     seed_everything(seed)
     datamodule = data(root)
     model = ResAttNetClassifier(
-        optimizer="sgd", learning_rate=0.01, lr_schedule="cosine", warmup_epochs=0.5, **options
+        optimizer="sgd", learning_rate=0.01, lr_schedule="cosine", **options
     )
     with tempfile.TemporaryDirectory() as folder:
         best = ModelCheckpoint(folder, monitor="val/loss")
