@@ -26,7 +26,8 @@ demo: $(READY)
 	@run=$$(ls -td demo/run/version_* | head -1) && best=$$run/checkpoints/best.ckpt \
 	&& $(call run,python -m models test --config configs/demo.yaml --ckpt_path $$best) \
 	&& $(call run,python -m models explain --config configs/demo.yaml --ckpt_path $$best \
-		--layer layer2 --truth demo/adni/truth/planted) \
+		--layer layer1 --truth demo/adni/truth/planted) \
+	&& $(call run,python -m models report $$run) \
 	&& $(call run,python -m models.summary $$run)
 
 test: $(READY)

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -5,16 +6,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
-from torchmetrics import MetricCollection
-from torchmetrics.classification import (
-    BinaryAccuracy,
-    BinaryAUROC,
-    BinaryRecall,
-    BinarySpecificity,
-)
+from torch.optim.lr_scheduler import LambdaLR
 
-from models.resattnet import Depth, ResAttNet3D
+from models.attention import AttentionKind
+from models.metrics import evaluate, intervals
+from models.optimisation import OptimizerName, ScheduleName, make_optimizer, rate_factor
+from models.predictions import Prediction, Predictions, arrays
+from models.resattnet import WIDTHS, Depth, ResAttNet3D, StemKernel, StemStride
+from models.tasks import TaskName, classes_of
+from models.transfer import KEY, hashed, transfer
 
 Batch = dict[str, Any]
 IDS = ("subject", "image_id")
@@ -22,72 +22,116 @@ IDS = ("subject", "image_id")
 
 
 class ResAttNetClassifier(LightningModule):
-    """3D-ResAttNet as a two-class classifier: AD against NC, pMCI against sMCI.
+    """3D-ResAttNet as a classifier: AD against NC, pMCI against sMCI, or NC, MCI and AD.
 
-    A batch is a dictionary with at least ``image`` (B, C, D, H, W) and ``label`` (B,), 1 for the
-    class whose probability is reported (AD, pMCI), 0 for the other. Logs ``train/loss``, and for
-    validation and test the loss, accuracy, balanced accuracy, AUROC, sensitivity and specificity.
+    A batch is a dictionary with at least ``image`` (B, C, D, H, W) and ``label`` (B,), the index of
+    a class name of the task. Logs ``train/loss``, and for validation and test the loss and the
+    metrics of `models.metrics`; for the test also ``<metric>_low`` and ``<metric>_high``, the ends
+    of a 95 % bootstrap interval by ``subject``. Scans that a distributed sampler repeats count once
+    (by ``image_id``).
 
     Args:
-        depth: Layers of the network, 18 or 34.
+        task: "ad_nc", "pmci_smci" or "three_way": decides number and names of the classes.
+        depth: Layers of the network, 18 or 34; this and the next ten are those of `ResAttNet3D`.
         in_channels: Channels C of the images.
-        stem_kernel: Kernel of the network's first convolution, 3 or 7.
+        stem_kernel: Kernel of the network's first convolution.
+        stem_stride: Its stride.
+        stem_pool: Whether max pooling follows.
+        widths: Channels of layers 1 to 4.
         attention_after: Layers (of 1 to 4) that a self-attention block follows.
-        optimizer: "sgd" (Nesterov momentum 0.9) or "adamw".
-        learning_rate: Learning rate at the start.
+        attention_reduction: Their inner width is the layer's divided by this.
+        attention: "sdpa" stores no attention map, "explicit" does.
+        dropout: Of the inputs of the last linear layer.
+        recompute: Layers whose blocks are computed again in the backward pass, to save memory.
+        optimizer: "sgd" or "adamw".
+        learning_rate: The highest learning rate.
         weight_decay: Weight decay of the optimizer.
-        lr_schedule: "constant", "cosine" (to 0 at the last epoch) or "step" (a tenth after each
-            third of the epochs).
-        class_weights: Weights of the two classes in the cross-entropy; "balanced" takes those of
-            the data module (`class_weights`), None counts every scan alike.
+        momentum: Of SGD; 0 is plain SGD.
+        nesterov: Nesterov's variant of SGD with momentum.
+        lr_schedule: "constant", "cosine" (to 0 at the end) or "step" (a tenth after each third of
+            the run).
+        warmup_epochs: Epochs in which the rate grows from 0, before the schedule; may be a
+            fraction.
+        label_smoothing: Part of each label that is spread evenly over the classes in training.
+        class_weights: Weights of the classes in the cross-entropy; "balanced" takes those of the
+            data module (`class_weights`), None counts every scan alike.
+        transfer_from: Checkpoint whose network's weights training starts from. Refused when a
+            subject held out now was trained on then.
     """
 
     def __init__(
         self,
+        task: TaskName = "ad_nc",
         depth: Depth = 18,
         in_channels: int = 1,
-        stem_kernel: Literal[3, 7] = 3,
-        attention_after: list[int] = [3, 4],  # noqa: B006 (read only; a list, for YAML)
-        optimizer: Literal["sgd", "adamw"] = "sgd",
+        stem_kernel: StemKernel = 3,
+        stem_stride: StemStride = 2,
+        stem_pool: bool = True,
+        # lists, for YAML; they are read only
+        widths: list[int] = list(WIDTHS),  # noqa: B006
+        attention_after: list[int] = [3, 4],  # noqa: B006
+        attention_reduction: int = 8,
+        attention: AttentionKind = "sdpa",
+        dropout: float = 0.0,
+        recompute: list[int] = [],  # noqa: B006
+        optimizer: OptimizerName = "sgd",
         learning_rate: float = 1e-3,
         weight_decay: float = 1e-4,
-        lr_schedule: Literal["constant", "cosine", "step"] = "constant",
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        lr_schedule: ScheduleName = "constant",
+        warmup_epochs: float = 0.0,
+        label_smoothing: float = 0.0,
         class_weights: list[float] | Literal["balanced"] | None = None,
+        transfer_from: str | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.balanced = class_weights == "balanced"
-        if isinstance(class_weights, str):
-            class_weights = None
-        if class_weights is not None and len(class_weights) != 2:
-            raise ValueError(f"class_weights wants two numbers (labels 0, 1), got {class_weights}.")
-        self.network = ResAttNet3D(
-            depth, in_channels, stem_kernel=stem_kernel, attention_after=attention_after
-        )
-        weights = None if class_weights is None else torch.tensor(class_weights)
+        self.class_names = classes_of(task)
+        self.network = self.make_network()
         self.class_weights: Tensor | None
-        self.register_buffer("class_weights", weights, persistent=False)
-        self.val_metrics = _metrics("val/")
-        self.test_metrics = _metrics("test/")
+        self.register_buffer("class_weights", self._given_weights(class_weights), persistent=False)
+        self.evaluated: list[Prediction] = []
+        """What was said of each scan in the last validation or test."""
+        self._seen: list[str] = []
+        self._collected = Predictions()
+
+    def make_network(self) -> ResAttNet3D:
+        """An untrained network with the options of this one."""
+        options = self.hparams
+        return ResAttNet3D(
+            options["depth"],
+            options["in_channels"],
+            len(self.class_names),
+            options["stem_kernel"],
+            options["stem_stride"],
+            options["stem_pool"],
+            options["widths"],
+            options["attention_after"],
+            options["attention_reduction"],
+            options["attention"],
+            options["dropout"],
+            options["recompute"],
+        )
 
     def setup(self, stage: str) -> None:
-        """Take the weights of the classes from the data module."""
-        if not self.balanced or stage != "fit":
+        """Take the class weights from the data module, and the weights of another run."""
+        if stage != "fit":
             return
-        weights = getattr(getattr(self.trainer, "datamodule", None), "class_weights", None)
-        if weights is None:
-            raise ValueError(
-                "class_weights='balanced' needs a data module with the attribute class_weights, "
-                "given as trainer.fit(model, datamodule=...). Or give the weights as numbers."
-            )
-        self.class_weights = torch.tensor(weights)
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if self.hparams["class_weights"] == "balanced":
+            self.class_weights = torch.tensor(self._balanced_weights(datamodule))
+        if self.hparams["transfer_from"]:
+            held_out = [*_subjects(datamodule, "val"), *_subjects(datamodule, "test")]
+            self._seen = transfer(self.network, self.hparams["transfer_from"], held_out)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Scores (B, 2) of images (B, C, D, H, W)."""
+        """Scores (B, classes) of images (B, C, D, H, W)."""
         return cast(Tensor, self.network(image))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self._loss(self(batch["image"]), batch["label"])
+        smoothing = self.hparams["label_smoothing"]
+        loss = self._loss(self(batch["image"]), batch["label"], smoothing)
         self.log(
             "train/loss",
             loss,
@@ -100,72 +144,98 @@ class ResAttNetClassifier(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, self.val_metrics)
+        self._evaluate(batch, "val")
 
     def on_validation_epoch_end(self) -> None:
-        self._log_metrics(self.val_metrics)
+        self._log_metrics("val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, self.test_metrics)
+        self._evaluate(batch, "test")
 
     def on_test_epoch_end(self) -> None:
-        self._log_metrics(self.test_metrics)
+        self._log_metrics("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Batch:
-        """``probabilities`` (B, 2), with the label and the ids of the scans that the batch has."""
+        """``probabilities`` (B, classes), with label and ids of the scans that the batch has."""
         known = {name: batch[name] for name in (*IDS, "label") if name in batch}
         return known | {"probabilities": self(batch["image"]).softmax(dim=1)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self._optimizer()
-        epochs = self.trainer.max_epochs or 1
-        match self.hparams["lr_schedule"]:
-            case "cosine":
-                cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
-                return {"optimizer": optimizer, "lr_scheduler": cosine}
-            case "step":
-                step = lr_scheduler.StepLR(optimizer, step_size=max(1, epochs // 3))
-                return {"optimizer": optimizer, "lr_scheduler": step}
-            case _:
-                return optimizer
+        options = self.hparams
+        optimizer = make_optimizer(
+            options["optimizer"],
+            self.parameters(),
+            options["learning_rate"],
+            options["weight_decay"],
+            options["momentum"],
+            options["nesterov"],
+        )
+        schedule, warmup_epochs = options["lr_schedule"], options["warmup_epochs"]
+        if schedule == "constant" and not warmup_epochs:
+            return optimizer
+        steps, epochs = self.trainer.estimated_stepping_batches, self.trainer.max_epochs or 0
+        if steps == float("inf") or not 0 <= warmup_epochs < max(epochs, 1):
+            raise ValueError(
+                f"lr_schedule={schedule!r} with warmup_epochs={warmup_epochs} needs a run that "
+                f"ends after its warm-up: trainer.max_epochs is {self.trainer.max_epochs}."
+            )
+        warmup = warmup_epochs / max(epochs, 1)
+        follow = LambdaLR(optimizer, lambda step: rate_factor(schedule, step / steps, warmup))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": follow, "interval": "step"}}
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        rate, decay = self.hparams["learning_rate"], self.hparams["weight_decay"]
-        parameters = self.parameters()
-        if self.hparams["optimizer"] == "adamw":
-            return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
-        return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=0.9, nesterov=True)
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember, as hashes, whom these weights have seen."""
+        datamodule = getattr(self._trainer, "datamodule", None)
+        checkpoint[KEY] = sorted({*self._seen, *hashed(_subjects(datamodule, "train"))})
 
-    def _loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(scores, labels, weight=self.class_weights)
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._seen = list(checkpoint.get(KEY, ()))
 
-    def _evaluate(self, batch: Batch, metrics: MetricCollection) -> None:
+    def _given_weights(self, class_weights: list[float] | str | None) -> Tensor | None:
+        if class_weights is None or isinstance(class_weights, str):
+            return None
+        if len(class_weights) != len(self.class_names):
+            raise ValueError(
+                f"class_weights wants {len(self.class_names)} numbers, for "
+                f"{', '.join(self.class_names)}; got {class_weights}."
+            )
+        return torch.tensor(class_weights)
+
+    def _balanced_weights(self, datamodule: Any) -> list[float]:
+        weights: list[float] | None = getattr(datamodule, "class_weights", None)
+        if weights is None:
+            raise ValueError(
+                "class_weights='balanced' needs a data module with the attribute class_weights, "
+                "given as trainer.fit(model, datamodule=...). Or give the weights as numbers."
+            )
+        return weights
+
+    def _loss(self, scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+        return F.cross_entropy(scores, labels, weight=self.class_weights, label_smoothing=smoothing)
+
+    def _evaluate(self, batch: Batch, part: str) -> None:
         scores, labels = self(batch["image"]), batch["label"]
-        metrics.update(scores.softmax(dim=1)[:, 1], labels)
+        self._collected.add(batch, scores.softmax(dim=1))
         loss = self._loss(scores, labels)
-        name = f"{metrics.prefix}loss"
-        self.log(name, loss, batch_size=len(labels), sync_dist=True, prog_bar=True)
+        self.log(f"{part}/loss", loss, batch_size=len(labels), sync_dist=True, prog_bar=True)
 
-    def _log_metrics(self, metrics: MetricCollection) -> None:
-        values = metrics.compute()
-        metrics.reset()
-        prefix = metrics.prefix
-        halves = values[f"{prefix}sensitivity"] + values[f"{prefix}specificity"]
-        values[f"{prefix}balanced_accuracy"] = halves / 2
-        # the metrics have been gathered by compute(): all ranks log the same values
-        accuracy = values.pop(f"{prefix}accuracy")
-        self.log(f"{prefix}accuracy", accuracy, prog_bar=True, sync_dist=True)
-        self.log_dict(values, sync_dist=True)
+    def _log_metrics(self, part: str) -> None:
+        self.evaluated = self._collected.gathered()
+        probabilities, labels, subjects = arrays(self.evaluated)
+        if not len(labels):
+            return
+        values = evaluate(probabilities, labels)
+        if part == "test":
+            for name, (low, high) in intervals(probabilities, labels, subjects).items():
+                values |= {f"{name}_low": low, f"{name}_high": high}
+        # gathered: all ranks log the same values
+        accuracy = values.pop("accuracy")
+        self.log(f"{part}/accuracy", accuracy, prog_bar=True, sync_dist=True)
+        named = {f"{part}/{name}": value for name, value in values.items()}
+        self.log_dict(cast(Mapping[str, Any], named), sync_dist=True)
 
 
-def _metrics(prefix: str) -> MetricCollection:
-    """Metrics of P(label 1); balanced accuracy is the mean of the last two."""
-    return MetricCollection(
-        {
-            "accuracy": BinaryAccuracy(),
-            "auroc": BinaryAUROC(),
-            "sensitivity": BinaryRecall(),
-            "specificity": BinarySpecificity(),
-        },
-        prefix=prefix,
-    )
+def _subjects(datamodule: Any, part: str) -> list[str]:
+    """Subjects of one part, if the data module can tell."""
+    scans = getattr(datamodule, "scans", None)
+    return [record.subject for record in scans(part)] if scans else []

@@ -1,22 +1,31 @@
-"""``python -m models fit|validate|test|predict|explain --config FILE``."""
+"""``python -m models``: fit, validate, test, predict, explain (a LightningCLI); folds; report."""
 
-import json
+import logging
+import shutil
 import sys
+import tempfile
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from datamodules import ADNIDataModule, DataError
 from models.classifier import ResAttNetClassifier
-from models.tables import prediction_rows, write_table
+from models.environment import save_environment
+from models.errors import UseError
+from models.explain import MethodName
+from models.maps.common import named_layer
+from models.predictions import WritePredictions
+from models.results import free_path, save_result, scans_hash
+from models.transfer import read_checkpoint
 
-DESCRIPTION = "Train, test and explain 3D-ResAttNet on ADNI. Each command has its own --help."
+DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has its own --help.
+Two more commands work on runs: `folds --config FILE --folds K` trains and tests K of them and
+sums them up, `report RUN` writes one HTML page about a run."""
 
 
 class ExplainingTrainer(Trainer):
@@ -28,41 +37,80 @@ class ExplainingTrainer(Trainer):
         datamodule: ADNIDataModule,
         ckpt_path: str,
         out: Path | None = None,
-        layer: str = "layer3",
+        layer: str = "layer2",
+        methods: list[MethodName] = ["gradcam", "gradient"],  # noqa: B006 (read only, for YAML)
         subjects: int = 4,
         truth: Path | None = None,
+        shuffled_ckpt: str | None = None,
     ) -> None:
-        """Draw Grad-CAM overlays of a few held-out subjects.
+        """Explain held-out scans: Grad-CAM and other maps, overlays, localisation scores.
 
         Args:
             model: The classifier; its weights are those of the checkpoint afterwards.
             datamodule: Gives the held-out scans.
             ckpt_path: Checkpoint of the run to explain.
-            out: Folder for the pictures and ``explain.tsv``; default: ``explain`` in the run's.
+            out: Folder for pictures, maps and tables; default: ``explain`` in the run's.
             layer: Layer of the network to explain, layer1 to layer4; later ones have larger cells.
-            subjects: How many test subjects to explain, of both classes in turn.
+            methods: Of gradcam, gradcam++, gradient (of the input), occlusion (slow), attention.
+            subjects: How many scans to draw: one of another class, the rest of the explained class
+                about the median of its scores. All are scored.
             truth: Folder with one mask per scan, IMAGE_ID.nii.gz, to draw and to score against.
+            shuffled_ckpt: Checkpoint of a run with --data.shuffle_labels true: scored beside this
+                one, as a check of the method.
         """
         # plotting libraries are slow to import, and only this command needs them
-        from models.explain import explain_scans, of_both_classes
-        from models.overlay import save_overlay
+        from models.explain import explain, make_explainer
+        from models.explanation import Writer
 
-        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
-        model.load_state_dict(checkpoint["state_dict"])
-        model.to("cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu")
+        networks = _networks(model, ckpt_path, shuffled_ckpt)
+        try:
+            named_layer(model.network, layer)
+            for method in methods:
+                make_explainer(method, model.network, layer)
+        except ValueError as error:
+            raise UseError(str(error)) from error
+        folder = writable(out or run_folder(ckpt_path) / "explain")
+        checkpoint = read_checkpoint(ckpt_path)
+        device = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
+        for network in networks.values():
+            network.to(device)
         datamodule.prepare_data()
         datamodule.setup("test")
         # as Lightning does: refuses when these subjects may have been trained on
         datamodule.load_state_dict(checkpoint.get(type(datamodule).__qualname__, {}))
-        samples = of_both_classes(datamodule.test_dataloader(), subjects)
-        scans = explain_scans(model, samples, layer, truth)
-        folder = out or run_folder(ckpt_path) / "explain"
-        folder.mkdir(parents=True, exist_ok=True)
-        for scan in scans:
-            picture = folder / f"{scan.row.subject}_{scan.row.image_id}_{layer}.png"
-            save_overlay(scan, picture, datamodule.class_names)
-        write_table([asdict(scan.row) for scan in scans], folder / "explain.tsv")
-        print(f"{len(scans)} overlays and explain.tsv written to {folder}")
+        findings = explain(networks, datamodule.test_dataloader, methods, layer, subjects, truth)
+        files = {record.image_id: record.path for record in datamodule.records}
+        Writer(folder, model.class_names, layer, files).write(findings)
+        print(f"{len(findings.cases)} cases drawn, {_scored(findings.rows)}; written to {folder}")
+
+
+def _networks(
+    model: ResAttNetClassifier, ckpt_path: str, shuffled_ckpt: str | None
+) -> dict[str, torch.nn.Module]:
+    """The network of the checkpoint, and those that know nothing."""
+    networks: dict[str, torch.nn.Module] = {"trained": model.network}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        networks["untrained"] = model.make_network()
+        if shuffled_ckpt is not None:
+            networks["shuffled"] = model.make_network()
+    for name, path in (("trained", ckpt_path), ("shuffled", shuffled_ckpt)):
+        if path is not None:
+            state = read_checkpoint(path)["state_dict"]
+            weights = {k.removeprefix("network."): v for k, v in state.items()}
+            try:
+                networks[name].load_state_dict(weights)
+            except RuntimeError as error:
+                raise UseError(
+                    f"The network in {path} is not that of these options ({error}). Use the run's "
+                    "own settings: --config RUN/config.yaml."
+                ) from error
+    return networks
+
+
+def _scored(rows: list[dict[str, Any]]) -> str:
+    scored = {row["image_id"] for row in rows if row["energy"] != ""}
+    return f"{len(scored)} scored against their truth" if scored else "none has a truth to score"
 
 
 class ClassifierCLI(LightningCLI):
@@ -74,6 +122,9 @@ class ClassifierCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         return LightningCLI.subcommands() | {"explain": {"model", "datamodule"}}
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.task", "model.task")
+
     def before_instantiate_classes(self) -> None:
         if self.subcommand == "fit":
             return
@@ -82,78 +133,137 @@ class ClassifierCLI(LightningCLI):
         self.save_config_callback = None
         # ModelCheckpoint remembers its run's folder, and this is no run
         warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)
-        if not self.config[self.subcommand].get("ckpt_path"):
+        path = self.config[self.subcommand].get("ckpt_path")
+        if not path:
             self.parser.error(f"{self.subcommand} needs the checkpoint of a run: --ckpt_path FILE")
+        read_checkpoint(path)
+        writable(run_folder(path))
 
     def after_instantiate_classes(self) -> None:
-        if self.datamodule.num_classes != 2:
-            raise DataError(
-                "BAD_TASK",
-                f"task {self.datamodule.task.name} has {self.datamodule.num_classes} classes",
-                action="use ad_nc or pmci_smci: the classifier here knows two classes",
-            )
         loggers = self.trainer.loggers
-        # ask all for their number before the first one makes the folder and the next one counts on
-        _ = [logger.version for logger in loggers]
-        _ = [logger.experiment for logger in loggers]  # type: ignore[attr-defined]
+        try:
+            # ask all for their number before the first one makes the folder and the next counts on
+            _ = [logger.version for logger in loggers]
+            _ = [logger.experiment for logger in loggers]  # type: ignore[attr-defined]
+        except OSError as error:
+            raise UseError(
+                f"The folder of the run cannot be written: {error}. Give the loggers of the "
+                "configuration another save_dir."
+            ) from error
 
     def after_fit(self) -> None:
         log_dir = self.trainer.log_dir  # asks all ranks
-        # a strategy that cuts the network into stages has a plan, others have none
-        plan = getattr(self.trainer.strategy, "plan", None)
-        if self.trainer.is_global_zero and plan is not None and log_dir is not None:
-            plan.save(Path(log_dir) / "plan.json")
+        if not self.trainer.is_global_zero:
+            return
+        if log_dir is not None:
+            # a strategy that cuts the network into stages has a plan, others have none
+            plan = getattr(self.trainer.strategy, "plan", None)
+            if plan is not None:
+                plan.save(Path(log_dir) / "plan.json")
+            save_environment(Path(log_dir))
+            self._keep_cohort(Path(log_dir))
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
-        if self.trainer.is_global_zero and best:
+        if best:
             print(f"best checkpoint: {best}")
 
-    def after_test(self) -> None:
+    def test(self, **arguments: Any) -> None:
+        """Test, and write metrics with intervals and a table of all predictions."""
+        path = self._run_folder() / "test_predictions.tsv"
+        self.trainer.callbacks.append(WritePredictions(path))  # type: ignore[attr-defined]
+        self.trainer.test(**arguments)
         self._write_metrics("test")
 
-    def after_validate(self) -> None:
+    def validate(self, **arguments: Any) -> None:
+        """Validate, and write the metrics."""
+        self.trainer.validate(**arguments)
         self._write_metrics("validate")
 
     def predict(self, **arguments: Any) -> None:
-        """Write the predictions of every rank that has some as a table."""
-        batches = self.trainer.predict(**arguments)
-        rank = self.trainer.global_rank
-        if rank < self.trainer.world_size and batches:
-            suffix = f"_{rank}" if self.trainer.world_size > 1 else ""
-            path = self._run_folder() / f"predictions{suffix}.tsv"
-            write_table(prediction_rows(batches), path)
+        """Write the predictions of all ranks as one table."""
+        path = self._run_folder() / "predictions.tsv"
+        self.trainer.callbacks.append(WritePredictions(path))  # type: ignore[attr-defined]
+        self.trainer.predict(**arguments)
+        if self.trainer.is_global_zero:
             print(f"predictions written to {path}")
 
     def _write_metrics(self, name: str) -> None:
-        if self.trainer.is_global_zero:
-            metrics = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
-            path = self._run_folder() / f"{name}_metrics.json"
-            path.write_text(json.dumps(metrics, indent=2) + "\n")
-            print(f"metrics written to {path}")
+        if not self.trainer.is_global_zero:
+            return
+        data = self.datamodule
+        settings = {
+            "checkpoint": Path(self.config[self.subcommand].ckpt_path).name,
+            "scans": scans_hash(self.model.evaluated),
+            "spacing_mm": data.spacing_mm,
+            "spatial_shape": list(data.spatial_shape),
+            "shuffled": data.shuffle_labels,
+        }
+        metrics = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
+        path = free_path(self._run_folder(), f"{name}_metrics", settings)
+        save_result(path, metrics, settings)
+        print(f"metrics written to {path}")
+
+    def _keep_cohort(self, folder: Path) -> None:
+        """Copy who was in the data, and in which part: the cache may be gone when one asks."""
+        demographics = self.datamodule.state_dir / "demographics.tsv"
+        if demographics.is_file():
+            shutil.copyfile(demographics, folder / "cohort.tsv")
+        (folder / "parts.txt").write_text(self.datamodule.describe() + "\n")
 
     def _run_folder(self) -> Path:
         return run_folder(self.config[self.subcommand].ckpt_path)
 
 
-def run_folder(ckpt_path: str) -> Path:
+def run_folder(ckpt_path: str | Path) -> Path:
     """The folder of the run that a checkpoint belongs to."""
     folder = Path(ckpt_path).parent
     return folder.parent if folder.name == "checkpoints" else folder
+
+
+def writable(folder: Path) -> Path:
+    """Make a folder if need be, and try it.
+
+    Raises:
+        UseError: If nothing can be written there; better now than after the work.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UseError(f"Results cannot be written to {folder}: {error}.") from error
 
 
 def main() -> None:
     """Run one command of ``python -m models``."""
     # Lightning 2.6 walks trees in a way that torch 2.13 calls old; a user can do nothing about it
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+    # Lightning advertises a logger at every start
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "litlogger" not in record.getMessage()
+    )
     try:
-        ClassifierCLI(
-            ResAttNetClassifier,
-            ADNIDataModule,
-            trainer_class=ExplainingTrainer,
-            # a run's folder is new; the same file again means a resumed run
-            save_config_kwargs={"overwrite": True},
-            auto_configure_optimizers=False,  # the model has its own
-            load_from_checkpoint_support=False,  # the checkpoint then needs no CLI to be loaded
-            parser_kwargs={"prog": "python -m models", "description": DESCRIPTION},
-        )
-    except DataError as error:  # says itself what is wrong, where, and what to do
+        if sys.argv[1:2] == ["report"]:
+            from models.report import main as report
+
+            report(sys.argv[2:])
+        elif sys.argv[1:2] == ["folds"]:
+            from models.folds import main as folds
+
+            folds(sys.argv[2:])
+        else:
+            _lightning_cli()
+    except (DataError, UseError) as error:  # say themselves what is wrong, and what to do
         sys.exit(str(error))
+
+
+def _lightning_cli() -> None:
+    ClassifierCLI(
+        ResAttNetClassifier,
+        ADNIDataModule,
+        trainer_class=ExplainingTrainer,
+        # a run's folder is new; the same file again means a resumed run
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,  # the model has its own
+        load_from_checkpoint_support=False,  # the checkpoint then needs no CLI to be loaded
+        parser_kwargs={"prog": "python -m models", "description": DESCRIPTION},
+    )

@@ -1,134 +1,420 @@
-"""Grad-CAM of held-out scans: the maps, where they peak, and how they meet a known truth."""
+"""Explain held-out scans: maps by several methods, what they score, and whether to believe them.
 
-from collections.abc import Iterable
+Maps explain the last class of the task (AD, pMCI). Every held-out scan of that class is scored, not
+only those that are drawn, and so are the same scans in networks that know nothing: an untrained
+one, and one that was trained on shuffled labels if there is one. A method whose maps look alike
+there says nothing about what was learnt (Adebayo et al., Sanity Checks for Saliency Maps, NeurIPS
+2018).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import nibabel as nib
 import numpy as np
-import numpy.typing as npt
 import torch
-from lightning.pytorch import LightningModule
 from nibabel.processing import resample_from_to
 from torch import Tensor, nn
 
-from models.gradcam import GradCAM3D
+from models.localisation import Localisation, by_region, localise, similarity
+from models.maps import (
+    AttentionMap3D,
+    GradCAM3D,
+    GradCAMPlusPlus3D,
+    InputGradient3D,
+    Occlusion3D,
+)
+from models.maps.common import evaluation, named_layer
+from models.maps.native import Array, head_mask, masked
 
-Array = npt.NDArray[Any]
+MethodName = Literal["gradcam", "gradcam++", "gradient", "occlusion", "attention"]
+TITLES: dict[str, str] = {
+    "gradcam": "Grad-CAM",
+    "gradcam++": "Grad-CAM++",
+    "gradient": "input gradient",
+    "occlusion": "occlusion",
+    "attention": "attention map",
+}
+Sample = Mapping[str, Any]
+Explainer = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """One row of ``explain.tsv``.
+class Map:
+    """One map of one scan, masked to the head, (D, H, W)."""
 
-    The last three are empty without a truth: whether the peak lies in the planted region, the share
-    of the map that does, and the share of the volume that does (what a flat map would score).
-    """
+    method: MethodName
+    values: Array
+    cell_mm: tuple[float, float, float]
+    """What the map can tell apart along each axis."""
+    score: Localisation | None
+    """How it meets the truth; None without one, or if the map is empty."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether it is zero everywhere: the method found no evidence."""
+        return not self.values.any()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One scan that is drawn: its image and maps lie on the grid of ``affine`` (voxels to mm)."""
 
     subject: str
     image_id: str
     label: int
     probability: float
-    layer: str
-    cell_mm: str
-    peak_mm: str
-    peak_in_truth: bool | None = None
-    energy_in_truth: float | None = None
-    chance: float | None = None
+    """Of the class that is explained."""
+    image: Array
+    affine: Array
+    truth: Array | None
+    maps: tuple[Map, ...]
 
 
 @dataclass(frozen=True)
-class Scan:
-    """One held-out scan with its map, both (D, H, W) on the grid of ``affine`` (voxels to mm)."""
+class Findings:
+    """What an explanation of a test set found; maps and images are (D, H, W)."""
 
-    row: Explanation
-    image: Array
-    heatmap: Array
-    truth: Array | None
+    cases: list[Case]
+    rows: list[dict[str, Any]]
+    """One per scan, network and method, for a table."""
+    means: dict[tuple[int, MethodName], Array]
+    """Mean map of each label and method, of the trained network."""
+    mean_images: dict[int, Array]
+    regions: dict[MethodName, dict[str, tuple[float, float]]]
+    """Share of the explained class's mean map and of the head in each anatomical box."""
     affine: Array
+    counts: Mapping[int, int]
+    """Scans of each label."""
 
 
-def explain_scans(
-    model: LightningModule,
-    samples: Iterable[dict[str, Any]],
-    layer: str,
-    truth: Path | None = None,
-) -> list[Scan]:
-    """Explain the probability of class 1 for each sample.
+def make_explainer(name: MethodName, network: nn.Module, layer: str) -> Explainer:
+    """The method of that name for a network.
+
+    Raises:
+        ValueError: If there is no such method or layer, or the layer does not suit the method.
+    """
+    match name:
+        case "gradcam":
+            return GradCAM3D(network, layer)
+        case "gradcam++":
+            return GradCAMPlusPlus3D(network, layer)
+        case "gradient":
+            return InputGradient3D(network)
+        case "occlusion":
+            return Occlusion3D(network)
+        case "attention":
+            return AttentionMap3D(network, attention_of(network, layer))
+    raise ValueError(f"There is no method {name!r}; choose of {', '.join(TITLES)}.")
+
+
+def attention_of(network: nn.Module, layer: str) -> str:
+    """The attention layer to look at: the named one, or the one that follows the named layer."""
+    after = layer.split(".")[0].replace("layer", "attention")
+    return after if after in dict(network.named_modules()) else layer
+
+
+def choose_cases(
+    labels: Sequence[int], scores: Sequence[float], count: int, explained: int = 1
+) -> list[int]:
+    """Scans to draw: ``count`` - 1 of the explained class about its median score, one other.
+
+    The best cases would flatter the method, the first ones be luck.
 
     Args:
-        model: Has a ``network``; stays on its device.
-        samples: Each with ``image`` (C, D, H, W), ``affine`` (4, 4), ``label``, ``subject`` and
-            ``image_id``.
-        layer: Module of the network whose output is explained.
-        truth: Folder with one mask per scan, ``<image_id>.nii.gz``; scans without one have none.
+        labels: Label of each scan.
+        scores: Its probability of the explained class.
+        count: How many to choose.
+        explained: The label of that class.
+
+    Returns:
+        Positions in ``labels``.
     """
-    network = model.network
-    assert isinstance(network, nn.Module)
-    gradcam = GradCAM3D(network, layer)
-    scans = []
-    for sample in samples:
-        image = torch.as_tensor(sample["image"]).to(model.device)[None]
-        heatmap = gradcam(image, class_index=1)[0, 0].cpu().numpy()
-        affine = np.asarray(sample["affine"], dtype=float)
-        mask = _mask(truth, sample["image_id"], heatmap.shape, affine)
-        row = Explanation(
-            subject=str(sample["subject"]),
-            image_id=str(sample["image_id"]),
-            label=int(sample["label"]),
-            probability=_probability(model, image),
-            layer=layer,
-            cell_mm=_cell(network, layer, image, affine),
-            peak_mm=" ".join(f"{x:.0f}" for x in peak(heatmap, affine)),
-            **_scores(heatmap, mask),
+    own = [i for i, label in enumerate(labels) if label == explained]
+    others = [i for i, label in enumerate(labels) if label != explained]
+    wanted = count - 1 if others and count > 1 else count
+    return [*_about_median(own, scores, wanted), *_about_median(others, scores, count - wanted)]
+
+
+def _about_median(chosen: list[int], scores: Sequence[float], count: int) -> list[int]:
+    if not chosen or count < 1:
+        return []
+    middle = float(np.median([scores[i] for i in chosen]))
+    return sorted(chosen, key=lambda i: (abs(scores[i] - middle), i))[:count]
+
+
+def explain(
+    networks: Mapping[str, nn.Module],
+    batches: Callable[[], Iterable[Sample]],
+    methods: Sequence[MethodName],
+    layer: str,
+    count: int,
+    truth: Path | None = None,
+) -> Findings:
+    """Explain the last class for the scans of a data loader.
+
+    Args:
+        networks: "trained", and those that know nothing, all alike in form; each on one device.
+        batches: Gives the batches, each time from the start: ``image`` (B, C, D, H, W), ``affine``
+            (B, 4, 4), ``label``, ``subject`` and ``image_id``.
+        methods: How to explain.
+        layer: Layer of the network for the methods that need one.
+        count: How many scans to keep for drawing.
+        truth: Folder with one mask per scan, ``<image_id>.nii.gz``; scans without one are not
+            scored.
+    """
+    network = networks["trained"]
+    labels, scores, classes = _probabilities(network, batches())
+    drawn = set(choose_cases(labels, scores, count, classes - 1))
+    study = _Study(networks, methods, layer, classes - 1)
+    device = next(network.parameters()).device
+    for number, sample in enumerate(_samples(batches())):
+        study.add(_Scan(sample, truth, device), scores[number], number in drawn)
+    return study.findings()
+
+
+class _Study:
+    """Collects what the methods say of one scan after the other, in every network."""
+
+    def __init__(
+        self,
+        networks: Mapping[str, nn.Module],
+        methods: Sequence[MethodName],
+        layer: str,
+        explained: int,
+    ) -> None:
+        self._network = networks["trained"]
+        self._methods, self._layer, self._explained = methods, layer, explained
+        self._explainers = {
+            (name, method): make_explainer(method, network, layer)
+            # the others are compared with the trained one
+            for name, network in sorted(networks.items(), key=lambda item: item[0] != "trained")
+            for method in methods
+        }
+        self._cells: dict[MethodName, Array] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._cases: list[Case] = []
+        self._maps: dict[tuple[int, MethodName], Array] = {}
+        self._images: dict[int, Array] = {}
+        self._counts: Counter[int] = Counter()
+        self._affine: Array = np.eye(4)
+
+    def add(self, scan: "_Scan", probability: float, drawn: bool) -> None:
+        found: dict[tuple[str, MethodName], Map] = {}
+        for (network, method), explainer in self._explainers.items():
+            # others have nothing planted to point at: only their mean map is of interest
+            if network == "trained" or scan.label == self._explained:
+                cell = self._cell_mm(method, scan)
+                one = scan.explain(explainer, method, self._explained, cell)
+                found[network, method] = one
+                row = _row(scan, probability, self._explained, network, self._layer, one)
+                row |= self._likeness(scan, network, one, found) | {"drawn": drawn}
+                self._rows.append(row)
+        self._affine = scan.affine
+        self._counts[scan.label] += 1
+        self._images[scan.label] = self._images.get(scan.label, 0) + scan.image
+        for method in self._methods:
+            key, values = (scan.label, method), found["trained", method].values
+            self._maps[key] = self._maps.get(key, 0) + values
+        if drawn:
+            maps = [found["trained", method] for method in self._methods]
+            self._cases.append(scan.case(probability, maps))
+
+    def findings(self) -> Findings:
+        means = {key: total / self._counts[key[0]] for key, total in self._maps.items()}
+        images = {label: total / self._counts[label] for label, total in self._images.items()}
+        regions = {
+            method: by_region(mean, head_mask(images[label]), self._affine)
+            for (label, method), mean in means.items()
+            if label == self._explained
+        }
+        cases = sorted(self._cases, key=lambda case: (-case.label, case.subject))
+        return Findings(cases, self._rows, means, images, regions, self._affine, self._counts)
+
+    def _likeness(
+        self, scan: "_Scan", network: str, one: Map, found: Mapping[tuple[str, MethodName], Map]
+    ) -> dict[str, Any]:
+        """How alike the map is to the trained network's, or to that of the mirrored scan."""
+        if network != "trained":
+            trained = found["trained", one.method].values
+            alike = similarity(one.values, trained, scan.head)
+            return {"like_trained": alike, "like_mirrored": ""}
+        if scan.label != self._explained:
+            return {"like_trained": "", "like_mirrored": ""}
+        explainer = self._explainers[network, one.method]
+        alike = scan.mirrored(explainer, self._explained, one)
+        return {"like_trained": "", "like_mirrored": alike}
+
+    def _cell_mm(self, method: MethodName, scan: "_Scan") -> tuple[float, float, float]:
+        if method not in self._cells:
+            self._cells[method] = _cell(self._network, method, self._layer, scan.volume)
+        x, y, z = (self._cells[method] * scan.voxel_mm).tolist()
+        return x, y, z
+
+
+class _Scan:
+    """One sample on its way through the methods."""
+
+    def __init__(self, sample: Sample, truth: Path | None, device: torch.device) -> None:
+        self.subject, self.image_id = str(sample["subject"]), str(sample["image_id"])
+        self.label = int(sample["label"])
+        self.volume = torch.as_tensor(sample["image"]).to(device)[None]
+        self.image: Array = self.volume[0, 0].cpu().numpy()
+        self.affine: Array = np.asarray(sample["affine"], dtype=float)
+        self.voxel_mm: Array = np.sqrt((self.affine[:3, :3] ** 2).sum(axis=0))
+        self.head = head_mask(self.image)
+        self.truth = _mask(truth, self.image_id, self.image.shape, self.affine)
+
+    def explain(
+        self,
+        explainer: Explainer,
+        method: MethodName,
+        explained: int,
+        cell_mm: tuple[float, float, float],
+    ) -> Map:
+        values = masked(explainer(self.volume, explained)[0, 0].cpu().numpy(), self.image)
+        score = None
+        if self.truth is not None and self.label == explained:
+            score = localise(values, self.truth, self.head, self.voxel_mm, np.array(cell_mm))
+        return Map(method, values, cell_mm, score)
+
+    def mirrored(self, explainer: Explainer, explained: int, one: Map) -> float:
+        """Flip test: how alike the map is to the mirrored map of the mirrored scan."""
+        other = explainer(self.volume.flip(2), explained).flip(2)[0, 0].cpu().numpy()
+        return similarity(one.values, other, self.head)
+
+    def case(self, probability: float, maps: Sequence[Map]) -> Case:
+        return Case(
+            self.subject,
+            self.image_id,
+            self.label,
+            probability,
+            self.image,
+            self.affine,
+            self.truth,
+            tuple(maps),
         )
-        scans.append(Scan(row, image[0, 0].cpu().numpy(), heatmap, mask, affine))
-    return scans
 
 
-def peak(heatmap: Array, affine: Array) -> Array:
+def peak_mm(values: Array, affine: Array) -> Array:
     """The hottest point of a map, in mm."""
-    index = np.unravel_index(heatmap.argmax(), heatmap.shape)
-    return affine[:3, :3] @ index + affine[:3, 3]
+    index = np.unravel_index(values.argmax(), values.shape)
+    found: Array = affine[:3, :3] @ index + affine[:3, 3]
+    return found
 
 
-def of_both_classes(batches: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first ``count`` samples of a data loader, half of them (or one more) of class 1."""
-    wanted = {1: (count + 1) // 2, 0: count // 2}
-    chosen: list[dict[str, Any]] = []
+def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per network and method: the means over the scans of the explained class.
+
+    ``scored`` counts the scans with a truth and a map; those whose map is empty are ``empty`` and
+    count as a miss of the pointing game. ``right`` is the pointing game over the correctly
+    classified scans alone.
+    """
+    own = [row for row in rows if row["explained"]]
+    table = []
+    for network, method in dict.fromkeys((row["network"], row["method"]) for row in own):
+        some = [row for row in own if (row["network"], row["method"]) == (network, method)]
+        scored = [row for row in some if row["energy"] != ""]
+        missed = sum(row["empty"] for row in some)
+        line = {"network": network, "method": method, "scans": len(some), "empty": missed}
+        if scored:
+            right = [row["peak_in"] for row in scored if row["correct"]]
+            hits, near = (sum(row[name] for row in scored) for name in ("peak_in", "peak_near"))
+            line |= {
+                "scored": len(scored),
+                "peak_in": hits / (len(scored) + missed),
+                "peak_near": near / (len(scored) + missed),
+                "right": float(np.mean(right)) if right else "",
+                "distance_mm": float(np.median([row["distance_mm"] for row in scored])),
+                "times_chance": float(np.mean([row["times_chance"] for row in scored])),
+                "precision": float(np.mean([row["precision"] for row in scored])),
+                "chance": float(np.mean([row["chance"] for row in scored])),
+            }
+        for name in ("like_trained", "like_mirrored"):
+            values = [row[name] for row in some if row[name] != ""]
+            line[name] = float(np.mean(values)) if values else ""
+        table.append(line)
+    columns = dict.fromkeys(name for line in table for name in line)
+    return [{name: line.get(name, "") for name in columns} for line in table]
+
+
+def _row(
+    scan: _Scan, probability: float, explained: int, network: str, layer: str, one: Map
+) -> dict[str, Any]:
+    has_layer = one.method in ("gradcam", "gradcam++", "attention")
+    row: dict[str, Any] = {
+        "subject": scan.subject,
+        "image_id": scan.image_id,
+        "label": scan.label,
+        "probability": probability,
+        "explained": scan.label == explained,
+        "correct": (probability >= 0.5) == (scan.label == explained),
+        "network": network,
+        "method": one.method,
+        "layer": layer if has_layer else "",
+        "cell_mm": " x ".join(f"{side:.0f}" for side in one.cell_mm),
+        "empty": one.empty,
+        "peak_mm": ""
+        if one.empty
+        else " ".join(f"{x:.0f}" for x in peak_mm(one.values, scan.affine)),
+    }
+    names = ("peak_in", "peak_near", "distance_mm", "energy", "chance", "times_chance", "precision")
+    return row | {name: getattr(one.score, name) if one.score else "" for name in names}
+
+
+def _samples(batches: Iterable[Sample]) -> Iterator[Sample]:
     for batch in batches:
-        for i, label in enumerate(batch["label"].tolist()):
-            if wanted[label] > 0:
-                wanted[label] -= 1
-                chosen.append({name: values[i] for name, values in batch.items()})
-        if not any(wanted.values()):
-            break
-    return chosen
+        for i in range(len(batch["label"])):
+            yield {name: values[i] for name, values in batch.items()}
 
 
 @torch.no_grad()
-def _probability(model: LightningModule, image: Tensor) -> float:
-    model.eval()
-    return float(model(image).softmax(dim=1)[0, 1])
+def _probabilities(
+    network: nn.Module, batches: Iterable[Sample]
+) -> tuple[list[int], list[float], int]:
+    """Label and probability of the last class, of each scan; and the number of classes."""
+    labels: list[int] = []
+    scores: list[float] = []
+    classes = 0
+    device = next(network.parameters()).device
+    with evaluation(network):
+        for batch in batches:
+            found = network(batch["image"].to(device)).softmax(dim=1)
+            labels += batch["label"].tolist()
+            scores += found[:, -1].tolist()
+            classes = found.shape[1]
+    return labels, scores, classes
+
+
+def _cell(network: nn.Module, method: MethodName, layer: str, volume: Tensor) -> Array:
+    """What a method can tell apart, in voxels along each axis."""
+    if method == "gradient":  # the width of the smoothing at half of its height
+        return np.full(3, max(2.355 * InputGradient3D(network).sigma, 1.0))
+    if method == "occlusion":
+        return np.full(3, float(Occlusion3D(network).size))
+    name = attention_of(network, layer) if method == "attention" else layer
+    cell: Array = np.array(volume.shape[2:]) / np.array(_feature_size(network, name, volume))
+    return cell
 
 
 @torch.no_grad()
-def _cell(network: nn.Module, layer: str, image: Tensor, affine: Array) -> str:
-    """Size in mm of one voxel of the layer's output: what the map can tell apart."""
+def _feature_size(network: nn.Module, layer: str, volume: Tensor) -> torch.Size:
     seen: list[torch.Size] = []
-    hook = network.get_submodule(layer).register_forward_hook(
-        lambda module, args, output: seen.append(output.shape)
-    )
-    network(image)
-    hook.remove()
-    voxel_mm = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
-    cells = voxel_mm * np.array(image.shape[2:]) / np.array(seen[0][2:])
-    return " x ".join(f"{side:.0f}" for side in cells)
+    module = named_layer(network, layer)
+    hook = module.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    try:
+        with evaluation(network):
+            network(volume)
+    finally:
+        hook.remove()
+    return seen[0][2:]
 
 
 def _mask(
-    folder: Path | None, image_id: Any, shape: tuple[int, ...], affine: Array
+    folder: Path | None, image_id: str, shape: tuple[int, ...], affine: Array
 ) -> Array | None:
     """The planted region of a scan, brought to the grid of the map."""
     path = folder / f"{image_id}.nii.gz" if folder else None
@@ -136,14 +422,5 @@ def _mask(
         return None
     # nibabel has no types
     mask = resample_from_to(nib.load(path), (shape, affine), order=0)  # type: ignore[no-untyped-call]
-    return np.asarray(mask.dataobj) > 0
-
-
-def _scores(heatmap: Array, mask: Array | None) -> dict[str, Any]:
-    if mask is None or not mask.any() or not heatmap.any():
-        return {}
-    return {
-        "peak_in_truth": bool(mask.flat[heatmap.argmax()]),
-        "energy_in_truth": float(heatmap[mask].sum() / heatmap.sum()),
-        "chance": float(mask.mean()),
-    }
+    found: Array = np.asarray(mask.dataobj) > 0
+    return found if found.any() else None

@@ -1,68 +1,180 @@
+"""Pictures of maps over scans: slices through the head as PNG, and a page to click through."""
+
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
-import nibabel as nib
 import numpy as np
+from nibabel.processing import resample_to_output
 
-from models.explain import Array, Scan, peak
+from models.explain import TITLES, Case, Findings, Map, peak_mm
+from models.localisation import TOP, hottest
+from models.maps.native import Array, head_mask, volume
 
-SHOWN_FROM = 0.3
-"""Part of the maximum below which a map is not drawn."""
+DISPLAY_MM = 2.0
+"""Voxel size of pictures: coarser scans are resampled, so that they do not look like bricks."""
+_ALPHA = 0.65
 
 
-def save_overlay(scan: Scan, path: Path, class_names: tuple[str, ...]) -> None:
-    """Draw a map over its scan, cut through its hottest point; a truth becomes a contour."""
+def save_overlay(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> None:
+    """Draw a map over its scan in slices along three axes; a truth becomes a contour.
+
+    Only the hottest ``TOP`` of the head is drawn, and its peak is marked.
+    """
+    _draw(
+        case.image,
+        one.values,
+        case.affine,
+        path,
+        f"{case_title(case, class_names)}\n{map_title(case, one)}",
+        truth=case.truth,
+    )
+
+
+def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str]) -> list[Path]:
+    """Draw the mean map of each class and method over the mean scan of the class."""
+    paths = []
+    for (label, method), mean in findings.means.items():
+        path = folder / f"mean_{class_names[label]}_{method}.png"
+        title = (
+            f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
+            f"\nevidence for {class_names[-1]}, hottest {TOP:.0%} of the head"
+        )
+        _draw(findings.mean_images[label], mean, findings.affine, path, title)
+        paths.append(path)
+    return paths
+
+
+def save_page(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> None:
+    """Write a page with one scan and its map, not an empty one, to click through offline."""
+    from nilearn import plotting
+
+    head = head_mask(case.image)
+    shown = _fine(hottest(one.values, head), case.affine)
+    page = plotting.view_img(
+        shown,
+        bg_img=_fine(_with_dark_air(case.image), case.affine),
+        threshold=1e-6,
+        vmax=1,
+        symmetric_cmap=False,
+        cmap="inferno",
+        black_bg=True,
+        opacity=_ALPHA,
+        title=case_title(case, class_names),
+        cut_coords=tuple(map(float, peak_mm(one.values, case.affine))),
+    )
+    page.save_as_html(str(path))
+
+
+def case_title(case: Case, class_names: Sequence[str]) -> str:
+    """Who it is, what it is, and what the network thinks."""
+    name = class_names[-1]
+    return (
+        f"{case.subject} is {class_names[case.label]}   |   the network: "
+        f"{case.probability:.0%} {name}"
+    )
+
+
+def map_title(case: Case, one: Map) -> str:
+    """What a map is, what it can tell apart, and how it meets the truth."""
+    cells = " x ".join(f"{side:.0f}" for side in one.cell_mm)
+    title = f"{TITLES[one.method]}, cells of {cells} mm"
+    if one.empty:
+        return f"{title}: no evidence found"
+    if one.score is None:
+        return f"{title}, hottest {TOP:.0%} of the head"
+    place = "in" if one.score.peak_in else f"{one.score.distance_mm:.0f} mm from"
+    return (
+        f"{title}: peak {place} the planted region (green), {one.score.times_chance:.1f} x chance "
+        "inside"
+    )
+
+
+def meaning(case: Case, class_names: Sequence[str]) -> str:
+    """One sentence on what the map of this case means."""
+    name, own = class_names[-1], class_names[case.label]
+    if case.label == len(class_names) - 1:
+        called = "and the network agrees" if case.probability >= 0.5 else "but the network says no"
+        return f"A scan of {name}, {called}; hot is what raises the score of {name}."
+    return (
+        f"A scan of {own}: hot is what speaks most for {name} in a scan that the network gives "
+        f"{case.probability:.0%}. The scale is the map's own, so there is always a hottest place; "
+        "it is no sign of disease."
+    )
+
+
+def _draw(
+    image: Array,
+    heatmap: Array,
+    affine: Array,
+    path: Path,
+    title: str,
+    truth: Array | None = None,
+) -> None:
     mpl.use("Agg")  # no display needed
     from matplotlib import pyplot as plt
     from nilearn import plotting
 
-    figure = plt.figure(figsize=(10, 4.2), facecolor="black")
-    display = plotting.plot_anat(
-        _nifti(_with_dark_air(scan.image), scan.affine),
-        cut_coords=tuple(float(x) for x in peak(scan.heatmap, scan.affine)),
-        draw_cross=False,
-        black_bg=True,
-        colorbar=False,
-        figure=figure,
-        axes=(0, 0, 1, 0.86),
+    figure = plt.figure(figsize=(11, 5.6), facecolor="black")
+    around = (
+        peak_mm(heatmap, affine)
+        if heatmap.any()
+        else affine[:3, :3] @ (np.array(image.shape) / 2) + affine[:3, 3]
     )
-    if scan.heatmap.any():  # a map without evidence has nothing to draw
-        heatmap = _nifti(scan.heatmap, scan.affine)
-        display.add_overlay(
-            heatmap,
-            threshold=SHOWN_FROM,
-            vmin=0,
-            vmax=1,
-            cmap="inferno",
-            colorbar=True,
-            transparency=0.6,
+    for row, axis in enumerate("xyz"):
+        display = plotting.plot_anat(
+            _fine(_with_dark_air(image), affine),
+            display_mode=axis,
+            cut_coords=_cuts(image, affine, "xyz".index(axis), float(around["xyz".index(axis)])),
+            draw_cross=False,
+            black_bg=True,
+            colorbar=False,
+            figure=figure,
+            axes=(0, 0.59 - 0.295 * row, 1, 0.29),
         )
-    if scan.truth is not None and scan.truth.any():
-        truth = _nifti(scan.truth, scan.affine)
-        display.add_contours(truth, levels=[0.5], colors="lime", linewidths=1)
-    figure.text(0.02, 0.92, _title(scan, class_names), color="white", fontsize=11)
-    figure.savefig(path, dpi=110, facecolor="black")
+        _lay_over(display, image, heatmap, affine, truth)
+    figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
+    figure.savefig(path, dpi=100, facecolor="black")
     plt.close(figure)
 
 
-def _title(scan: Scan, class_names: tuple[str, ...]) -> str:
-    row = scan.row
-    parts = [
-        row.subject,
-        f"is {class_names[row.label]}",
-        f"P({class_names[1]}) = {row.probability:.2f}",
-        f"Grad-CAM of {row.layer}, cells of {row.cell_mm} mm",
-    ]
-    if scan.truth is not None and scan.truth.any():
-        parts.append("green: planted region")
-    return "   |   ".join(parts)
+def _lay_over(
+    display: Any, image: Array, heatmap: Array, affine: Array, truth: Array | None
+) -> None:
+    shown = hottest(heatmap, head_mask(image))
+    if shown.any():  # a map without evidence has nothing to draw
+        display.add_overlay(
+            _fine(shown, affine),
+            threshold=float(shown[shown > 0].min()) / 2,
+            vmin=0,
+            vmax=1,
+            cmap="inferno",
+            transparency=_ALPHA,
+        )
+        display.add_markers([peak_mm(heatmap, affine)], marker_color="cyan", marker_size=12)
+    if truth is not None:
+        display.add_contours(_fine(truth, affine), levels=[0.5], colors="lime", linewidths=0.8)
+
+
+def _cuts(image: Array, affine: Array, axis: int, through: float) -> list[float]:
+    """Seven slices through the head along an axis in mm, one of them through a given point."""
+    index = np.argwhere(head_mask(image))
+    ends = np.stack([index.min(axis=0), index.max(axis=0)]) if len(index) else np.zeros((2, 3))
+    mm = np.sort((affine[:3, :3] @ ends.T + affine[:3, 3:])[axis])
+    cuts = np.linspace(mm[0], mm[1], 9)[1:-1]
+    cuts[np.abs(cuts - through).argmin()] = through
+    return sorted(cuts.tolist())
+
+
+def _fine(values: Array, affine: Array) -> Any:
+    """An image in voxels of ``DISPLAY_MM`` at most."""
+    given = volume(np.asarray(values, dtype=np.float32), affine)
+    sizes = np.minimum(np.sqrt((affine[:3, :3] ** 2).sum(axis=0)), DISPLAY_MM)
+    # nibabel has no types
+    return resample_to_output(given, sizes.tolist(), order=1)  # type: ignore[no-untyped-call]
 
 
 def _with_dark_air(image: Array) -> Array:
     """Air, exactly 0 in prepared scans, lies in the middle of the greys of a standardised one."""
     return np.where(image == 0, image.min(), image)
-
-
-def _nifti(volume: Array, affine: Array) -> nib.Nifti1Image:
-    # nibabel has no types
-    return nib.Nifti1Image(volume.astype(np.float32), affine)  # type: ignore[no-untyped-call]

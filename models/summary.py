@@ -4,10 +4,12 @@ import csv
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from models.results import load_metrics
+from models.tables import read_table
 
 CONTENTS = {
     "config.yaml": "every setting of the run",
@@ -16,7 +18,9 @@ CONTENTS = {
     "tensorboard": "the same for: tensorboard --logdir",
     "plan.json": "where each part of the network ran",
     "test_metrics.json": "metrics on held-out subjects",
-    "explain": "Grad-CAM overlays and explain.tsv",
+    "test_predictions.tsv": "what the network says of each of them",
+    "explain": "overlays, maps as NIfTI, explain.tsv, localisation.tsv",
+    "report.html": "all of this on one page",
 }
 
 
@@ -25,7 +29,7 @@ def main() -> None:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         sys.exit("usage: python -m models.summary RUN, the folder of a run")
     run, console = Path(sys.argv[1]), Console(width=100)
-    for table in (_plan(run), _epochs(run), _test(run), _contents(run)):
+    for table in (_plan(run), _epochs(run), _test(run), _maps(run), _contents(run)):
         if table is not None:
             console.print(table)
 
@@ -59,13 +63,13 @@ def _epochs(run: Path) -> Table | None:
         "seconds": "epoch_s",
     }
     table = Table("epoch", *columns, title="training")
-    for epoch, values in _by_epoch(path).items():
+    for epoch, values in by_epoch(path).items():
         found = (values.get(name) for name in columns.values())
         table.add_row(epoch, *("" if value is None else f"{float(value):.3f}" for value in found))
     return table
 
 
-def _by_epoch(path: Path) -> dict[str, dict[str, str]]:
+def by_epoch(path: Path) -> dict[str, dict[str, str]]:
     """The values of each epoch; the file has one row per call of the logger."""
     epochs: dict[str, dict[str, str]] = {}
     with path.open(newline="") as file:
@@ -80,10 +84,26 @@ def _test(run: Path) -> Table | None:
     path = run / "test_metrics.json"
     if not path.is_file():
         return None
-    table = Table("metric", "held-out subjects", title="test")
-    metrics: dict[str, Any] = json.loads(path.read_text())
+    table = Table("metric", "held-out subjects", "95 % interval", title="test")
+    metrics = {k.removeprefix("test/"): v for k, v in load_metrics(path).items()}
     for name, value in metrics.items():
-        table.add_row(name.removeprefix("test/"), f"{value:.3f}")
+        if not name.endswith(("_low", "_high")):
+            ends = [metrics.get(f"{name}_{end}") for end in ("low", "high")]
+            interval = "" if None in ends else f"{ends[0]:.3f} to {ends[1]:.3f}"
+            table.add_row(name, f"{value:.3f}", interval)
+    return table
+
+
+def _maps(run: Path) -> Table | None:
+    """Where the maps point, beside a network that knows nothing."""
+    path = run / "explain" / "localisation.tsv"
+    rows = read_table(path) if path.is_file() else []
+    if not rows or "peak_in" not in rows[0]:
+        return None
+    columns = ("network", "method", "scored", "peak_in", "peak_near", "times_chance")
+    table = Table(*(name.replace("_", " ") for name in columns), title="planted region")
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
     return table
 
 

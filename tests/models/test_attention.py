@@ -35,10 +35,41 @@ def test_every_voxel_sees_every_other() -> None:
     assert (x.grad.abs().sum(dim=1) > 0).all()
 
 
-def test_a_map_too_large_is_refused_with_its_size() -> None:
-    attention = SelfAttention3D(8)
-    with pytest.raises(ValueError, match=r"2 x 27000 voxels .* 5\.4 GiB"):
-        attention.attention_map(torch.zeros(2, 8, 30, 30, 30))
+def test_an_explicit_map_too_large_is_refused_with_its_size_and_sdpa_takes_it() -> None:
+    x = torch.zeros(1, 8, 21, 21, 21)
+    with pytest.raises(ValueError, match=r"9261 voxels .* 0\.32 GiB per sample.*'sdpa'"):
+        SelfAttention3D(8, kind="explicit")(x)
+    assert SelfAttention3D(8)(x).shape == x.shape
+
+
+def test_both_kinds_give_the_same_numbers_and_gradients() -> None:
+    explicit = SelfAttention3D(16, reduction=2, kind="explicit").double()
+    explicit.gamma.data.fill_(0.7)
+    fused = SelfAttention3D(16, reduction=2).double()
+    fused.load_state_dict(explicit.state_dict())
+    x = torch.randn(2, 16, 3, 4, 5, dtype=torch.float64)
+    for attention in (explicit, fused):
+        attention(x).square().sum().backward()
+    torch.testing.assert_close(fused(x), explicit(x), rtol=0, atol=1e-10)
+    for (name, a), b in zip(explicit.named_parameters(), fused.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("sdpa", False), ("explicit", True)])
+def test_only_the_explicit_kind_stores_the_map_for_the_backward(kind, stored) -> None:
+    attention = SelfAttention3D(16, kind=kind)
+    sizes = []
+    x = torch.randn(1, 16, 8, 8, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):
+        attention(x)
+    assert (max(sizes) >= 512**2) == stored
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="not 'flash'"):
+        SelfAttention3D(16, kind="flash")
 
 
 def test_too_few_channels_are_refused() -> None:

@@ -2,70 +2,152 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from models import ResAttNetClassifier
-from models.explain import explain_scans, of_both_classes
-from models.overlay import save_overlay
+from models import ResAttNet3D
+from models.explain import TITLES, choose_cases, explain, make_explainer, summarise
+from models.explanation import Writer
+from models.tables import read_table
 
+NAMES = ("NC", "AD")
 AFFINE = torch.diag(torch.tensor([4.0, 4, 4, 1], dtype=torch.float64))
 AFFINE[:3, 3] = -60
 
 
-@pytest.fixture(scope="module")
-def model() -> ResAttNetClassifier:
-    torch.manual_seed(0)
-    return ResAttNetClassifier()
+class Corner(nn.Module):
+    """P(AD) grows with the brightness of one corner: `features` is the scan itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv3d(1, 1, 1, bias=False)
+        nn.init.ones_(self.features.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        corner = self.features(x)[:, 0, :8, :8, :8].mean(dim=(1, 2, 3))
+        return torch.stack([-corner, corner], dim=1)
 
 
-def batch(labels: list[int]) -> dict:
-    ids = [f"999_S_{i:04d}" for i in range(len(labels))]
-    return {
-        "image": torch.rand(len(labels), 1, 32, 32, 32),
+def batches(labels: list[int]) -> list[dict]:
+    images = torch.full((len(labels), 1, 16, 16, 16), 0.1)
+    images[:, :, 0] = 0  # air
+    for image, label in zip(images, labels):
+        image[0, 2:6, 2:6, 2:6] += label
+    batch = {
+        "image": images,
         "label": torch.tensor(labels),
         "affine": AFFINE.expand(len(labels), 4, 4),
-        "subject": ids,
+        "subject": [f"999_S_{i:04d}" for i in range(len(labels))],
         "image_id": [f"I{9_000_000 + i}" for i in range(len(labels))],
     }
+    return [{k: v[i : i + 2] for k, v in batch.items()} for i in range(0, len(labels), 2)]
 
 
-def plant(folder, image_id: str, affine: np.ndarray, shape=(32, 32, 32)) -> None:
-    mask = np.zeros(shape, np.uint8)
-    mask[: shape[0] // 2] = 1
-    nib.save(nib.Nifti1Image(mask, affine), folder / f"{image_id}.nii.gz")
-
-
-def test_takes_both_classes_and_stops_reading() -> None:
-    batches = iter([batch([0, 0, 0]), batch([1, 0, 1]), batch([1])])
-    chosen = of_both_classes(batches, 3)
-    assert sorted(int(sample["label"]) for sample in chosen) == [0, 1, 1]
-    assert len(list(batches)) == 1
-
-
-def test_reports_what_the_layer_can_tell_apart(model) -> None:
-    [scan] = explain_scans(model, of_both_classes([batch([1])], 1), "layer3")
-    assert scan.row.cell_mm == "64 x 64 x 64"  # 32 voxels of 4 mm in 2 cells
-    assert (scan.row.subject, scan.row.image_id) == ("999_S_0000", "I9000000")
-    assert 0 <= scan.row.probability <= 1
-    assert scan.row.energy_in_truth is None
-    assert scan.heatmap.shape == scan.image.shape == (32, 32, 32)
-
-
-def test_scores_against_a_truth_on_another_grid(model, tmp_path) -> None:
+@pytest.fixture
+def truth(tmp_path):
+    """The bright corner, on a finer grid whose voxel borders meet those of the scans."""
     finer = np.diag([2.0, 2, 2, 1])
-    finer[:3, 3] = -61  # voxel borders, not centres, of both grids meet
-    plant(tmp_path, "I9000000", finer, shape=(64, 64, 64))
-    [scan] = explain_scans(model, of_both_classes([batch([1])], 1), "layer3", tmp_path)
-    assert scan.row.chance == pytest.approx(0.5)
-    half = scan.heatmap[:16].sum() / scan.heatmap.sum()
-    assert scan.row.energy_in_truth == pytest.approx(half)
-    assert scan.row.peak_in_truth == (np.unravel_index(scan.heatmap.argmax(), (32,) * 3)[0] < 16)
+    finer[:3, 3] = -61
+    mask = np.zeros((32, 32, 32), np.uint8)
+    mask[4:12, 4:12, 4:12] = 1
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    for i in range(4):
+        nib.save(nib.Nifti1Image(mask, finer), folder / f"I{9_000_000 + i}.nii.gz")
+    return folder
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_an_overlay_is_a_picture_even_of_an_empty_map(model, tmp_path, flat) -> None:
-    plant(tmp_path, "I9000000", AFFINE.numpy())
-    [scan] = explain_scans(model, of_both_classes([batch([1])], 1), "layer3", tmp_path)
-    if flat:
-        scan.heatmap[:] = 0
-    save_overlay(scan, tmp_path / "a.png", ("NC", "AD"))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+def study(truth=None, methods=("gradcam", "gradient"), count=2, **others: nn.Module):
+    torch.manual_seed(0)
+    data = batches([1, 0, 1, 0])
+    networks = {"trained": Corner()} | others
+    return explain(networks, lambda: data, list(methods), "features", count, truth)
+
+
+def test_cases_are_taken_about_the_median_and_one_of_another_class() -> None:
+    labels, scores = [1, 1, 1, 1, 1, 0, 0, 0], [0.1, 0.9, 0.6, 0.7, 0.99, 0.0, 0.2, 0.5]
+    assert choose_cases(labels, scores, 3) == [3, 2, 6]  # median of AD 0.7, of NC 0.2
+    assert choose_cases(labels, scores, 1) == [3]
+    assert len(choose_cases(labels, scores, 20)) == 6
+    assert choose_cases([0, 0, 0], [0.1, 0.2, 0.9], 2) == [1]  # nobody of the explained class
+
+
+def test_every_scan_of_the_explained_class_is_scored_not_only_the_drawn_ones(truth) -> None:
+    found = study(truth, count=2)
+    scored = [row for row in found.rows if row["energy"] != ""]
+    assert {row["image_id"] for row in scored} == {"I9000000", "I9000002"}
+    assert sum(row["drawn"] for row in found.rows if row["method"] == "gradcam") == 2
+    assert [case.label for case in found.cases] == [1, 0]
+
+
+def test_a_map_on_the_planted_place_scores_full_against_a_truth_on_another_grid(truth) -> None:
+    [line, _] = summarise(study(truth).rows)
+    assert (line["network"], line["method"], line["scored"]) == ("trained", "gradcam", 2)
+    assert line["peak_in"] == line["right"] == 1
+    # 64 of the 15 * 16 * 16 voxels of the head, each 11 times as bright as the others
+    assert line["chance"] == pytest.approx(64 / 3840)
+    assert line["times_chance"] == pytest.approx(1.1 / (1.1 * 64 + 0.1 * 3776) * 3840)
+
+
+def test_networks_that_know_nothing_are_scored_beside_it(truth) -> None:
+    blind = Corner()
+    blind.features.weight.data.zero_()
+    table = {row["network"]: row for row in summarise(study(truth, ["gradcam"], blind=blind).rows)}
+    assert table["blind"]["empty"] == 2
+    assert table["blind"]["like_trained"] == 0
+    assert table["trained"]["like_trained"] == ""
+
+
+def test_the_map_of_the_mirrored_scan_is_compared() -> None:
+    rows = [r for r in study(methods=["gradcam"]).rows if r["label"] == 1]
+    assert all(row["like_mirrored"] == pytest.approx(1) for row in rows)
+
+
+def test_without_truth_nothing_is_scored_but_everything_is_mapped() -> None:
+    found = study()
+    assert all(row["energy"] == "" for row in found.rows)
+    assert "peak_in" not in summarise(found.rows)[0]
+    assert set(found.means) == {(0, "gradcam"), (1, "gradcam"), (0, "gradient"), (1, "gradient")}
+
+
+def test_cells_say_what_a_method_can_tell_apart() -> None:
+    network = ResAttNet3D(widths=(8, 8, 8, 8))
+    images = [{**b, "image": torch.rand(len(b["label"]), 1, 32, 32, 32)} for b in batches([1, 0])]
+    found = explain({"trained": network}, lambda: images, ["gradcam", "attention"], "layer3", 1)
+    assert {one.cell_mm for one in found.cases[0].maps} == {(64, 64, 64)}
+    [occluded] = study(methods=["occlusion"], count=1).cases[0].maps
+    assert occluded.cell_mm == (24, 24, 24)
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_every_method_can_be_made(name) -> None:
+    make_explainer(name, ResAttNet3D(widths=(8, 8, 8, 8)), "layer3")
+
+
+def test_an_unknown_method_is_named() -> None:
+    with pytest.raises(ValueError, match="no method 'lime'; choose of gradcam"):
+        make_explainer("lime", nn.Identity(), "layer3")
+
+
+def test_pictures_tables_and_maps_are_written_even_of_an_empty_map(truth, tmp_path) -> None:
+    scan = tmp_path / "scan.nii.gz"
+    nib.save(nib.Nifti1Image(np.zeros((20, 20, 20), np.int16), np.diag([3.0, 3, 3, 1])), scan)
+    found = study(truth, count=2)
+    found.cases[1].maps[0].values[:] = 0
+    Writer(tmp_path / "out", NAMES, "features", {"I9000000": str(scan)}).write(found)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    case = "999_S_0000_I9000000"
+    assert names >= {
+        f"{case}_gradcam_features.png",
+        f"{case}_gradcam_features.nii.gz",
+        f"{case}_gradient.png",
+        f"{case}.html",
+        "mean_AD_gradcam.png",
+        "mean_NC_gradient.png",
+        "explain.json",
+    }
+    there = nib.load(tmp_path / "out" / f"{case}_gradcam_features.nii.gz")
+    assert there.shape == (20, 20, 20)
+    assert 'src="http' not in (tmp_path / "out" / f"{case}.html").read_text()
+    rows = read_table(tmp_path / "out" / "localisation.tsv")
+    assert [row["method"] for row in rows] == ["gradcam", "gradient"]
+    assert {row["region"] for row in read_table(tmp_path / "out" / "regions.tsv")} >= {"elsewhere"}

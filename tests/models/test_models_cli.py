@@ -1,6 +1,5 @@
-import csv
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ import yaml
 from datamodules.synth import CohortSpec, generate
 from models import ResAttNetClassifier
 from models.cli import main
+from models.results import load_metrics
+from models.tables import read_table
 
 pytestmark = [
     # a cohort this small is read faster than a worker process starts
@@ -38,6 +39,7 @@ def config(cohort, tmp_path) -> str:
         logger["init_args"]["save_dir"] = str(tmp_path)
     data |= {"root": str(cohort / "adni"), "cache_dir": str(cohort / "cache"), "spacing_mm": 8.0}
     data |= {"spatial_shape": [24, 32, 24], "val_fraction": 0.3, "test_fraction": 0.3}
+    settings["model"] |= {"widths": [8, 8, 16, 16]}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     return str(tmp_path / "config.yaml")
 
@@ -66,24 +68,56 @@ def test_every_run_has_one_folder_of_its_own(config, tmp_path, monkeypatch, caps
 
     best = ["--config", config, "--ckpt_path", checkpoint(run)]
     command(monkeypatch, "test", *best)
-    metrics = json.loads((run / "test_metrics.json").read_text())
-    assert metrics.keys() >= {"test/accuracy", "test/auroc", "test/sensitivity", "test/loss"}
+    metrics = load_metrics(run / "test_metrics.json")
+    assert metrics.keys() >= {"test/accuracy", "test/accuracy_low", "test/mcc", "test/loss"}
     command(monkeypatch, "predict", *best)
-    command(monkeypatch, "explain", *best, "--subjects", "2", "--layer", "layer1")
-    with (run / "explain" / "explain.tsv").open() as file:
-        explained = list(csv.DictReader(file, delimiter="\t"))
-    with (run / "predictions.tsv").open() as file:
-        predicted = {r["image_id"]: r for r in csv.DictReader(file, delimiter="\t")}
+    options = ["--subjects", "2", "--layer", "layer1", "--methods", "[gradcam]"]
+    command(monkeypatch, "explain", *best, *options)
+    explained = read_table(run / "explain" / "explain.tsv")
+    predicted = {row["image_id"]: row for row in read_table(run / "predictions.tsv")}
     assert {row["label"] for row in explained} == {"0", "1"}
-    assert len(list((run / "explain").glob("999_S_*_layer1.png"))) == 2
+    assert {row["network"] for row in explained} == {"trained", "untrained"}
+    assert len(list((run / "explain").glob("999_S_*_gradcam_layer1.png"))) == 2
     for row in explained:
-        seen = predicted[row["image_id"]]["probability"]
-        assert float(row["probability"]) == pytest.approx(float(seen), abs=2e-4)
+        seen = predicted[row["image_id"]]
+        assert float(row["probability"]) == pytest.approx(float(seen["p_AD"]), abs=2e-4)
+        assert seen["class"] == ("AD" if row["label"] == "1" else "NC")
+        assert seen["sex"] in ("F", "M")
+        assert seen["session"]
+    assert read_table(run / "test_predictions.tsv") == list(predicted.values())
+
+    command(monkeypatch, "report", str(run))
+    page = (run / "report.html").read_text()
+    for title in ("Cohort", "Training", "Test", "What the network looks at", "Settings"):
+        assert f">{title}</h" in page
+    assert page.count("data:image/png;base64,") >= 7  # curves, 3 figures, 2 cases, 2 means
+    assert "http" not in re.sub("<pre>.*?</pre>", "", page, flags=re.S)
 
     with pytest.raises(SystemExit, match="trained on another split"):
         command(monkeypatch, "explain", *best, "--data.seed", "1")
+    with pytest.raises(SystemExit, match=r"no layer 'layer9'; close to it: .*layer4"):
+        command(monkeypatch, "explain", *best, "--layer", "layer9")
     command(monkeypatch, "fit", "--config", config)
     assert sorted(path.name for path in run.parent.iterdir()) == ["version_0", "version_1"]
+
+
+@pytest.mark.parametrize("name", ["validate", "test", "predict", "explain"])
+def test_a_missing_checkpoint_is_told_without_a_traceback(config, name, monkeypatch) -> None:
+    with pytest.raises(SystemExit, match=r"no checkpoint .*none\.ckpt; that folder holds none"):
+        command(monkeypatch, name, "--config", config, "--ckpt_path", "none.ckpt")
+
+
+def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(
+    config, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "run").write_text("a file where the run's folder should be")
+    with pytest.raises(SystemExit, match=r"folder of the run cannot be written.*save_dir"):
+        command(monkeypatch, "fit", "--config", config)
+
+
+def test_a_report_wants_the_folder_of_a_run(tmp_path, monkeypatch) -> None:
+    with pytest.raises(SystemExit, match=r"is not the folder of a run: it has no config\.yaml"):
+        command(monkeypatch, "report", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["validate", "test", "predict", "explain"])
@@ -98,34 +132,71 @@ def test_trouble_with_the_data_is_told_without_a_traceback(config, tmp_path, mon
         command(monkeypatch, "fit", "--config", config, "--data.root", str(tmp_path / "nowhere"))
 
 
-def test_three_classes_are_refused_by_the_classifier_of_two(config, monkeypatch) -> None:
-    with pytest.raises(SystemExit, match="task three_way has 3 classes"):
-        command(monkeypatch, "fit", "--config", config, "--data.task", "three_way")
+@pytest.mark.parametrize("name", ["paper", "modern"])
+def test_the_recipes_are_understood(name, monkeypatch, capsys) -> None:
+    path = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    with pytest.raises(SystemExit, match="0"):
+        command(monkeypatch, "fit", "--config", str(path), "--print_config")
+    assert "learning_rate" in capsys.readouterr().out
 
 
 def test_help_names_every_command(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, "--help")
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("python -m models", "fit", "explain", "Grad-CAM"))
+    assert all(
+        name in shown for name in ("python -m models", "fit", "explain", "report RUN", "folds")
+    )
+
+
+def finished(*arguments: str) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, "-m", "models", *arguments],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=480,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.mark.conformance
 @pytest.mark.distributed
-def test_child_processes_repeat_the_command_under_ddp(config, tmp_path) -> None:
-    arguments = ["--config", config, "--trainer.strategy", "ddp", "--trainer.devices", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "models", "fit", *arguments],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "MEMBER: 2/2" in done.stderr + done.stdout
+@pytest.mark.parametrize("strategy", ["ddp", "lightning_hybrid.HybridGabraStrategy"])
+def test_replicas_write_one_table_and_the_metrics_of_one_device(config, tmp_path, strategy) -> None:
+    arguments = ["--config", config, "--trainer.strategy", strategy, "--trainer.devices", "2"]
+    if strategy != "ddp":
+        arguments += ["--trainer.strategy.data_parallel_size", "2"]
+        finished("fit", "--config", config)
+    else:
+        done = finished("fit", *arguments)
+        assert "MEMBER: 2/2" in done.stderr + done.stdout
     run = tmp_path / "run" / "version_0"
     ResAttNetClassifier.load_from_checkpoint(checkpoint(run), map_location="cpu")
     assert not (tmp_path / "run" / "version_1").exists()
+    best = ["--ckpt_path", checkpoint(run)]
+    finished("test", "--config", config, *best)
+    alone = read_table(run / "test_predictions.tsv"), load_metrics(run / "test_metrics.json")
+    finished("test", *arguments, *best)
+    metrics = load_metrics(max(run.glob("test_metrics*.json"), key=lambda p: p.stat().st_mtime))
+    together = read_table(run / "test_predictions.tsv"), metrics
+    assert [row["image_id"] for row in together[0]] == [row["image_id"] for row in alone[0]]
+    for name, value in alone[1].items():
+        if name != "test/loss":  # Lightning's mean over ranks counts repeated scans
+            assert together[1][name] == pytest.approx(value, abs=1e-4), name
+
+
+@pytest.mark.conformance
+def test_folds_are_trained_tested_and_summed_up_and_a_second_call_repeats_none(
+    config, tmp_path
+) -> None:
+    options = ["--config", config, "--folds", "2", "--out", str(tmp_path / "cv")]
+    finished("folds", *options)
+    rows = {row["metric"]: row for row in read_table(tmp_path / "cv" / "folds.tsv")}
+    assert rows["accuracy"]["folds"] == "2"
+    each = [load_metrics(p)["test/accuracy"] for p in (tmp_path / "cv").rglob("test_metrics.json")]
+    assert float(rows["accuracy"]["mean"]) == pytest.approx(sum(each) / 2, abs=1e-4)
+    assert "$ python" not in finished("folds", *options).stdout

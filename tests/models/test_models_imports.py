@@ -5,7 +5,8 @@ import pytest
 
 import models
 
-FILES = sorted(Path(models.__file__).parent.glob("*.py"))
+ROOT = Path(models.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
@@ -18,10 +19,10 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_models_know_nothing_of_the_strategy_and_only_the_command_line_knows_the_data(path) -> None:
     assert "lightning_hybrid" not in imported(path)
-    assert "datamodules" not in imported(path) or path.name == "cli.py"
+    assert "datamodules" not in imported(path) or path == ROOT / "cli.py"
 
 
 def test_exported_names() -> None:

@@ -3,6 +3,7 @@ import torch
 from torch import fx, nn
 
 from models import ResAttNet3D
+from models.attention import SelfAttention3D
 from models.resattnet import BasicBlock
 
 
@@ -24,6 +25,82 @@ def test_attention_adds_its_own_parameters_after_layers_3_and_4() -> None:
     assert parameters(network.attention3) == 33_121
     assert parameters(network.attention4) == 131_777
     assert parameters(network) == 33_140_802 + 33_121 + 131_777
+
+
+@pytest.mark.parametrize(("width", "expected"), [(256, 263_169), (512, 1_050_625)])
+def test_attention_of_full_width_has_the_parameters_of_four_linear_maps(width, expected) -> None:
+    assert parameters(SelfAttention3D(width, reduction=1)) == expected
+
+
+def test_halved_widths_quarter_the_convolutions() -> None:
+    network = ResAttNet3D(widths=(32, 64, 128, 256), attention_after=())
+    whole = ResAttNet3D(attention_after=())
+    assert network.layer4[1].conv2.weight.numel() * 4 == whole.layer4[1].conv2.weight.numel()
+    assert network(torch.randn(2, 1, 32, 32, 32)).shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "cells"),
+    [
+        ({}, (8, 10)),
+        ({"stem_pool": False}, (16, 20)),
+        ({"stem_stride": 1}, (16, 20)),
+        ({"stem_stride": 1, "stem_pool": False, "stem_kernel": 5}, (32, 40)),
+    ],
+)
+def test_the_stem_decides_the_cells_of_layer1(options, cells) -> None:
+    network = ResAttNet3D(widths=(8, 8, 8, 8), **options)
+    out = network.layer1(network.stem(torch.randn(1, 1, 32, 40, 32)))
+    assert out.shape == (1, 8, *cells, cells[0])
+
+
+def test_recomputed_blocks_train_the_same_network() -> None:
+    torch.manual_seed(0)
+    plain = ResAttNet3D(widths=(8, 16, 16, 16)).double()
+    again = ResAttNet3D(widths=(8, 16, 16, 16), recompute=(1, 2, 3, 4)).double()
+    again.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 1, 32, 32, 32, dtype=torch.float64)
+    kept = {}
+    for network in (plain, again):
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            loss = network(x).square().sum()
+        kept[network] = sum(sizes)
+        loss.backward()
+    for (name, a), b in zip(plain.named_parameters(), again.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10, msg=name)
+    # the running statistics too: recomputation must not count a batch twice
+    for (name, a), b in zip(plain.named_buffers(), again.buffers()):
+        assert torch.equal(a, b), name
+    assert kept[again] < kept[plain]
+
+
+def test_dropout_acts_in_training_only() -> None:
+    network, x = ResAttNet3D(dropout=0.5, widths=(8, 8, 8, 8)), torch.randn(1, 1, 32, 32, 32)
+    network.eval()
+    assert torch.equal(network(x), network(x))
+    network.dropout.train()
+    assert not torch.equal(network(x), network(x))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_equal_when_compiled_and_in_channels_last(channels_last) -> None:
+    network = ResAttNet3D(widths=(8, 16, 16, 16)).eval()
+    network.attention3.gamma.data.fill_(0.5)
+    x = torch.randn(2, 1, 33, 32, 31)
+    with torch.no_grad():
+        expected = network(x)
+        if channels_last:
+            other, x = (
+                network.to(memory_format=torch.channels_last_3d),
+                x.contiguous(memory_format=torch.channels_last_3d),
+            )
+        else:
+            # the graph is what is tested, not the C++ compiler of the machine
+            other = torch.compile(network, backend="aot_eager")
+        torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("depth", "convolutions"), [(18, 17), (34, 33)])
@@ -70,8 +147,12 @@ def test_identity_shortcut_only_where_shapes_allow() -> None:
     ("options", "message"),
     [
         ({"depth": 50}, r"\[18, 34\] layers, not depth=50"),
-        ({"stem_kernel": 5}, "not stem_kernel=5"),
+        ({"stem_kernel": 4}, "not stem_kernel=4"),
         ({"attention_after": (4, 5)}, r"attention_after names \[5\]"),
+        ({"recompute": (0,)}, r"recompute names \[0\]"),
+        ({"stem_stride": 3}, "not stem_stride=3"),
+        ({"widths": (8, 16)}, r"four widths.*\[8, 16\]"),
+        ({"dropout": 1.0}, "not 1.0"),
     ],
 )
 def test_wrong_options_are_named(options, message) -> None:

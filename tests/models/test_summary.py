@@ -3,6 +3,7 @@ import json
 import pytest
 
 from models import summary
+from models.results import save_result
 
 
 def show(run, monkeypatch, capsys) -> str:
@@ -15,7 +16,8 @@ def test_shows_stages_epochs_and_test_metrics(tmp_path, monkeypatch, capsys) -> 
     rows = [{"layers": 40, "parameters": 2_000_000, "load": 0.55, "device": 1}]
     plan = {"replicas": 1, "stages": 1, "microbatches": 3, "rows": rows}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    (tmp_path / "test_metrics.json").write_text(json.dumps({"test/accuracy": 0.9375}))
+    metrics = {"test/accuracy": 0.9375, "test/accuracy_low": 0.84, "test/accuracy_high": 1.0}
+    save_result(tmp_path / "test_metrics.json", metrics | {"test/auroc": float("nan")}, {})
     (tmp_path / "metrics.csv").write_text(
         "epoch,val/loss,train/loss_epoch,epoch_s\n0,0.5,,\n0,,0.75,12.34\n1,0.25,,\n"
     )
@@ -23,6 +25,8 @@ def test_shows_stages_epochs_and_test_metrics(tmp_path, monkeypatch, capsys) -> 
     for text in ("1 replicas, 1 stages, 3 microbatches", "2,000,000", "55%", "0.750", "12.340"):
         assert text in shown
     assert "0.938" in shown
+    assert "0.840 to 1.000" in shown
+    assert "auroc" not in shown  # undefined
     assert "where each part of the network ran" in shown
 
 

@@ -1,15 +1,4 @@
-import torch
-
-from models.tables import prediction_rows, write_table
-
-
-def test_predictions_become_one_row_per_scan() -> None:
-    batch = {"subject": ["999_S_0001", "999_S_0002"], "label": torch.tensor([0, 1])}
-    batch["probabilities"] = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-    assert prediction_rows([batch]) == [
-        {"subject": "999_S_0001", "label": 0, "probability": 0.25},
-        {"subject": "999_S_0002", "label": 1, "probability": 0.5},
-    ]
+from models.tables import read_table, write_table
 
 
 def test_a_table_has_a_header_and_short_numbers(tmp_path) -> None:
@@ -17,3 +6,5 @@ def test_a_table_has_a_header_and_short_numbers(tmp_path) -> None:
     write_table(rows, tmp_path / "t.tsv")
     lines = (tmp_path / "t.tsv").read_text().splitlines()
     assert lines == ["subject\tprobability\tpeak_in_truth", "999_S_0001\t0.3333\t"]
+    assert read_table(tmp_path / "t.tsv")[0]["probability"] == "0.3333"
+    assert [path.name for path in tmp_path.iterdir()] == ["t.tsv"]

@@ -1,11 +1,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from models.maps.common import checked, class_indices, evaluation, named_layer, to_size
 
 
 class GradCAM3D:
@@ -32,16 +32,9 @@ class GradCAM3D:
     """
 
     def __init__(self, network: nn.Module, layer: str = "layer4") -> None:
-        modules = dict(network.named_modules())
-        if layer not in modules or not layer:
-            names = [name for name in modules if name]
-            close = get_close_matches(layer, names, n=3, cutoff=0.4) or names[:5]
-            raise ValueError(
-                f"The network has no layer {layer!r}; close to it: {', '.join(close)}."
-            )
         self.network = network
         self.layer = layer
-        self._module = modules[layer]
+        self._module = named_layer(network, layer)
 
     def __call__(self, volume: Tensor, class_index: int | Tensor | None = None) -> Tensor:
         """Explain one batch.
@@ -58,20 +51,22 @@ class GradCAM3D:
             ValueError: If shapes or class numbers do not fit.
             RuntimeError: If the layer did not run, or ran more than once, in a forward pass.
         """
-        if volume.ndim != 5:
-            raise ValueError(
-                f"Grad-CAM wants volumes (B, C, D, H, W), got shape {tuple(volume.shape)}."
-            )
         with torch.inference_mode(False), torch.enable_grad():
-            # a tensor made in inference mode can't take part in autograd; its copy can
-            volume = volume.clone() if volume.is_inference() else volume.detach()
-            with _evaluation(self.network), self._recorded() as activations:
+            volume = checked(volume)
+            with evaluation(self.network), self._recorded() as activations:
                 scores = self.network(volume)
             activation = self._only(activations)
-            index = _class_indices(scores, class_index)
+            index = class_indices(scores, class_index)
             # samples are independent in evaluation mode: the gradient of the sum is each one's own
             (gradient,) = torch.autograd.grad(scores.gather(1, index).sum(), activation)
-        return _heatmap(activation.detach(), gradient, volume.shape[2:])
+        activation, gradient = activation.detach().float(), gradient.float()
+        weights = self._weights(activation, gradient)
+        heatmap = (weights * activation).sum(dim=1, keepdim=True).relu()
+        return to_size(heatmap, volume.shape[2:])
+
+    def _weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
+        """alpha, (B, C, 1, 1, 1)."""
+        return gradient.mean(dim=(2, 3, 4), keepdim=True)
 
     @contextmanager
     def _recorded(self) -> Iterator[list[Tensor]]:
@@ -81,7 +76,8 @@ class GradCAM3D:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             # nothing before the layer is needed, and a frozen network has no graph at all
             outputs.append(output.detach().requires_grad_())
-            return outputs[-1]
+            # a layer that works in place would write over what was recorded
+            return outputs[-1].clone()
 
         handle = self._module.register_forward_hook(hook)
         try:
@@ -103,38 +99,21 @@ class GradCAM3D:
         return activations[0]
 
 
-@contextmanager
-def _evaluation(network: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every module gets its own mode back, frozen ones too."""
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+class GradCAMPlusPlus3D(GradCAM3D):
+    """3D Grad-CAM++: as Grad-CAM, but each voxel of a gradient has a weight of its own.
 
+    With ``g = d score / d A_c`` at a voxel: ``a = g² / (2 g² + g³ sum(A_c))`` (0 where g is 0) and
+    ``alpha_c = sum(a relu(g))`` over the voxels. This takes the score's exponential for the class
+    probability and the layers behind for piecewise linear, as the paper does. It shows several
+    places at once where Grad-CAM prefers the largest.
 
-def _class_indices(scores: Tensor, class_index: int | Tensor | None) -> Tensor:
-    """The class of each sample, as a column (B, 1)."""
-    batch, classes = scores.shape
-    if class_index is None:
-        return scores.argmax(dim=1, keepdim=True)
-    index = torch.as_tensor(class_index, device=scores.device)
-    if index.ndim > 1 or index.numel() not in (1, batch):
-        raise ValueError(
-            f"class_index has shape {tuple(index.shape)}; give one, or one for each of {batch}."
-        )
-    if index.min() < 0 or index.max() >= classes:
-        raise ValueError(
-            f"class_index {index.tolist()} is outside 0..{classes - 1}, the network's classes."
-        )
-    return index.long().reshape(-1, 1).expand(batch, 1)
+    Reference:
+        Chattopadhay et al.: Grad-CAM++, WACV 2018.
+    """
 
-
-def _heatmap(activation: Tensor, gradient: Tensor, size: torch.Size) -> Tensor:
-    weights = gradient.float().mean(dim=(2, 3, 4), keepdim=True)
-    cam = (weights * activation.float()).sum(dim=1, keepdim=True).relu()
-    cam = F.interpolate(cam, size=tuple(size), mode="trilinear", align_corners=False)
-    peak = cam.amax(dim=(1, 2, 3, 4), keepdim=True)
-    return torch.where(peak > 0, cam / peak.clamp_min(torch.finfo(cam.dtype).tiny), cam)
+    def _weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
+        whole = activation.sum(dim=(2, 3, 4), keepdim=True)
+        # g² cancels, where it is not 0
+        below = 2 + gradient * whole
+        share = torch.where(below != 0, 1 / below, torch.zeros_like(below))
+        return (share * gradient.relu()).sum(dim=(2, 3, 4), keepdim=True)

@@ -1,8 +1,10 @@
 import pytest
 import torch
+from monai.visualize import GradCAM
 from torch import Tensor, nn
 
 from models import GradCAM3D, ResAttNet3D
+from models.maps import GradCAMPlusPlus3D, is_empty
 
 
 class BrightSpot(nn.Sequential):
@@ -47,8 +49,67 @@ def test_each_map_is_divided_by_its_own_maximum(volume) -> None:
     assert cam.min() >= 0
 
 
-def test_a_map_without_evidence_stays_zero(volume) -> None:
-    assert not GradCAM3D(BrightSpot(), "features")(torch.zeros_like(volume), 1).any()
+def test_a_map_without_evidence_stays_zero_and_is_flagged(volume) -> None:
+    volume[0] = 0
+    found = GradCAM3D(BrightSpot(), "features")(volume, 1)
+    assert not found[0].any()
+    assert is_empty(found).tolist() == [True, False]
+
+
+def test_a_layer_that_works_in_place_does_not_change_what_was_recorded() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv3d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 120, 2)]
+    x = torch.randn(1, 1, 4, 5, 6)
+    expected = GradCAM3D(nn.Sequential(*layers), "0")(x, 1)
+    layers[1] = nn.ReLU(inplace=True)
+    torch.testing.assert_close(GradCAM3D(nn.Sequential(*layers), "0")(x, 1), expected)
+
+
+@pytest.mark.parametrize("layer", ["layer1", "layer2.0", "layer3"])
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_equals_the_map_of_monai_without_its_inversion(layer, chosen) -> None:
+    torch.manual_seed(1)
+    network = ResAttNet3D(widths=(8, 8, 16, 16)).eval()
+    x = torch.randn(2, 1, 33, 37, 40)
+    theirs = GradCAM(network, layer, postprocessing=lambda cam: cam)(x, class_idx=chosen)
+    theirs = theirs / theirs.amax(dim=(1, 2, 3, 4), keepdim=True).clamp_min(1e-12)
+    torch.testing.assert_close(GradCAM3D(network, layer)(x, chosen), theirs, rtol=0, atol=1e-6)
+
+
+def test_plus_plus_equals_the_derivatives_of_the_exponential_score() -> None:
+    """On a network that is linear behind the layer, the paper's derivatives can be taken alone."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv3d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 24, 2)
+    ).double()
+    x = torch.randn(1, 1, 2, 3, 4, dtype=torch.float64)
+    activation = network[1](network[0](x)).detach()
+
+    def score(flat: Tensor) -> Tensor:
+        return network[3](flat[None])[0, 1].exp()
+
+    flat = activation.flatten()
+    weights = torch.zeros(3, dtype=torch.float64)
+    slope = torch.autograd.functional.jacobian(score, flat)
+    for voxel in range(flat.numel()):
+        direction = torch.zeros_like(flat)
+        direction[voxel] = 1
+
+        def along(t: Tensor, direction: Tensor = direction) -> Tensor:
+            return score(flat + t * direction)
+
+        derivatives = [torch.zeros((), dtype=torch.float64, requires_grad=True)]
+        value = along(derivatives[0])
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value, derivatives[0], create_graph=True)
+            derivatives.append(value)
+        channel = voxel // 24
+        below = 2 * derivatives[2] + activation[0, channel].sum() * derivatives[3]
+        share = (derivatives[2] / below).detach()
+        weights[channel] += share * slope[voxel].relu()
+    expected = (weights[None, :, None, None, None] * activation).sum(1, keepdim=True).relu()
+    found = GradCAMPlusPlus3D(network, "1")(x, 1)
+    torch.testing.assert_close(found.double(), expected / expected.max(), rtol=0, atol=1e-6)
 
 
 def test_weights_are_pooled_over_three_axes() -> None:

@@ -1,0 +1,78 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def named_layer(network: nn.Module, layer: str) -> nn.Module:
+    """The module of that dotted name.
+
+    Raises:
+        ValueError: If there is none; the text has names close to it.
+    """
+    modules: dict[str, nn.Module] = dict(network.named_modules())
+    if layer not in modules or not layer:
+        names = [name for name in modules if name]
+        close = get_close_matches(layer, names, n=3, cutoff=0.4) or names[:5]
+        raise ValueError(f"The network has no layer {layer!r}; close to it: {', '.join(close)}.")
+    return modules[layer]
+
+
+def checked(volume: Tensor) -> Tensor:
+    """A volume that can take part in autograd, cut off from whatever made it.
+
+    Raises:
+        ValueError: If it is not (B, C, D, H, W).
+    """
+    if volume.ndim != 5:
+        raise ValueError(f"A map wants volumes (B, C, D, H, W), got shape {tuple(volume.shape)}.")
+    # a tensor made in inference mode can't take part in autograd; its copy can
+    return volume.clone() if volume.is_inference() else volume.detach()
+
+
+@contextmanager
+def evaluation(network: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module gets its own mode back, frozen ones too."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def class_indices(scores: Tensor, class_index: int | Tensor | None) -> Tensor:
+    """The class of each sample, as a column (B, 1); None is the one of the highest score."""
+    batch, classes = scores.shape
+    if class_index is None:
+        return scores.argmax(dim=1, keepdim=True)
+    index = torch.as_tensor(class_index, device=scores.device)
+    if index.ndim > 1 or index.numel() not in (1, batch):
+        raise ValueError(
+            f"class_index has shape {tuple(index.shape)}; give one, or one for each of {batch}."
+        )
+    if index.min() < 0 or index.max() >= classes:
+        raise ValueError(
+            f"class_index {index.tolist()} is outside 0..{classes - 1}, the network's classes."
+        )
+    return index.long().reshape(-1, 1).expand(batch, 1)
+
+
+def to_size(heatmap: Tensor, size: torch.Size) -> Tensor:
+    """Bring maps (B, 1, d, h, w) to a size (D, H, W), trilinear, and scale them."""
+    return scaled(F.interpolate(heatmap, size=tuple(size), mode="trilinear", align_corners=False))
+
+
+def scaled(heatmap: Tensor) -> Tensor:
+    """Divide each map (B, 1, D, H, W) by its maximum; one of zeros stays zero."""
+    peak = heatmap.amax(dim=(1, 2, 3, 4), keepdim=True)
+    return torch.where(peak > 0, heatmap / peak.clamp_min(torch.finfo(heatmap.dtype).tiny), heatmap)
+
+
+def is_empty(heatmap: Tensor) -> Tensor:
+    """Which maps (B, 1, D, H, W) are zero everywhere: no evidence was found, shape (B,)."""
+    return heatmap.flatten(1).abs().amax(dim=1) == 0

@@ -1,0 +1,84 @@
+"""A page that opens without network: text, tables, and pictures inside the file."""
+
+import base64
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72rem; margin: 2rem auto;
+       padding: 0 1rem; }
+h1 { font-size: 1.6rem; }
+h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
+h3 { font-size: 1rem; margin-bottom: .2rem; }
+table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #eee; }
+th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; margin: .3rem .3rem .3rem 0; }
+pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: 13px; }
+.note { color: #555; max-width: 50rem; }
+"""
+
+
+def page(title: str, parts: Iterable[tuple[str, str]]) -> str:
+    """A whole page from (heading, content) pairs; those without content are left out."""
+    body = "".join(f"<h2>{escape(name)}</h2>\n{text}\n" for name, text in parts if text)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n{body}</body></html>\n"
+    )
+
+
+def note(text: str) -> str:
+    """A paragraph of explanation."""
+    return f'<p class="note">{escape(text)}</p>\n'
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table with the keys of the first row as its head; numbers to three digits."""
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(str(name).replace('_', ' '))}</th>" for name in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(_shown(value))}</td>" for value in row.values()) + "</tr>\n"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>\n{body}</table>\n"
+
+
+def pre(text: str) -> str:
+    """Text as it is."""
+    return f"<pre>{escape(text)}</pre>\n"
+
+
+def figure(drawn: Figure) -> str:
+    """A figure as a picture in the page."""
+    file = io.BytesIO()
+    drawn.savefig(file, format="png", dpi=100)
+    return _picture(file.getvalue(), "figure")
+
+
+def picture(path: Path) -> str:
+    """A PNG file as a picture in the page; nothing if it is gone."""
+    return _picture(path.read_bytes(), path.stem) if path.is_file() else ""
+
+
+def _picture(data: bytes, text: str) -> str:
+    coded = base64.b64encode(data).decode()
+    return f'<img alt="{escape(text)}" src="data:image/png;base64,{coded}">\n'
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
+    try:
+        return f"{float(text):.3f}" if "." in text else text
+    except ValueError:
+        return text

@@ -1,0 +1,221 @@
+"""The parts of a report, each from the files of a run; a part without its files is empty."""
+
+import csv
+import json
+import shlex
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from models.figures import FIGURES
+from models.metrics import Array
+from models.report import html
+from models.report.timeline import draw_timeline
+from models.results import load_metrics
+from models.summary import by_epoch
+from models.tables import read_table
+
+
+def cohort(run: Path) -> str:
+    """Who is in the data, and in which part."""
+    parts = run / "parts.txt"
+    text = html.table(read_table(run / "cohort.tsv")) if (run / "cohort.tsv").is_file() else ""
+    if parts.is_file():
+        text += html.note("Scans of each class in each part; no subject is in two parts.")
+        text += html.pre(parts.read_text())
+    return text
+
+
+def curves(run: Path) -> str:
+    """Loss and accuracy over the epochs."""
+    path = run / "metrics.csv"
+    epochs = by_epoch(path) if path.is_file() else {}
+    panels = {
+        "loss": {name: _points(epochs, name) for name in ("train/loss_epoch", "val/loss")},
+        "validation": {name: _points(epochs, name) for name in ("val/accuracy", "val/auroc")},
+        "learning rate": _rates(path) if epochs else {},
+    }
+    if not any(points for lines in panels.values() for points in lines.values()):
+        return ""
+    figure = Figure(figsize=(11, 3), layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels.items()):
+        for name, points in lines.items():
+            if points:
+                axes.plot(*zip(*points), marker=".", label=name)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step" if title == "learning rate" else "epoch")
+        if axes.lines:
+            axes.legend(fontsize=8)
+    return html.figure(figure)
+
+
+def _points(epochs: dict[str, dict[str, str]], name: str) -> list[tuple[int, float]]:
+    return [(int(epoch), float(v[name])) for epoch, v in epochs.items() if name in v]
+
+
+def _rates(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Learning rates by step: what LearningRateMonitor logs has no epoch."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [name for name in (rows[0] if rows else {}) if name.startswith("lr-")]
+    return {n: [(int(row["step"]), float(row[n])) for row in rows if row[n]] for n in names}
+
+
+def metrics(run: Path) -> str:
+    """Metrics of the held-out subjects with intervals, and three figures."""
+    text = ""
+    for path in sorted(run.glob("test_metrics*.json")):
+        values = {k.removeprefix("test/"): v for k, v in load_metrics(path).items()}
+        rows = [
+            {
+                "metric": name,
+                "held-out subjects": values[name],
+                "95 % from": values.get(f"{name}_low", ""),
+                "to": values.get(f"{name}_high", ""),
+            }
+            for name in values
+            if not name.endswith(("_low", "_high"))
+        ]
+        text += html.table(rows)
+    if not text:
+        return ""
+    text += html.note(
+        "Intervals: bootstrap over subjects. They say how much the choice of held-out people "
+        "matters, not how much another training run would."
+    )
+    return text + _figures(run)
+
+
+def explanations(run: Path) -> str:
+    """Overlays of each case, and the mean maps."""
+    path = run / "explain" / "explain.json"
+    if not path.is_file():
+        return ""
+    record = json.loads(path.read_text())
+    text = html.note(
+        f"Evidence for {record['explained']}, the hottest twentieth of the head. Cyan: the hottest "
+        "point. Green: the planted region, if the scans are synthetic. Cases were taken about the "
+        "median of their scores, not for their looks."
+    )
+    for case in record["cases"]:
+        text += f"<h3>{escape(case['title'])}</h3>\n" + html.note(case["meaning"])
+        text += "".join(html.picture(path.parent / one["file"]) for one in case["pictures"])
+    text += "<h3>Mean maps</h3>\n" + html.note(
+        "Over all held-out scans of a class. They can be read only where the scans are registered "
+        "to one space."
+    )
+    return text + "".join(html.picture(path.parent / name) for name in record["means"])
+
+
+def localisation(run: Path) -> str:
+    """Scores of the maps, beside networks that know nothing."""
+    folder = run / "explain"
+    if not (folder / "localisation.tsv").is_file():
+        return ""
+    rows = read_table(folder / "localisation.tsv")
+    text = html.table(rows)
+    if rows and "peak_in" in rows[0]:
+        text += html.note(
+            "All held-out scans of the explained class. peak in: the hottest voxel lies in the "
+            "planted region; near: or within a cell of it; right: peak in, over the correctly "
+            "classified; times chance: the share of the map in the region over what a flat map "
+            "inside the head has; precision: of the hottest voxels, as many as the region has."
+        )
+    text += html.note(
+        "like trained: rank correlation with the trained network's map. A method that shows the "
+        "same for an untrained network, or for one trained on shuffled labels, shows the anatomy "
+        "and not what was learnt. like mirrored: with the map of the mirrored scan."
+    )
+    if not any(row["network"] == "shuffled" for row in rows):
+        text += html.note(
+            "No network trained on shuffled labels is here: fit once more with "
+            "--data.shuffle_labels true and give its checkpoint to explain as --shuffled_ckpt."
+        )
+    regions = read_table(folder / "regions.tsv")
+    if regions:
+        text += "<h3>Share of the mean map by region</h3>\n" + html.table(regions)
+        text += html.note("Boxes in the space of the MNI152 template: for registered scans only.")
+    return text
+
+
+def plan(run: Path) -> str:
+    """Where each part of the network ran."""
+    path = run / "plan.json"
+    if not path.is_file():
+        return ""
+    record: dict[str, Any] = json.loads(path.read_text())
+    rows = [
+        {
+            "stage": stage,
+            "layers": row["layers"],
+            "parameters": f"{row['parameters']:,}",
+            "load": f"{row['load']:.0%}",
+            "device": row["device"],
+            "from": row["partitions"][0] if row.get("partitions") else "",
+        }
+        for stage, row in enumerate(record.get("rows", ()))
+    ]
+    head = ", ".join(
+        f"{record[name]} {name}"
+        for name in ("replicas", "stages", "microbatches")
+        if name in record
+    )
+    text = html.note(f"{head}; schedule {record.get('schedule', 'unknown')}.") + html.table(rows)
+    timeline = draw_timeline(record)
+    if timeline is not None:
+        text += html.figure(timeline)
+        text += html.note("One step as the loads predict it; transfers are left out.")
+    return text
+
+
+def again(run: Path) -> str:
+    """The environment, and how to run it again."""
+    commands = [
+        f"python -m models fit --config {run}/config.yaml",
+        f"python -m models test --config {run}/config.yaml --ckpt_path {run}/checkpoints/best.ckpt",
+        f"python -m models explain --config {run}/config.yaml --ckpt_path "
+        f"{run}/checkpoints/best.ckpt",
+        f"python -m models report {run}",
+    ]
+    text, path = "", run / "environment.json"
+    if path.is_file():
+        record = json.loads(path.read_text())
+        values = record["environment"].items()
+        text += html.table([{"name": name, "value": str(value)} for name, value in values])
+        text += html.note("The run was started with:") + html.pre(shlex.join(record["command"]))
+    text += html.note("The same again, from its own settings:") + html.pre("\n".join(commands))
+    return text + "<h3>Settings</h3>\n" + html.pre((run / "config.yaml").read_text())
+
+
+SECTIONS: dict[str, Callable[[Path], str]] = {
+    "Cohort": cohort,
+    "Training": curves,
+    "Test": metrics,
+    "What the network looks at": explanations,
+    "Does it look at the right place?": localisation,
+    "Plan": plan,
+    "Environment, and how to run it again": again,
+}
+
+
+def _figures(run: Path) -> str:
+    path = run / "test_predictions.tsv"
+    if not path.is_file():
+        return ""
+    probabilities, labels, names = _predictions(path)
+    if not len(labels):
+        return ""
+    return "".join(html.figure(draw(probabilities, labels, names)) for draw in FIGURES.values())
+
+
+def _predictions(path: Path) -> tuple[Array, Array, list[str]]:
+    """Probabilities (n, K), labels (n,) and class names of a table of predictions."""
+    rows = [row for row in read_table(path) if row["label"]]
+    columns = [name for name in (rows[0] if rows else {}) if name.startswith("p_")]
+    probabilities = np.array([[float(row[name]) for name in columns] for row in rows])
+    labels = np.array([int(row["label"]) for row in rows], dtype=np.int64)
+    return probabilities, labels, [name.removeprefix("p_") for name in columns]

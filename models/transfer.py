@@ -1,0 +1,81 @@
+"""Start from the weights of another run, and never test on whom that run was trained."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from models.errors import UseError
+
+KEY = "trained_on"
+"""Entry of a checkpoint: hashes of the subjects that its weights have seen in training."""
+
+
+def hashed(subjects: Iterable[str]) -> list[str]:
+    """Subjects as hashes: a checkpoint may be shared, identifiers may not."""
+    return sorted({hashlib.sha256(subject.encode()).hexdigest()[:16] for subject in subjects})
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a Lightning checkpoint onto the CPU.
+
+    Raises:
+        UseError: If it is missing or no checkpoint.
+    """
+    if not Path(path).is_file():
+        near = sorted(str(found) for found in Path(path).parent.glob("*.ckpt"))
+        there = f"in that folder: {', '.join(near)}" if near else "that folder holds none"
+        raise UseError(f"There is no checkpoint {path}; {there}.")
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint["state_dict"]
+    except Exception as error:  # whatever a file that is no checkpoint makes of the unpickler
+        raise UseError(
+            f"{path} is no Lightning checkpoint that can be read safely: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    return checkpoint
+
+
+def transfer(network: nn.Module, path: str | Path, held_out: Iterable[str]) -> list[str]:
+    """Copy the weights of another run's network into this one, in place.
+
+    Args:
+        network: Takes every weight of the same name; a last layer with another number of classes
+            keeps its own start.
+        path: Checkpoint of the other run.
+        held_out: Subjects that this run validates or tests on.
+
+    Returns:
+        The hashes of the subjects that the weights have seen.
+
+    Raises:
+        UseError: If a held-out subject was trained on, or the networks differ in more than the last
+            layer.
+    """
+    checkpoint = read_checkpoint(path)
+    seen = list(checkpoint.get(KEY, ()))
+    leaked = set(seen) & set(hashed(held_out))
+    if leaked:
+        raise UseError(
+            f"{len(leaked)} subject(s) that this run holds out for validation or testing were "
+            f"trained on in {path}: results on them would prove nothing. Use one split file for "
+            "both runs (--data.split_file), or weights that were trained on others."
+        )
+    prefix, own = "network.", network.state_dict()
+    given = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if prefix in k}
+    fitting = {k: v for k, v in given.items() if k in own and own[k].shape == v.shape}
+    odd = sorted(k for k in own.keys() | given.keys() if k not in fitting)
+    if any(not name.startswith("classifier.") for name in odd):
+        raise UseError(
+            f"The network in {path} is another one: {', '.join(odd[:3])} and {len(odd)} names in "
+            "all differ. Give the same --model options (depth, widths, attention_after, stem)."
+        )
+    network.load_state_dict(fitting, strict=False)
+    fresh = f"; new: {', '.join(odd)}" if odd else ""
+    rank_zero_info(f"{len(fitting)} weights from {path}{fresh}")
+    return seen

@@ -1,0 +1,84 @@
+import math
+
+import numpy as np
+import pytest
+from sklearn import metrics as sk
+
+from models.metrics import calibration_error, evaluate, intervals, roc
+
+
+def drawn(classes: int, scans: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(classes)
+    probabilities = random.dirichlet(np.ones(classes), scans).round(2)  # with ties
+    return probabilities, random.integers(classes, size=scans)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_equals_scikit_learn(classes) -> None:
+    probabilities, labels = drawn(classes)
+    called = probabilities.argmax(1)
+    average = "binary" if classes == 2 else "macro"
+    scores = [sk.roc_auc_score(labels == k, probabilities[:, k]) for k in range(classes)]
+    expected = {
+        "accuracy": sk.accuracy_score(labels, called),
+        "balanced_accuracy": sk.balanced_accuracy_score(labels, called),
+        "auroc": scores[1] if classes == 2 else np.mean(scores),
+        "sensitivity": sk.recall_score(labels, called, average=average),
+        "f1": sk.f1_score(labels, called, average=average),
+        "mcc": sk.matthews_corrcoef(labels, called),
+    }
+    found = evaluate(probabilities, labels)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    if classes == 2:
+        assert found["specificity"] == pytest.approx(sk.recall_score(1 - labels, 1 - called))
+
+
+def test_the_roc_curve_is_that_of_scikit_learn() -> None:
+    probabilities, labels = drawn(2)
+    expected = sk.roc_curve(labels, probabilities[:, 1], drop_intermediate=False)
+    for own, theirs in zip(roc(probabilities[:, 1], labels == 1), expected):
+        np.testing.assert_allclose(own, theirs)
+
+
+def test_calibration_error_is_the_gap_between_confidence_and_accuracy() -> None:
+    probabilities = np.array([[0.25, 0.75]] * 4 + [[0.95, 0.05]] * 4)
+    labels = np.array([1, 1, 0, 0, 0, 0, 0, 0])  # right half the time at 0.75, always at 0.95
+    assert calibration_error(probabilities, labels) == pytest.approx((0.25 + 0.05) / 2)
+
+
+def test_one_class_alone_leaves_the_auroc_undefined() -> None:
+    found = evaluate(np.array([[0.2, 0.8], [0.6, 0.4]]), np.array([1, 1]))
+    assert math.isnan(found["auroc"])
+    assert math.isnan(found["specificity"])
+    assert found["sensitivity"] == 0.5
+
+
+def test_an_interval_holds_what_was_found_and_narrows_with_more_people() -> None:
+    widths = []
+    for people in (20, 200):
+        probabilities, labels = drawn(2, people)
+        subjects = [f"999_S_{i:04d}" for i in range(people)]
+        low, high = intervals(probabilities, labels, subjects)["accuracy"]
+        assert low < evaluate(probabilities, labels)["accuracy"] < high
+        widths.append(high - low)
+    # the width falls with the root of the number of people
+    assert widths[1] == pytest.approx(widths[0] / math.sqrt(10), rel=0.35)
+
+
+def test_scans_of_one_person_are_drawn_together() -> None:
+    probabilities, labels = drawn(2, 30)
+    repeated = np.repeat(probabilities, 4, axis=0), np.repeat(labels, 4)
+    subjects = [f"999_S_{i:04d}" for i in range(30) for _ in range(4)]
+    by_scan = [str(i) for i in range(120)]
+
+    def width(names) -> float:
+        low, high = intervals(*repeated, names)["accuracy"]
+        return high - low
+
+    assert width(subjects) > 1.5 * width(by_scan)
+
+
+def test_intervals_are_the_same_in_every_run() -> None:
+    probabilities, labels = drawn(3)
+    names = [str(i) for i in range(60)]
+    assert intervals(probabilities, labels, names) == intervals(probabilities, labels, names)
