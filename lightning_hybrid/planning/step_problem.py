@@ -58,6 +58,7 @@ class StepProblem:
     def __post_init__(self) -> None:
         n, m = len(self.forward_s), len(self.speeds)
         for name, count in (
+            ("forward_s", n),
             ("backward_s", n),
             ("cut_bytes", n - 1),
             ("reduce_s", n),
@@ -66,7 +67,7 @@ class StepProblem:
             ("memory_limits", m),
         ):
             values = getattr(self, name)
-            optional = name not in ("backward_s", "cut_bytes")
+            optional = name not in ("forward_s", "backward_s", "cut_bytes")
             if len(values) != count and not (optional and not len(values)):
                 raise PlanError(f"{name} has {len(values)} entries, {count} are needed")
             for index, value in enumerate(values):
