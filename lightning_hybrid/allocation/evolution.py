@@ -146,8 +146,9 @@ def _breed(
     rng: np.random.Generator,
     breeding: Breeding,
 ) -> None:
+    # the first members are improved less: calls are better spent on their children
     members = [
-        descend(space, space.random(rng), cost, rng, breeding.patience)
+        descend(space, space.random(rng), cost, rng, breeding.patience // 3)
         for _ in range(breeding.population)
     ]
     while True:
