@@ -151,6 +151,7 @@ def _breed(
         descend(space, space.random(rng), cost, rng, breeding.patience // 3)
         for _ in range(breeding.population)
     ]
+    stale = False  # whether the last child was a member already: then a random one takes its place
     while True:
         values = np.array([value for _, value in members])
         finite = np.where(np.isfinite(values), values, np.nan)
@@ -162,7 +163,8 @@ def _breed(
             child = space.cross(child, other, rng)
         for _ in range(1 + int(rng.integers(3))):
             child = space.neighbour(child, rng)
-        bred = descend(space, child, cost, rng, breeding.patience)
+        bred = descend(space, space.random(rng) if stale else child, cost, rng, breeding.patience)
         worst = int(values.argmax())
-        if bred[1] <= values[worst] and bred[0] not in [genes for genes, _ in members]:
+        stale = bred[0] in [genes for genes, _ in members]
+        if bred[1] <= values[worst] and not stale:
             members[worst] = bred
