@@ -6,10 +6,12 @@ regularised cost finds by differential evolution. The expression, the factors an
 stand in a text that we could not read. What is built is the reading that fits the abstract::
 
     T = c + (sum_i a_i I_i^p_i) prod_j E_j^q_j              a_i, c >= 0
-    J = mean_n ((T_n - T_n,measured) / T_n,measured)^2  +  strength * (sum_i a_i + sum_j |q_j|)
+    J = mean_n ((T_n - T_n,measured) / T_n,measured)^2  +  strength * R
+    R = sum_i mean_n(a_i I_in^p_i)  +  sum_j |q_j|
 
 Every factor is divided by its geometric mean and T by the mean measured time, so that all a_i are
-of one scale, and the regulariser draws the constants of factors that explain nothing to zero.
+of one scale. The regulariser R is what each factor adds on average (an a_i alone would be a cheap
+one, beside a high power) and draws the constants of factors that explain nothing to zero.
 Without it (`strength=0`) they take up what is left of the error. A factor that does not vary cannot
 be told from the constant c, and is refused.
 """
@@ -168,7 +170,7 @@ def fit(
     *,
     intrinsic: Mapping[str, str],
     extrinsic: Mapping[str, str],
-    strength: float = 1e-4,
+    strength: float = 1e-3,
     generations: int = 300,
     seed: int = 0,
 ) -> PerformanceModel:
@@ -243,9 +245,10 @@ class _Expression:
         return np.asarray(constants[0] + work * np.exp(self.logs[:, self.count :] @ exponents))
 
     def cost(self, constants: Floats) -> float:
-        weights, _, exponents = self.split(constants)
+        weights, powers, exponents = self.split(constants)
         error = self.times(constants) / self.measured - 1
-        penalty = np.abs(weights).sum() + np.abs(exponents).sum()
+        added = np.exp(self.logs[:, : self.count] * powers).mean(axis=0) * weights
+        penalty = added.sum() + np.abs(exponents).sum()
         return float(np.mean(error**2) + self.strength * penalty)
 
     def fitted(self, generations: int, seed: int) -> Floats:
