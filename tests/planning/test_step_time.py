@@ -70,6 +70,7 @@ def test_latency_delays_a_message_and_not_the_next_one() -> None:
     assert fill_drain_s(occupied, 3) == 1 + 30 + 1 + 30
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 5), min_size=1, max_size=7), st.integers(1, 5))
 def test_more_work_never_shortens_a_step(times: list[float], microbatches: int) -> None:
     longer = [times[0] + 1, *times[1:]]
