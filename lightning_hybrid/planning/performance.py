@@ -11,9 +11,9 @@ stand in a text that we could not read. What is built is the reading that fits t
 
 Every factor is divided by its geometric mean and T by the mean measured time, so that all a_i are
 of one scale. The regulariser R is what each factor adds on average (an a_i alone would be a cheap
-one, beside a high power) and draws the constants of factors that explain nothing to zero.
-Without it (`strength=0`) they take up what is left of the error. A factor that does not vary cannot
-be told from the constant c, and is refused.
+one, beside a high power) and draws the exponents of factors that explain nothing to zero; weights
+only towards it, since the constant c takes their place at no cost. Without it (`strength=0`) they
+take up what is left of the error. A factor that does not vary cannot be told from c: it is refused.
 """
 
 import json
