@@ -1,9 +1,9 @@
 """What several stages on a device bring, and what they cost: 3D-ResAttNet-18 in two processes.
 
-Three placements of the same network with 3 micro-batches of 2, one thread each: GABRA's *chain* of
-two stages; a *loop* of four balanced stages that take turns on the two devices, which fills and
-drains in half the time; and what GABRA makes of *free* placements. Predicted by the simulator,
-measured in real steps, the placements alternating.
+Three placements of the same network with 3 micro-batches of 2, one thread each: the planner's
+*chain* of two stages; a *loop* of four balanced stages that take turns on the two devices, which
+fills and drains in half the time; and what GABRA makes of *free* placements. Predicted by the
+simulator, measured in real steps, the placements alternating.
 
     python benchmarks/free_placements.py [--rounds 3] [--steps 6]
 """

@@ -1,4 +1,4 @@
-"""Where a network is cut: GABRA against three splits that people use today.
+"""Where a network is cut: the planner against three splits that people use today.
 
 An even split by layer count, an even split by parameters, and a block partition of measured times
 as torchgpipe's `balance_by_time` does it (runs of times with the least maximum). The profiles are
@@ -118,9 +118,9 @@ def even(weights: Sequence[float], count: int) -> list[int]:
 
 
 def splits(chain: Chain, stages: int) -> dict[str, list[int] | None]:
-    """Ends of the stages; None: GABRA chooses."""
+    """Ends of the stages; None: the planner chooses, by the step."""
     return {
-        "GABRA": None,
+        "planner": None,
         "layer count": even(chain.layers, stages),
         "parameters": even(chain.parameters, stages),
         "torchgpipe": block_partition(chain.seconds, stages),
@@ -148,7 +148,7 @@ def plan(
 
 
 def predictions(chains: dict[str, Chain]) -> Table:
-    table = Table("network", "stages", "GABRA, s", title="Predicted step, and how it compares")
+    table = Table("network", "stages", "planner, s", title="Predicted step, and how it compares")
     for title in ("layer count", "parameters", "torchgpipe", "merging"):
         table.add_column(title, justify="right")
     for name, chain in chains.items():
@@ -196,8 +196,8 @@ def measurements(name: str, chain: Chain, rounds: int, steps: int) -> Table:
         for point, row in times.items():
             row.append(median_step(name, point, steps))
     medians = {point: statistics.median(row) for point, row in times.items()}
-    ours = plans["GABRA"]
-    table = Table("placement", "cut before", "predicted, s", "measured, s", "against GABRA",
+    ours = plans["planner"]
+    table = Table("placement", "cut before", "predicted, s", "measured, s", "against it",
                   title=f"{name} in two processes, {rounds} rounds of {steps} steps")  # fmt: skip
     for title, p in plans.items():
         point, seconds = p.cuts[0], medians[p.cuts[0]]

@@ -88,6 +88,7 @@ def test_only_the_runtime_imports_torch_distributed() -> None:
     [
         "lightning_hybrid/allocation/",
         "lightning_hybrid/schedules/",
+        "lightning_hybrid/planning/description.py",
         "lightning_hybrid/planning/plan.py",
         "lightning_hybrid/planning/search.py",
         "lightning_hybrid/planning/simulate.py",

@@ -14,11 +14,32 @@ or boundaries absent from the population), and `refine`, a local search. No oper
 exact solver.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from lightning_hybrid.allocation.knapsack import Ints, Problem
+from lightning_hybrid.allocation.knapsack import Floats, Ints, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Numbers of the algorithm; those that the paper gives are marked so."""
+
+    population: int = 40
+    """Members."""
+    generations: int = 150
+    """t_max."""
+    crossover: float = 0.8
+    """Probability of a crossover (paper)."""
+    mutation: float = 0.6
+    """Probability of each mutation."""
+    tries: int = 60
+    """Children in a row that may be rejected before a generation is given up."""
+    tolerance: float = 1e-3
+    """How far from a proven bound, relative to it, the best value of a large problem may stay."""
+    refine: bool = True
+    """Whether new members are improved by local moves; without, for measuring what they bring."""
 
 
 class Genes(Protocol):
@@ -47,6 +68,12 @@ class Genes(Protocol):
 
     def decode(self, genes: Ints) -> Ints:
         """The assignment, shape (n,)."""
+
+
+def roulette(fitness: Floats, rng: np.random.Generator) -> int:
+    """Draw a member, each with a chance in proportion to its fitness (0 or more)."""
+    spin = rng.random() * fitness.sum()
+    return min(int(np.searchsorted(np.cumsum(fitness), spin)), len(fitness) - 1)
 
 
 def stretch(length: int, rng: np.random.Generator) -> slice:

@@ -31,9 +31,9 @@ class Labels:
                 return self._runs.decode(self._runs.refine(self._runs.random(rng), rng))
             except AllocationError:
                 pass  # no contiguous one was found; there may be others
-        return self._strewn(rng)
+        return self.strewn(rng)
 
-    def _strewn(self, rng: np.random.Generator) -> Ints:
+    def strewn(self, rng: np.random.Generator) -> Ints:
         """Place one partition after the other on a random device with room.
 
         Dead ends are left by going back. On small problems that decides whether there is a feasible
@@ -185,16 +185,6 @@ class Labels:
 
     def decode(self, genes: Ints) -> Ints:
         return genes
-
-
-def printed_children(left: Ints, right: Ints) -> tuple[Ints, Ints]:
-    """The two children of Algorithm 3 as it is printed, its cut `cp = Y1/2` read as the middle.
-
-    In the second one the halves change places, and with them the partitions they speak of.
-    """
-    middle = len(left) // 2
-    first = np.concatenate([left[:middle], right[middle:]])
-    return first, np.concatenate([left[middle:], right[:middle]])
 
 
 def _less(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -71,7 +71,8 @@ class Plan:
     objective: str = "makespan"
     """What the allocation optimised."""
     allocation: str = "gabra"
-    """How the allocation was made: `gabra`, `exact` or `given`."""
+    """Which search chose the cuts: `gabra`, `exact`, `dynamic` (the programme of the shortest step
+    for chains), or `given`."""
     seed: int = 0
     """Seed of the allocation."""
     version: int = VERSION

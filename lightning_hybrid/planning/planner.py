@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.allocation.knapsack import Objective
 from lightning_hybrid.network import (
     NetworkGraph,
     NetworkPartition,
@@ -21,7 +20,7 @@ from lightning_hybrid.network import (
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import plan_stages
+from lightning_hybrid.planning.search import Objective, plan_stages
 from lightning_hybrid.schedules import SCHEDULES
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
@@ -36,7 +35,7 @@ class PlanSettings:
     Attributes:
         schedule: name of the schedule.
         allocation: ``"gabra"``, ``"exact"``, or cut points as named in the LightningModule.
-        objective: ``"makespan"`` or ``"profit"``.
+        objective: ``"step"``, ``"makespan"`` or ``"profit"``.
         seed: of the genetic algorithm.
         contiguous: whether each device gets one stage.
     """

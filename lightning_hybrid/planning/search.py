@@ -1,18 +1,24 @@
 """From a profile of the partitions to a plan: choose the cuts, predict the step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
 
 from lightning_hybrid.allocation import allocate
-from lightning_hybrid.allocation.knapsack import Objective
+from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError, PlanError
+from lightning_hybrid.planning.chains import best_chain
+from lightning_hybrid.planning.free import FreePlacements, runs
 from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.planning.polish import polish
-from lightning_hybrid.planning.simulate import Timeline, simulate
+from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.schedules import SCHEDULES
+
+Objective = Literal["step", "makespan", "profit"]
+
+_MOST_CALLS = 5_000
+"""Simulated steps that the search for a free placement may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +56,12 @@ def plan_stages(
     microbatches: int,
     schedule: str = "gpipe",
     method: Literal["gabra", "exact"] = "gabra",
-    objective: Objective = "makespan",
+    objective: Objective = "step",
     capacities: Sequence[float] | None = None,
     bandwidth_bytes_per_s: float = float("inf"),
+    latency_s: float = 0.0,
+    reduce_s: Sequence[float] = (),
+    step_s: Sequence[float] = (),
     memory_bytes: Sequence[int] | None = None,
     memory_limits: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
@@ -61,8 +70,8 @@ def plan_stages(
 ) -> Plan:
     """Choose where to cut a chain of n network partitions, and predict the time of a step.
 
-    The prediction holds for the network alone: neither the user's code nor the all-reduce and the
-    optimizer step are in it.
+    The prediction holds for the network alone, without the user's code; the all-reduce and the
+    optimizer step are in it as far as they are given.
 
     Args:
         names: n names of partitions, in order: of each its first module.
@@ -76,13 +85,18 @@ def plan_stages(
         microbatches: Number of micro-batches.
         schedule: Name of the schedule.
         method: How the cuts are chosen.
-        objective: What the choice optimises. After `makespan` the cuts are moved while that
-            shortens the predicted step, if the placement is contiguous. `profit` needs limits,
-            which profiled devices don't have; the capacities are then scaled to hold the network
-            with a quarter to spare.
+        objective: What the choice optimises. `step` is the predicted step. Contiguous stages are
+            then cut by a dynamic programme, whatever the method, and the plan says so; free ones
+            are bred by `gabra`, and the best chain is taken where it is no worse. `profit` needs
+            limits, which profiled devices don't have; the capacities are then scaled to hold the
+            network with a quarter to spare.
         capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
             driver's and gets the last stage.
         bandwidth_bytes_per_s: Speed of the links between the devices.
+        latency_s: Their latency.
+        reduce_s: n times of the all-reduce of a partition's gradients over the replicas; empty:
+            not counted.
+        step_s: n times of its optimizer step on a device of capacity 1; empty: not counted.
         memory_bytes: n sizes of what a partition holds while it trains; None: not known.
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
         cut_points: Names of the first partition of each next stage, instead of a search; each
@@ -114,36 +128,30 @@ def plan_stages(
     speeds = [1.0] * stages if capacities is None else list(capacities)
     if len(speeds) != stages:
         raise PlanError(f"stages({stages}) != {len(speeds)} capacities {speeds}")
+    # a limit binds only where it is known what the partitions need
+    limited = profile.memory_bytes is not None and memory_limits is not None
+    problem = StepProblem(
+        forward_s=profile.forward_s,
+        backward_s=profile.backward_s,
+        cut_bytes=profile.cut_bytes,
+        speeds=speeds,
+        links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
+        microbatches=microbatches,
+        reduce_s=reduce_s,
+        step_s=step_s,
+        memory=profile.memory_bytes or () if limited else (),
+        memory_limits=memory_limits or () if limited else (),
+    )
     if cut_points is not None:
         ends, devices = _given(profile.names, cut_points, stages), _order(stages)
+        chosen_by = "given"
+    elif objective == "step":
+        ends, devices, chosen_by = _shortest_step(problem, method, contiguous, seed)
     else:
-        ends, devices = _search(
-            profile,
-            speeds,
-            memory_limits,
-            bandwidth_bytes_per_s,
-            method,
-            objective,
-            contiguous,
-            seed,
-        )
-
-    def predict_s(ends: Sequence[int]) -> float:
-        timeline = _predict(
-            profile, ends, devices, speeds, bandwidth_bytes_per_s, schedule, microbatches
-        )
-        return timeline.makespan_s
-
-    def possible_s(ends: Sequence[int]) -> float:
-        if memory_limits is not None and profile.memory_bytes is not None:
-            held = _sums(profile.memory_bytes, ends)
-            if any(size > memory_limits[j] for size, j in zip(held, devices)):
-                return float("inf")
-        return predict_s(ends)
-
-    # (with as many stages as a free placement may have, there are too many ways to move cuts)
-    if cut_points is None and objective == "makespan" and contiguous:
-        ends, _ = polish(ends, possible_s)
+        ends, devices = _search(problem, bandwidth_bytes_per_s, method, objective, contiguous, seed)
+        chosen_by = method
+    # what was given is predicted even where it is known not to fit
+    unlimited = replace(problem, memory=(), memory_limits=())
     return Plan(
         replicas=replicas,
         stages=len(ends),
@@ -153,9 +161,9 @@ def plan_stages(
         devices=tuple(devices),
         capacities=tuple(speeds),
         rows=_rows(profile, ends, devices),
-        predicted_step_s=predict_s(ends),
+        predicted_step_s=unlimited.step_time_s(ends, devices),
         objective=objective,
-        allocation=method if cut_points is None else "given",
+        allocation=chosen_by,
         seed=seed,
     )
 
@@ -178,31 +186,60 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
     return [*ends, len(names)]
 
 
+def _shortest_step(
+    problem: StepProblem, method: Literal["gabra", "exact"], contiguous: bool, seed: int
+) -> tuple[list[int], list[int], str]:
+    """The ends of the stages, their devices, and which search found them."""
+    order = _order(problem.m)
+    try:
+        ends, chain_s = best_chain(problem, order)
+    except PlanError as error:
+        if contiguous:
+            raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
+        ends, chain_s = [], float("inf")
+    if contiguous or problem.m == 1:
+        return ends, order, "dynamic"
+    if method == "exact":
+        raise PlanError(
+            "no exact solver knows the step of a free placement: use allocation='gabra', or "
+            "objective='makespan'"
+        )
+    try:
+        calls = min(_MOST_CALLS, 50 * problem.n * problem.m)
+        genes, history = evolve(FreePlacements(problem), seed, Breeding(evaluations=calls))
+    except AllocationError as error:
+        if not ends:
+            raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
+        return ends, order, "dynamic"
+    if chain_s <= history[-1]:
+        return ends, order, "dynamic"
+    return *runs(genes), "gabra"
+
+
 def _search(
-    profile: _Profile,
-    speeds: Sequence[float],
-    memory_limits: Sequence[int] | None,
+    problem: StepProblem,
     bandwidth_bytes_per_s: float,
     method: Literal["gabra", "exact"],
-    objective: Objective,
+    objective: Literal["makespan", "profit"],
     contiguous: bool,
     seed: int,
 ) -> tuple[list[int], list[int]]:
     """The ends of the stages, and their devices; neighbouring runs of a device are one stage."""
-    loads = [f + b for f, b in zip(profile.forward_s, profile.backward_s)]
+    loads = [f + b for f, b in zip(problem.forward_s, problem.backward_s)]
+    speeds = problem.speeds
     capacities = list(speeds)
     if objective == "profit":
         room = max(1.25 * sum(loads) / sum(speeds), max(loads) / min(speeds))
         capacities = [speed * room for speed in speeds]
     # A cut carries activations forward and gradients of the same size back.
-    cut_costs = [2 * size / bandwidth_bytes_per_s for size in profile.cut_bytes]
+    cut_costs = [2 * size / bandwidth_bytes_per_s for size in problem.cut_bytes]
     try:
         found = allocate(
             loads,
             capacities,
             cut_costs=cut_costs,
-            memory=None if memory_limits is None else profile.memory_bytes,
-            memory_limits=memory_limits,
+            memory=problem.memory or None,
+            memory_limits=problem.memory_limits or None,
             method=method,
             objective=objective,
             contiguous=contiguous,
@@ -223,25 +260,6 @@ def _order(stages: int) -> list[int]:
 
 def _sums(values: Sequence[float], ends: Sequence[int]) -> list[float]:
     return [sum(values[a:b]) for a, b in pairwise([0, *ends])]
-
-
-def _predict(
-    profile: _Profile,
-    ends: Sequence[int],
-    devices: Sequence[int],
-    speeds: Sequence[float],
-    bandwidth_bytes_per_s: float,
-    schedule: str,
-    microbatches: int,
-) -> Timeline:
-    """Run the lists of the schedule on the chosen stages, whose devices have these speeds."""
-    return simulate(
-        SCHEDULES[schedule](len(ends), microbatches),
-        [t / speeds[j] for t, j in zip(_sums(profile.forward_s, ends), devices)],
-        [t / speeds[j] for t, j in zip(_sums(profile.backward_s, ends), devices)],
-        devices=devices,
-        send_s=[profile.cut_bytes[end - 1] / bandwidth_bytes_per_s for end in ends[:-1]],
-    )
 
 
 def _rows(profile: _Profile, ends: Sequence[int], devices: Sequence[int]) -> tuple[StagePlan, ...]:

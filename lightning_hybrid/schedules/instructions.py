@@ -53,16 +53,15 @@ class Kind(StrEnum):
 
     @property
     def is_send(self) -> bool:
-        return self in (Kind.SEND_INPUT, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+        return self in _SENDS
 
     @property
     def is_receive(self) -> bool:
-        return self in (
-            Kind.RECEIVE_ACTIVATION,
-            Kind.RECEIVE_GRADIENT,
-            Kind.RECEIVE_INPUT_GRADIENT,
-        )
+        return self in _RECEIVES
 
+
+_SENDS = frozenset({Kind.SEND_INPUT, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
+_RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT, Kind.RECEIVE_INPUT_GRADIENT})
 
 # Where the other end of a message is: one step along (+1) or against (-1) the ring.
 _STEP_TO_PEER = {

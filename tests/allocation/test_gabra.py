@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import allocate
+from lightning_hybrid.allocation.chromosomes import Settings
 from lightning_hybrid.allocation.exact import solve_exactly
-from lightning_hybrid.allocation.gabra import Settings, gabra
+from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.allocation.knapsack import Problem, make_problem
-from lightning_hybrid.allocation.labels import Labels, printed_children
+from lightning_hybrid.allocation.labels import Labels
 from lightning_hybrid.allocation.runs import Runs
 from lightning_hybrid.errors import AllocationError
 
@@ -134,11 +135,10 @@ def test_every_allocation_is_feasible(seed: int, m: int, more: int, contiguous: 
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(0, 1000), st.sampled_from(["makespan", "profit"]), st.booleans())
-def test_the_best_value_never_gets_worse(seed: int, objective: Any, literal: bool) -> None:
+@given(st.integers(0, 1000), st.sampled_from(["makespan", "profit"]))
+def test_the_best_value_never_gets_worse(seed: int, objective: Any) -> None:
     problem = instance(seed, 9, 3, objective=objective, contiguous=False)
-    choice = Settings(population=8, generations=30, literal=literal)
-    history = gabra(problem, seed, choice)[1]
+    history = gabra(problem, seed, Settings(population=8, generations=30))[1]
     assert all(after <= before for before, after in pairwise(history))
 
 
@@ -183,9 +183,7 @@ def test_gabra_knows_no_exact_solver() -> None:
     assert not [name for name in names if "exact" in name or "scipy" in name or "merging" in name]
 
 
-def test_the_literal_reading_cannot_bring_back_a_device_that_is_lost() -> None:
-    # Inversion permutes genes and crossover recombines them: with one label per gene to begin
-    # with, the operators of the repaired reading are needed to reach other counts.
+def test_a_device_that_is_lost_comes_back_by_the_second_mutation_only() -> None:
     problem = make_problem([1.0] * 6, [1, 1], contiguous=False)
     genes, rng = Labels(problem), np.random.default_rng(0)
     start = np.array([0, 0, 0, 0, 0, 1])
@@ -194,18 +192,11 @@ def test_the_literal_reading_cannot_bring_back_a_device_that_is_lost() -> None:
     assert {int(genes.perturb(start, rng).sum()) for _ in range(50)} == {0, 1, 2}
 
 
-def test_the_second_child_as_printed_has_its_halves_exchanged() -> None:
+def test_both_children_of_a_crossover_keep_every_gene_where_it_was() -> None:
     left, right = np.array([0, 1, 2, 3, 4]), np.array([5, 6, 7, 8, 9])
-    first, second = printed_children(left, right)
-    assert first.tolist() == [0, 1, 7, 8, 9]
-    assert second.tolist() == [2, 3, 4, 5, 6]
-    repaired = Labels(make_problem([1.0] * 5, [1.0])).crossover(right, left)
-    assert repaired.tolist() == [5, 6, 2, 3, 4]  # every gene where it was
-
-
-def test_the_literal_reading_is_refused_for_chains() -> None:
-    with pytest.raises(AllocationError, match="contiguous=False"):
-        gabra(instance(0, 5, 2), settings=Settings(literal=True))
+    genes = Labels(make_problem([1.0] * 5, [1.0]))
+    assert genes.crossover(left, right).tolist() == [0, 1, 7, 8, 9]
+    assert genes.crossover(right, left).tolist() == [5, 6, 2, 3, 4]
 
 
 @settings(max_examples=50, deadline=None)

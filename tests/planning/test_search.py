@@ -1,4 +1,4 @@
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -28,10 +28,11 @@ def plan(**changes: Any) -> Plan:
 
 
 @pytest.mark.parametrize("method", ["gabra", "exact"])
-def test_a_symmetric_network_is_cut_in_the_middle(method: Any) -> None:
-    found = plan(method=method)
+@pytest.mark.parametrize("objective", ["step", "makespan"])
+def test_a_symmetric_network_is_cut_in_the_middle(method: Any, objective: Any) -> None:
+    found = plan(method=method, objective=objective)
     assert found.cuts == ("layer3",)
-    assert found.allocation == method
+    assert found.allocation == ("dynamic" if objective == "step" else method)
     assert [row.load for row in found.rows] == [0.5, 0.5]
     assert [row.parameters for row in found.rows] == [6, 15]
     assert [row.layers for row in found.rows] == [6, 5]
@@ -60,7 +61,7 @@ def test_one_stage_takes_the_time_of_all_micro_batches() -> None:
 
 def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
     fast = plan(cut_bytes=[0.0, 0.0, 9.0, 0.0, 0.0])
-    slow = plan(cut_bytes=[0.0, 0.0, 9.0, 0.0, 0.0], bandwidth_bytes_per_s=1.0)
+    slow = plan(cut_bytes=[0.0, 0.0, 9.0, 0.0, 0.0], bandwidth_bytes_per_s=0.2)
     assert fast.cuts == ("layer3",)
     assert slow.cuts in {("layer2",), ("layer4",)}
 
@@ -96,7 +97,8 @@ def test_given_cut_points_are_taken() -> None:
 
 @pytest.mark.parametrize("method", ["gabra", "exact"])
 def test_a_free_placement_gives_a_device_several_stages(method: Any) -> None:
-    times = {"forward_s": [3.0, 4.0, 4.0, 3.0, 3.0, 3.0], "backward_s": [0.0] * 6}
+    times: dict[str, Any] = {"forward_s": [3.0, 4.0, 4.0, 3.0, 3.0, 3.0], "backward_s": [0.0] * 6}
+    times["objective"] = "makespan"
     chain, found = (plan(method=method, contiguous=c, **times) for c in (True, False))
     loads = [sum(row.load for row in found.rows if row.device == j) for j in (0, 1)]
     assert loads == pytest.approx([0.5, 0.5])
@@ -138,6 +140,40 @@ def test_the_plan_survives_json_with_its_rows() -> None:
     assert Plan.from_json(plan().to_json()) == plan()
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_no_other_cuts_have_a_shorter_predicted_step(stages: int, microbatches: int) -> None:
+    seconds = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
+
+    def step_s(cuts: Any) -> float:
+        found = plan(
+            forward_s=seconds, backward_s=seconds[::-1], cut_bytes=[5.0, 1.0, 2.0, 4.0, 3.0],
+            bandwidth_bytes_per_s=4.0, latency_s=0.1, reduce_s=[4.0, 0, 0, 0, 0, 9.0],
+            step_s=[1.0] * 6, stages=stages, microbatches=microbatches, cut_points=cuts,
+        )  # fmt: skip
+        return found.predicted_step_s or 0.0
+
+    every = combinations(NAMES[1:], stages - 1)
+    assert step_s(None) == pytest.approx(min(step_s(cuts) for cuts in every))
+
+
+def test_where_filling_counts_gabra_makes_loops_that_beat_the_best_chain() -> None:
+    even: dict[str, Any] = {
+        "names": [f"block{i}" for i in range(8)], "forward_s": [1.0] * 8, "backward_s": [2.0] * 8,
+        "cut_bytes": [0.0] * 7, "parameters": [1] * 8, "layers": [1] * 8, "microbatches": 2,
+    }  # fmt: skip
+    chain, free = plan(**even), plan(**even, contiguous=False)
+    assert chain.predicted_step_s == 3 * 4 * (2 + 1)
+    assert (free.predicted_step_s or 0) <= 3 * 4 * (2 + 1 / 2)  # as a loop of two stages each
+    assert (chain.allocation, free.allocation) == ("dynamic", "gabra")
+
+
+def test_where_cuts_are_dear_the_best_chain_is_taken_and_said_so() -> None:
+    found = plan(contiguous=False, cut_bytes=[9.0] * 5, bandwidth_bytes_per_s=1.0)
+    assert found.allocation == "dynamic"
+    assert found.predicted_step_s == plan(cut_bytes=[9.0] * 5, bandwidth_bytes_per_s=1.0).predicted_step_s  # fmt: skip # noqa: E501
+
+
 def test_the_papers_objective_gives_a_plan_too() -> None:
     assert plan(objective="profit").objective == "profit"
 
@@ -156,9 +192,10 @@ def test_the_papers_objective_gives_a_plan_too() -> None:
             {"memory_bytes": [4, 4, 4, 4, 4, 4], "memory_limits": [7, 19]},
             r"stages\(2\) cannot be placed",
         ),
+        ({"contiguous": False, "method": "exact"}, "no exact solver knows the step of a free"),
         ({"capacities": [1.0]}, r"stages\(2\) != 1 capacities"),
         ({"cut_bytes": [1.0]}, "cut_bytes has 1 entries, 5 are needed for 6 partitions"),
-        ({"forward_s": [-1.0] * 6, "backward_s": [0.0] * 6}, r"cannot be placed: loads\[0\]"),
+        ({"forward_s": [-1.0] * 6, "backward_s": [0.0] * 6}, r"forward_s\[0\] is -1.0"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_its_numbers(

@@ -1,0 +1,170 @@
+"""GABRA for any cost: the genetic algorithm where placements are judged by a simulation.
+
+`gabra` knows the makespan and moves partitions by it. Here the cost is a black box that is called a
+given number of times, such as the time of a step. What can be bred is a `Space`: it makes random
+placements, crosses two, and changes one a little. The rest is Algorithm 1 with local search:
+roulette wheel, crossover with probability 0.8, mutation, and a child replaces the worst member;
+each new member is improved by neighbours as long as that helps.
+"""
+
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from lightning_hybrid.allocation.chromosomes import roulette
+from lightning_hybrid.errors import AllocationError
+
+Genes = TypeVar("Genes", bound=Hashable)
+
+
+class Space(Protocol[Genes]):
+    """What can be bred. Genes are hashable and never changed in place."""
+
+    def random(self, rng: np.random.Generator) -> Genes:
+        """A random member, feasible if that can be had."""
+
+    def cross(self, left: Genes, right: Genes, rng: np.random.Generator) -> Genes:
+        """A child with something of both."""
+
+    def neighbour(self, genes: Genes, rng: np.random.Generator) -> Genes:
+        """The same with a small change."""
+
+    def cost(self, genes: Genes) -> float:
+        """What is minimised; infinite where infeasible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breeding:
+    """Numbers of the search."""
+
+    evaluations: int = 5_000
+    """How often the cost may be asked for."""
+    population: int = 6
+    """Members."""
+    crossover: float = 0.8
+    """Probability of a crossover; 0: children are changed copies."""
+    patience: int = 150
+    """Neighbours in vain after which a member counts as improved."""
+
+
+class _Spent(Exception):
+    """The evaluations are used up."""
+
+
+class Counted(Generic[Genes]):
+    """A cost that counts its calls and remembers the best answer.
+
+    Raises `_Spent` out of a search when the calls are used up, so that no search needs to count.
+    """
+
+    def __init__(self, cost: Callable[[Genes], float], calls: int) -> None:
+        self._cost, self._left = cost, calls
+        self.best: Genes | None = None
+        self.history: list[float] = []
+        """The least cost after each call."""
+
+    def __call__(self, genes: Genes) -> float:
+        if not self._left:
+            raise _Spent
+        self._left -= 1
+        value = self._cost(genes)
+        if not self.history or value < self.history[-1]:
+            self.best = genes
+            self.history.append(value)
+        else:
+            self.history.append(self.history[-1])
+        return value
+
+
+def evolve(
+    space: Space[Genes], seed: int = 0, breeding: Breeding | None = None
+) -> tuple[Genes, tuple[float, ...]]:
+    """Search for genes of least cost.
+
+    Returns:
+        The best genes, and the least cost after each evaluation.
+
+    Raises:
+        AllocationError: no member was feasible.
+    """
+    breeding = breeding or Breeding()
+
+    def search(cost: Callable[[Genes], float]) -> None:
+        _breed(space, cost, np.random.default_rng(seed), breeding)
+
+    return run_counted(space, search, breeding.evaluations)
+
+
+def run_counted(
+    space: Space[Genes], search: Callable[[Callable[[Genes], float]], None], evaluations: int
+) -> tuple[Genes, tuple[float, ...]]:
+    """Let a search ask for the cost as often as it may, and return the best that it saw.
+
+    Raises:
+        AllocationError: nothing that it saw was feasible.
+    """
+    cost = Counted(space.cost, evaluations)
+    with suppress(_Spent):
+        search(cost)
+    if cost.best is None or cost.history[-1] == inf:
+        raise AllocationError(
+            f"none of {len(cost.history)} placements keeps every device within its limits: use "
+            "more or larger devices, or smaller partitions"
+        )
+    return cost.best, tuple(cost.history)
+
+
+def descend(
+    space: Space[Genes],
+    genes: Genes,
+    cost: Callable[[Genes], float],
+    rng: np.random.Generator,
+    patience: int,
+) -> tuple[Genes, float]:
+    """Take neighbours that are not worse, until `patience` in a row were not better."""
+    value, vain = cost(genes), 0
+    while vain < patience:
+        near = space.neighbour(genes, rng)
+        vain += 1
+        if near == genes:
+            continue
+        changed = cost(near)
+        if changed < value:
+            vain = 0
+        if changed <= value:  # along a plateau
+            genes, value = near, changed
+    return genes, value
+
+
+def _breed(
+    space: Space[Genes],
+    cost: Callable[[Genes], float],
+    rng: np.random.Generator,
+    breeding: Breeding,
+) -> None:
+    # the first members are improved less: calls are better spent on their children
+    members = [
+        descend(space, space.random(rng), cost, rng, breeding.patience // 3)
+        for _ in range(breeding.population)
+    ]
+    stale = False  # whether the last child was a member already: then a random one takes its place
+    while True:
+        values = np.array([value for _, value in members])
+        finite = np.where(np.isfinite(values), values, np.nan)
+        worst_value = float(np.nanmax(finite)) if np.isfinite(values).any() else 1.0
+        spread = worst_value - float(values.min()) if np.isfinite(values).any() else 1.0
+        fitness = np.where(np.isfinite(values), worst_value - values, 0.0) + 0.1 * (spread or 1.0)
+        child, other = members[roulette(fitness, rng)][0], members[roulette(fitness, rng)][0]
+        if rng.random() < breeding.crossover:
+            child = space.cross(child, other, rng)
+        for _ in range(1 + int(rng.integers(3))):
+            child = space.neighbour(child, rng)
+        bred = descend(space, space.random(rng) if stale else child, cost, rng, breeding.patience)
+        worst = int(values.argmax())
+        stale = bred[0] in [genes for genes, _ in members]
+        if bred[1] <= values[worst] and not stale:
+            members[worst] = bred

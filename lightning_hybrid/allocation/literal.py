@@ -1,0 +1,152 @@
+"""GABRA as it is printed (Akintoye et al. 2022, Algorithms 1-3), for comparison: `gabra-literal`.
+
+The text alone cannot be run. What follows it and what was added to it are kept apart: the comments
+in the code name the number of the addition.
+
+From the paper: the chromosome is a list of n devices; random initial members within the capacities,
+partition after partition (Algorithm 2); selection by roulette wheel on the fitness of Eq. 9;
+mid-point crossover with probability 0.8 (Algorithm 3); inversion of a subset of the genes; a child
+that is in the population is sent back to selection; else it replaces the worst member; the best one
+is kept apart; the end is t_max or the optimal total profit.
+
+Added, because the text is silent or contradicts itself:
+
+1. Eq. 9 leaves j unbound: gene i is the device of partition i, and f = sum_i c_{i, beta_i}.
+2. The prose after Eq. 8 exchanges (6) and (7). Meant is what is printed: (6) is the capacity of a
+   device, (7) that each partition is on exactly one.
+3. "Each GPU runs at least one partition" stands in the prose only. It is a constraint here.
+4. Initial placement: where no device has room for the next partition the member is begun again, and
+   after `_RESTARTS` dead ends heavy partitions are placed first, going back from dead ends.
+5. Members of the initial population differ from each other as far as that is possible.
+6. The two parents are drawn one after the other, with replacement: they may be the same member.
+   Without a crossover (probability 0.2) the child begins as a copy of the first.
+7. `cp = Y1/2` is read as half the length. Algorithm 3 returns two children and Algorithm 1 takes
+   one: it is drawn by lot. The second has its halves exchanged, as printed.
+8. A mutation has probability 0.6 and reverses a stretch of random place and length.
+9. A child that passes a capacity or leaves a device empty is thrown away, like a duplicate.
+10. After `tries` rejected children in a row the algorithm ends (printed: it would loop for ever).
+11. Population, t_max and all probabilities but 0.8 are not given. The optimal profit is not known
+    while searching: reached means a proven bound, which on equal devices every member attains.
+12. With `objective="makespan"`, which the paper has not, fitness is how much shorter a member is
+    than the longest one.
+
+Nothing else is repaired: a device that no parent has does not come back, because inversion permutes
+genes and crossover recombines them.
+"""
+
+import numpy as np
+
+from lightning_hybrid.allocation.chromosomes import Settings, roulette, stretch
+from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
+from lightning_hybrid.allocation.labels import Labels
+from lightning_hybrid.errors import AllocationError
+
+_RESTARTS = 50
+_GENERATIONS = 600
+
+
+def literal_gabra(
+    problem: Problem, seed: int = 0, settings: Settings | None = None
+) -> tuple[Ints, tuple[float, ...]]:
+    """Search for an assignment of least cost as the paper says.
+
+    Returns:
+        The best assignment, shape (n,), and the best cost after each generation, the initial
+        population first; it never rises.
+
+    Raises:
+        AllocationError: the problem is contiguous, or no feasible assignment was found.
+    """
+    if problem.contiguous:
+        raise AllocationError(
+            "method='gabra-literal' places partitions freely, as the paper does: use it with "
+            "contiguous=False"
+        )
+    settings = settings or Settings(generations=_GENERATIONS)
+    rng = np.random.default_rng(seed)
+    members = _initial_population(problem, settings, rng)
+    costs = problem.costs(np.array(members))
+    best = members[int(costs.argmin())]
+    history = [float(costs.min())]
+    for _ in range(settings.generations):
+        if history[-1] <= problem.bound + SLACK * abs(problem.bound):  # addition 11
+            break
+        child = _new_child(problem, members, costs, settings, rng)
+        if child is None:
+            break
+        genes, cost = child
+        worst = int(costs.argmax())
+        members[worst], costs[worst] = genes, cost
+        if cost < history[-1]:
+            best = genes
+        history.append(min(history[-1], cost))
+    return best, tuple(history)
+
+
+def _initial_population(
+    problem: Problem, settings: Settings, rng: np.random.Generator
+) -> list[Ints]:
+    """Algorithm 2."""
+    members: list[Ints] = []
+    for _ in range(2 * settings.population):
+        member = _random_member(problem, rng)
+        if not _contains(members, member):  # addition 5
+            members.append(member)
+        if len(members) == settings.population:
+            break
+    return members
+
+
+def _random_member(problem: Problem, rng: np.random.Generator) -> Ints:
+    """Partition after partition on a random device with room for it."""
+    for _ in range(_RESTARTS):
+        left = problem.ceilings.copy()
+        genes = np.full(problem.n, -1, dtype=np.int64)
+        for i in range(problem.n):
+            room = np.flatnonzero((left >= problem.weights[:, i : i + 1]).all(axis=0))
+            if not room.size:
+                break
+            genes[i] = rng.choice(room)
+            left[:, genes[i]] -= problem.weights[:, i]
+        if genes[-1] >= 0 and problem.feasible(genes[None])[0]:
+            return genes
+    return Labels(problem).strewn(rng)  # addition 4
+
+
+def _new_child(
+    problem: Problem,
+    members: list[Ints],
+    costs: Floats,
+    settings: Settings,
+    rng: np.random.Generator,
+) -> tuple[Ints, float] | None:
+    """Lines 7 to 13 of Algorithm 1; None after `tries` children in vain (addition 10)."""
+    fitness = -costs if problem.objective == "profit" else costs.max() - costs  # additions 1, 12
+    for _ in range(settings.tries):
+        child, other = members[roulette(fitness, rng)], members[roulette(fitness, rng)]
+        if rng.random() < settings.crossover:
+            child = printed_children(child, other)[int(rng.integers(2))]
+        if rng.random() < settings.mutation:
+            child = child.copy()
+            piece = stretch(len(child), rng)
+            child[piece] = child[piece][::-1]
+        if _contains(members, child):
+            continue
+        cost = float(problem.costs(child[None])[0])
+        if np.isfinite(cost):  # addition 9
+            return child, cost
+    return None
+
+
+def printed_children(left: Ints, right: Ints) -> tuple[Ints, Ints]:
+    """The two children of Algorithm 3 as it is printed, its cut `cp = Y1/2` read as the middle.
+
+    In the second one the halves change places, and with them the partitions they speak of.
+    """
+    middle = len(left) // 2
+    first = np.concatenate([left[:middle], right[middle:]])
+    return first, np.concatenate([left[middle:], right[:middle]])
+
+
+def _contains(members: list[Ints], genes: Ints) -> bool:
+    return any(np.array_equal(genes, member) for member in members)

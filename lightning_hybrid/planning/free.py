@@ -1,0 +1,86 @@
+"""Free placements to be bred: which device has each partition, judged by the time of a step.
+
+Genes are the devices of the partitions. Operators change *runs*, stretches of partitions on one
+device, because each change of device is a cut that costs messages: a child takes its parents' genes
+on the two sides of a cut of one of them; a neighbour has a boundary moved, a run given to another
+device, two runs exchanged, or a piece cut out of a run. Every device keeps a partition, and the
+last partition stays on device 0, the driver's.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_hybrid.planning.step_problem import StepProblem
+
+Labels = tuple[int, ...]
+
+
+class FreePlacements:
+    """The free placements of a `StepProblem`, for `allocation.evolution`."""
+
+    def __init__(self, problem: StepProblem) -> None:
+        self.problem = problem
+
+    def cost(self, genes: Labels) -> float:
+        """Seconds of a step; infinite where a device cannot hold what it has."""
+        return self.problem.step_time_s(*runs(genes))
+
+    def random(self, rng: np.random.Generator) -> Labels:
+        """Runs on random devices, between one and three for each device."""
+        n, m = self.problem.n, self.problem.m
+        count = int(rng.integers(m, min(n, 3 * m) + 1))
+        for _ in range(50):
+            cuts = np.sort(rng.choice(n - 1, count - 1, replace=False)) + 1
+            devices = rng.permutation(np.concatenate([np.arange(m), rng.integers(m, size=count)]))
+            genes = self._mended(np.repeat(devices[:count], np.diff([0, *cuts, n])).tolist(), rng)
+            if self.problem.fits(*runs(genes)):
+                break
+        return genes
+
+    def cross(self, left: Labels, right: Labels, rng: np.random.Generator) -> Labels:
+        """The one parent before a cut of either, the other one after it."""
+        cuts = [*runs(left)[0][:-1], *runs(right)[0][:-1]]
+        if not cuts:
+            return left
+        cut = int(rng.choice(cuts))
+        return self._mended([*left[:cut], *right[cut:]], rng)
+
+    def neighbour(self, genes: Labels, rng: np.random.Generator) -> Labels:
+        """One change of a boundary, a run, two runs, or a piece of a run."""
+        ends, devices = runs(genes)
+        ends, devices = list(ends), list(devices)
+        kind, m = rng.random(), self.problem.m
+        if kind < 0.45 and len(ends) > 1:
+            place = int(rng.integers(len(ends) - 1))
+            ends[place] += int(rng.integers(1, 4)) * (1 if rng.random() < 0.5 else -1)
+            low, high = (ends[place - 1] if place else 0), ends[place + 1]
+            ends[place] = min(max(ends[place], low), high)
+        elif kind < 0.6:
+            devices[int(rng.integers(len(devices)))] = int(rng.integers(m))
+        elif kind < 0.75 and len(ends) > 1:
+            one, other = rng.choice(len(devices), 2, replace=False)
+            devices[one], devices[other] = devices[other], devices[one]
+        else:
+            first = int(rng.integers(self.problem.n))
+            last = min(self.problem.n, first + int(rng.integers(1, 5)))
+            changed = list(genes)
+            changed[first:last] = [int(rng.integers(m))] * (last - first)
+            return self._mended(changed, rng)
+        return self._mended(np.repeat(devices, np.diff([0, *ends])).tolist(), rng)
+
+    def _mended(self, genes: list[int], rng: np.random.Generator) -> Labels:
+        """Put the last partition on device 0, and give every device without one a partition."""
+        genes[-1] = 0
+        missing = set(range(self.problem.m)) - set(genes)
+        for device in sorted(missing):
+            counts = np.bincount(genes, minlength=self.problem.m)
+            spare = [i for i, j in enumerate(genes[:-1]) if counts[j] > 1]
+            genes[int(rng.choice(spare))] = device
+        return tuple(genes)
+
+
+def runs(genes: Labels) -> tuple[list[int], list[int]]:
+    """The runs of a placement: the number after the last partition of each, and its device."""
+    ends = [i for i, (a, b) in enumerate(pairwise(genes), 1) if a != b]
+    return [*ends, len(genes)], [genes[i] for i in (0, *ends)]

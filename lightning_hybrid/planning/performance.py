@@ -1,0 +1,298 @@
+"""The generic performance model: what a step takes, learnt from timings alone.
+
+**A reconstruction.** Kavarakuntla et al. 2024 (IEEE Access 12:8207) describe one expression with
+intrinsic factors (what is computed) and extrinsic ones (how it is spread), whose constants a
+regularised cost finds by differential evolution. The expression, the factors and the regulariser
+stand in a text that we could not read. What is built is the reading that fits the abstract::
+
+    T = c + (sum_i a_i I_i^p_i) prod_j E_j^q_j              a_i, c >= 0
+    J = mean_n ((T_n - T_n,measured) / T_n,measured)^2  +  strength * R
+    R = sum_i mean_n(a_i I_in^p_i)  +  sum_j |q_j|
+
+Every factor is divided by its geometric mean and T by the mean measured time, so that all a_i are
+of one scale. The regulariser R is what each factor adds on average (an a_i alone would be a cheap
+one, beside a high power) and draws the exponents of factors that explain nothing to zero; weights
+only towards it, since the constant c takes their place at no cost. Without it (`strength=0`) they
+take up what is left of the error. A factor that does not vary cannot be told from c: it is refused.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from scipy.optimize import differential_evolution, minimize
+
+from lightning_hybrid.allocation.knapsack import Floats
+from lightning_hybrid.errors import PlanError
+
+VERSION = 1
+"""Version of the JSON format."""
+_POWERS = (0.0, 3.0)
+_EXPONENTS = (-3.0, 3.0)
+_NEGLIGIBLE = 0.01
+"""Share of the time, or exponent, below which a factor does not matter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intrinsic:
+    """A factor of what is computed, such as FLOPs: it adds `weight (value / scale)^power`."""
+
+    name: str
+    unit: str
+    scale: float
+    """Geometric mean of the values that it was fitted to, in its unit."""
+    weight: float
+    """Share of the mean measured time, where all other factors are at their scales."""
+    power: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extrinsic:
+    """A factor of how it is spread, such as devices: it multiplies the sum of the intrinsic ones.
+
+    It does so by `(value / scale)^exponent`.
+    """
+
+    name: str
+    unit: str
+    scale: float
+    exponent: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerformanceModel:
+    """The fitted expression. Times are in seconds."""
+
+    mean_s: float
+    """Mean measured time that it was fitted to."""
+    constant: float
+    """Share of that which depends on no factor."""
+    intrinsic: tuple[Intrinsic, ...]
+    extrinsic: tuple[Extrinsic, ...]
+    strength: float
+    """Of the regulariser in the fit."""
+    error: float
+    """Mean absolute relative error on the runs that it was fitted to."""
+    version: int = VERSION
+
+    def predict_s(self, run: Mapping[str, float]) -> float:
+        """Seconds of a run with these factors, by name, in the units of the fit.
+
+        Raises:
+            PlanError: a factor is missing, or not a finite number of more than 0.
+        """
+        names = [f.name for f in self.intrinsic] + [f.name for f in self.extrinsic]
+        values = dict(zip(names, _table([run], names)[0]))
+        work = sum(f.weight * (values[f.name] / f.scale) ** f.power for f in self.intrinsic)
+        spread = np.prod([(values[f.name] / f.scale) ** f.exponent for f in self.extrinsic])
+        return float(self.mean_s * (self.constant + work * spread))
+
+    def error_on(self, runs: Sequence[Mapping[str, float]], times_s: Sequence[float]) -> float:
+        """Mean absolute relative error on runs, such as those that were held out of the fit."""
+        predicted = np.array([self.predict_s(run) for run in runs])
+        return float(np.mean(np.abs(predicted / np.asarray(times_s) - 1)))
+
+    def describe(self) -> str:
+        """Which factor matters, in words, the largest share of the time first."""
+        lines = [
+            f"A step takes {self.mean_s:.3g} s on average; the model is off by {self.error:.1%}."
+        ]
+        for factor in sorted(self.intrinsic, key=lambda f: -f.weight):
+            if factor.weight < _NEGLIGIBLE:
+                lines.append(f"{factor.name} does not matter ({factor.weight:.1%} of the time).")
+                continue
+            lines.append(
+                f"{factor.name} accounts for {factor.weight:.0%} of the time, which grows with its "
+                f"power {factor.power:.2f}: twice as many {factor.unit} take "
+                f"{2**factor.power:.2f} times as long there."
+            )
+        for spread in sorted(self.extrinsic, key=lambda f: -abs(f.exponent)):
+            if abs(spread.exponent) < _NEGLIGIBLE:
+                lines.append(f"{spread.name} does not matter (exponent {spread.exponent:.3f}).")
+                continue
+            lines.append(
+                f"Twice as much of {spread.name} ({spread.unit}) multiplies what depends on "
+                f"factors by {2**spread.exponent:.2f}."
+            )
+        lines.append(f"{self.constant:.0%} of the time depends on none of them.")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a model.
+
+        Raises:
+            PlanError: the text is no JSON object, or has other fields than a model of this version.
+        """
+        try:
+            record = json.loads(text)
+            if record.get("version") != VERSION:
+                raise PlanError(
+                    f"the performance model has format version {record.get('version')}, this "
+                    f"package reads {VERSION}: fit it anew"
+                )
+            intrinsic = tuple(Intrinsic(**factor) for factor in record["intrinsic"])
+            extrinsic = tuple(Extrinsic(**factor) for factor in record["extrinsic"])
+            return cls(**{**record, "intrinsic": intrinsic, "extrinsic": extrinsic})
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+            known = ", ".join(field.name for field in fields(cls))
+            raise PlanError(
+                f"this is no performance model ({error}): a JSON object with {known} is needed"
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a model from a file.
+
+        Raises:
+            PlanError: the file cannot be read, or see `from_json`.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(
+                f"no performance model can be read from {str(path)!r}: {error}"
+            ) from error
+
+
+def fit(
+    runs: Sequence[Mapping[str, float]],
+    times_s: Sequence[float],
+    *,
+    intrinsic: Mapping[str, str],
+    extrinsic: Mapping[str, str],
+    strength: float = 1e-3,
+    generations: int = 300,
+    seed: int = 0,
+) -> PerformanceModel:
+    """Find the constants of the expression.
+
+    Args:
+        runs: The factors of each run, by name; all more than 0.
+        times_s: What each run took.
+        intrinsic: Names of the intrinsic factors, each with its unit.
+        extrinsic: Names of the extrinsic ones, likewise.
+        strength: Of the regulariser; 0: none.
+        generations: Of the differential evolution, at most; a local search ends the fit.
+        seed: Of the differential evolution.
+
+    Raises:
+        PlanError: there are fewer runs than constants, a factor is missing, not positive, or the
+            same in all runs, or a time is not positive.
+    """
+    names = [*intrinsic, *extrinsic]
+    values, measured = _table(runs, names), _times(times_s, len(runs))
+    constants = 1 + 2 * len(intrinsic) + len(extrinsic)
+    if not intrinsic or len(runs) < constants:
+        raise PlanError(
+            f"{len(runs)} runs cannot fix the {constants} constants of {len(intrinsic)} intrinsic "
+            f"and {len(extrinsic)} extrinsic factors: measure more runs, or name fewer factors "
+            "(and one intrinsic at least)"
+        )
+    scales = np.exp(np.log(values).mean(axis=0))
+    mean_s = float(measured.mean())
+    expression = _Expression(np.log(values / scales), measured / mean_s, len(intrinsic), strength)
+    for name, column in zip(names, expression.logs.T):
+        if np.ptp(column) < 1e-9:
+            raise PlanError(
+                f"factor {name!r} is the same in all runs: what it does cannot be told from the "
+                "constant; vary it or leave it out"
+            )
+    best = expression.fitted(generations, seed)
+    weights, powers, exponents = expression.split(best)
+    return PerformanceModel(
+        mean_s=mean_s,
+        constant=float(best[0]),
+        intrinsic=tuple(
+            Intrinsic(name=name, unit=unit, scale=float(s), weight=float(a), power=float(p))
+            for (name, unit), s, a, p in zip(intrinsic.items(), scales, weights, powers)
+        ),
+        extrinsic=tuple(
+            Extrinsic(name=name, unit=unit, scale=float(s), exponent=float(q))
+            for (name, unit), s, q in zip(extrinsic.items(), scales[len(intrinsic) :], exponents)
+        ),
+        strength=strength,
+        error=float(np.mean(np.abs(expression.times(best) / expression.measured - 1))),
+    )
+
+
+class _Expression:
+    """The expression with all factors and times scaled; constants are (c, a_1.., p_1.., q_1..)."""
+
+    def __init__(self, logs: Floats, measured: Floats, intrinsic: int, strength: float) -> None:
+        self.logs, self.measured, self.count, self.strength = logs, measured, intrinsic, strength
+        most = 3 * float(measured.max())
+        extrinsic = logs.shape[1] - intrinsic
+        self.bounds = [(0.0, most)] * (1 + intrinsic)
+        self.bounds += [_POWERS] * intrinsic + [_EXPONENTS] * extrinsic
+
+    def split(self, constants: Floats) -> tuple[Floats, Floats, Floats]:
+        k = self.count
+        return constants[1 : 1 + k], constants[1 + k : 1 + 2 * k], constants[1 + 2 * k :]
+
+    def times(self, constants: Floats) -> Floats:
+        weights, powers, exponents = self.split(constants)
+        work = np.exp(self.logs[:, : self.count] * powers) @ weights
+        return np.asarray(constants[0] + work * np.exp(self.logs[:, self.count :] @ exponents))
+
+    def cost(self, constants: Floats) -> float:
+        weights, powers, exponents = self.split(constants)
+        error = self.times(constants) / self.measured - 1
+        added = np.exp(self.logs[:, : self.count] * powers).mean(axis=0) * weights
+        penalty = added.sum() + np.abs(exponents).sum()
+        return float(np.mean(error**2) + self.strength * penalty)
+
+    def fitted(self, generations: int, seed: int) -> Floats:
+        found = differential_evolution(
+            self.cost,
+            self.bounds,
+            seed=seed,
+            maxiter=generations,
+            popsize=12,
+            tol=1e-10,
+            polish=False,
+        )
+        # it comes near; without a regulariser the end of a narrow valley is a matter of digits
+        polished = minimize(
+            self.cost,
+            found.x,
+            bounds=self.bounds,
+            method="L-BFGS-B",
+            options={"maxiter": 5_000, "ftol": 1e-16, "gtol": 1e-12},
+        )
+        return np.asarray(min((found, polished), key=lambda answer: answer.fun).x)
+
+
+def _table(runs: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
+    table = np.empty((len(runs), len(names)))
+    for number, run in enumerate(runs):
+        for column, name in enumerate(names):
+            if name not in run:
+                raise PlanError(
+                    f"run {number} lacks the factor {name!r} (it has {', '.join(run) or 'none'})"
+                )
+            table[number, column] = value = run[name]
+            if not 0 < value < np.inf:
+                raise PlanError(
+                    f"{name} of run {number} is {value}: a finite number of more than 0 is needed"
+                )
+    return table
+
+
+def _times(times_s: Sequence[float], count: int) -> Floats:
+    times = np.asarray(times_s, dtype=np.float64)
+    if times.shape != (count,):
+        raise PlanError(f"there are {count} runs and {times.size} times: one for each is needed")
+    for number, time in enumerate(times):
+        if not 0 < time < np.inf:
+            raise PlanError(f"time {number} is {time}: a finite number of more than 0 is needed")
+    return times
