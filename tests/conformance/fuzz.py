@@ -132,6 +132,13 @@ class Drops(Block):
         return nn.functional.dropout(torch.tanh(self.layer(x)), 0.3, self.training)
 
 
+class DropsInACheckpoint(Drops):
+    """Its second run has to draw what the first has drawn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class AddsNoise(Block):
     draws = True
 
@@ -226,7 +233,7 @@ class StoresPenaltyOfTheBatch(StoresPenalty):
 PLAIN = (Block, Residual, Gated, InPlace, Powers, Normed, Convolved, Recurrent, Attends)
 REGIONS = (Checkpointed, PartlyWithoutGradient)
 PYTHON = (ReadsTheStep, BranchesOnTheEpoch, Counts, ReadsSettings, StoresPenalty)
-RANDOM = (Drops, AddsNoise)
+RANDOM = (Drops, DropsInACheckpoint, AddsNoise)
 OF_THE_BATCH = (Centers, UsesTheSize, StoresPenaltyOfTheBatch)
 
 
