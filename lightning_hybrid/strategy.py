@@ -120,8 +120,9 @@ class HybridGabraStrategy(DDPStrategy):
         schedule: ``"gpipe"`` (fill and drain), which is also ``"auto"``.
         allocation: ``"gabra"``, ``"exact"``, or cut points: the names of the first module of each
             next stage, as in the LightningModule (``["net.layer3"]``).
-        objective: ``"makespan"``, the slowest device's time, or ``"profit"``, Eq. 5 of Akintoye et
-            al. 2022 (constant on equal devices; kept for comparison).
+        objective: ``"step"``, the predicted time of a step; ``"makespan"``, the slowest device's
+            time; or ``"profit"``, Eq. 5 of Akintoye et al. 2022 (constant on equal devices; kept
+            for comparison).
         contiguous: whether each device gets one run of the network, as in ``allocate``. ``False``:
             GABRA may give a device several, each of which is a stage.
         network: dotted name(s) of the module(s) to cut. ``None``: found.
@@ -158,7 +159,7 @@ class HybridGabraStrategy(DDPStrategy):
         num_microbatches: Count = "auto",
         schedule: Literal["auto", "gpipe"] = "auto",
         allocation: Literal["gabra", "exact"] | list[str] = "gabra",
-        objective: Literal["makespan", "profit"] = "makespan",
+        objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
         network: str | list[str] | None = None,
         device_capacity: Literal["auto"] | Sequence[float] = "auto",
