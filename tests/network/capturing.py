@@ -20,6 +20,7 @@ from lightning_hybrid.network import (
     network_partitions,
 )
 from lightning_hybrid.network.check import run
+from lightning_hybrid.network.deferred import Hollow
 from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.network.structure import tensors_in
 
@@ -52,13 +53,15 @@ class Staged:
 
     def __init__(self, network: nn.Module, boundaries: Boundaries = everywhere) -> None:
         self.network, self._boundaries = network, boundaries
+        self._hollow = Hollow(network, torch.device("cpu"))
         self.capture = Capture(network, own_forward(network), self._run)
         self.graphs: list[NetworkGraph] = []
         self.values: Sequence[Any] = ()
         self.codes: dict[NetworkGraph, list[StageCode]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.capture(args, kwargs)
+        with self._hollow:
+            return self.capture(args, kwargs)
 
     def _run(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
         if graph not in self.codes:
@@ -67,7 +70,8 @@ class Staged:
             codes = cut(graph, partitions, self._boundaries(partitions))
             self.codes[graph] = pickle.loads(pickle.dumps(codes))
         self.values = values
-        return outputs_of(graph, self.codes[graph], values)
+        with self._hollow.lifted():
+            return outputs_of(graph, self.codes[graph], values)
 
 
 def outputs_of(graph: NetworkGraph, codes: Sequence[StageCode], values: Sequence[Any]) -> list[Any]:

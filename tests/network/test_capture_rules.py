@@ -242,6 +242,8 @@ EQUAL: list[Code] = [
 ]  # fmt: skip
 
 
+# TorchDynamo makes an object of a custom autograd.Function, which torch warns of
+@pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("code", EQUAL, ids=lambda code: code.__name__)
 def test_stages_equal_the_network_bit_for_bit_in_two_calls(code: Code) -> None:
     network = Net(code)
