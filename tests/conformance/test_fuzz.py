@@ -10,7 +10,8 @@ from suite import Conformance, Record, Row, assert_no_error
 
 from lightning_hybrid import HybridGabraStrategy
 
-pytestmark = pytest.mark.distributed
+# The first test of a class waits for all rows of the class; their session ends what hangs.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0)]
 FAST = 4
 """As many seeds of two stages belong to `make test`."""
 
