@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.compat import BatchNorm, TorchDispatchMode, is_symbolic, symbols_in
+from lightning_hybrid.compat import (
+    BatchNorm,
+    TorchDispatchMode,
+    higher_order_name,
+    is_symbolic,
+    symbols_in,
+)
 from lightning_hybrid.network.check import fresh
 from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.network.graph import Layer, NetworkGraph
@@ -137,6 +143,8 @@ def _is_size_argument(node: fx.Node, place: int | str) -> bool:
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     if node.target is operator.getitem:
         return False
+    if higher_order_name(node.target) is not None:
+        return True  # what is done with it inside, the trial shows
     if name == "randint":  # its bounds are plain arguments, its size is a tuple
         return place == "size" or (isinstance(place, int) and isinstance(node.args[place], tuple))
     return name in _SHAPING and place not in _FILLED_WITH.get(name, ())
