@@ -143,8 +143,11 @@ class Hollow:
         self._module, self._device = module, device
         self._kept: dict[int, tuple[Any, Tensor]] = {}
         self._shown: list[tuple[Any, type, dict[str, Any], Tensor]] = []
+        self._needed = True
 
     def __enter__(self) -> None:
+        if not self._needed:
+            return
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             with as_they_are():
                 waits = isinstance(tensor, _Unmade) or tensor.device != self._device
@@ -152,6 +155,8 @@ class Hollow:
                 before = {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
                 kind = type(tensor)
                 self._shown.append((tensor, kind, before, _show(tensor, self._empty(tensor))))
+        # what has its memory here keeps it
+        self._needed = bool(self._shown)
 
     def __exit__(self, *_: object) -> None:
         while self._shown:

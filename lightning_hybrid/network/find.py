@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_hybrid.errors import NetworkNotFoundError
@@ -32,6 +33,8 @@ class Watch:
     ) -> None:
         self._handler, self._name, self._module, self.own = handler, name, module, own
 
+    # torch.compile of the user's own, around the call, must not look into ours
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._handler(self._name, self._module, arguments, keywords)
 

@@ -121,7 +121,8 @@ def unship(data: bytes, parameters: Mapping[str, Parameter]) -> list[Optimizer]:
         optimizer = kind.__new__(kind)
         state = plain.pop("state")
         # A fresh base object brings the hook tables of this torch version, in their own form.
-        Optimizer.__init__(optimizer, plain["param_groups"], plain["defaults"])
+        # (without any, as where `configure_optimizers` returns None, it wants one that is empty)
+        Optimizer.__init__(optimizer, plain["param_groups"] or [{"params": []}], plain["defaults"])
         optimizer.__dict__.update(plain)
         optimizer.state.update(state)
         optimizers.append(optimizer)

@@ -135,5 +135,10 @@ def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> No
     tensors = tensors_of(module)
     with torch.no_grad(), as_they_are():
         for name, value in values:
-            if not is_unmade(tensors[name]):
-                tensors[name].copy_(value)
+            tensor = tensors[name]
+            if is_unmade(tensor):
+                continue
+            if tensor.shape == value.shape:
+                tensor.copy_(value)
+            else:  # a buffer that has grown
+                tensor.data = value.to(tensor.device, tensor.dtype)
