@@ -65,7 +65,8 @@ def open_window(tensor: Any, behind: Behind) -> Tensor:
 
 def shut_window(tensor: Any) -> None:
     """Make an ordinary tensor of a window."""
-    tensor.__class__ = nn.Parameter if isinstance(tensor, RemoteParameter) else Tensor
+    if isinstance(tensor, _Listens):  # one with several names is shut once
+        tensor.__class__ = nn.Parameter if isinstance(tensor, RemoteParameter) else Tensor
     vars(tensor).pop("_behind", None)
 
 
