@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.compat import (
+    higher_order_name,
     names_of_operator,
     numpy_from_parts,
     parts_of_numpy,
@@ -84,6 +86,8 @@ class GraphCode:
         nodes = []
         for node in graph.nodes:
             target = node.target if isinstance(node.target, str) else qualified_name(node.target)
+            if higher_order_name(node.target) == "tag_activation_checkpoint":
+                target = qualified_name(checkpointed)
             args, kwargs = plain(node.args), plain(dict(node.kwargs))
             nodes.append((node.op, node.name, target, _mutable(args), _mutable(kwargs)))
         kept = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
@@ -159,6 +163,24 @@ class GraphCode:
                     f"operation {name!r} ({target}) takes an argument that cannot travel to "
                     f"another process: {error}"
                 ) from error
+
+
+def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """A region under activation checkpointing.
+
+    TorchDynamo's own operation does not restore the random generators for the second run, since a
+    compiler behind it would take care of them.
+
+    Args:
+        body: the region.
+        args: what it takes; the parameters that it reads are among them.
+        options: as in `torch.utils.checkpoint.checkpoint`.
+    """
+    inputs = (a for a in args if isinstance(a, Tensor) and not isinstance(a, nn.Parameter))
+    if options.pop("use_reentrant", False) and not any(value.requires_grad for value in inputs):
+        with torch.no_grad():  # the reentrant kind gives no gradients then
+            return body(*args)
+    return checkpoint(body, *args, use_reentrant=False, **options)
 
 
 class _Root:

@@ -210,7 +210,9 @@ class Networks:
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """The first call of a watched module, from outside of any other."""
-        inner = {n: m for n, m in self._watched.items() if _inside(n, name)}
+        # a part that several networks share is known under one of its names
+        inside = set(map(id, module.modules()))
+        inner = {n: m for n, m in self._watched.items() if _inside(n, name) or id(m) in inside}
         for candidate in inner.values():
             unwatch(candidate)
         forward = own_forward(module)

@@ -65,8 +65,9 @@ def open_window(tensor: Any, behind: Behind) -> Tensor:
 
 def shut_window(tensor: Any) -> None:
     """Make an ordinary tensor of a window."""
-    if isinstance(tensor, _Listens):  # one with several names is shut once
-        tensor.__class__ = nn.Parameter if isinstance(tensor, RemoteParameter) else Tensor
+    # one with several names is shut once
+    plain: dict[type, type] = {RemoteParameter: nn.Parameter, Window: Tensor}
+    tensor.__class__ = plain.get(type(tensor), type(tensor))
     vars(tensor).pop("_behind", None)
 
 
