@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 
 Step = tuple[str, Any]
 """One step from a value to a part of it: ``("item", key)`` or ``("attr", name)``."""
-
-_TENSOR = "tensor"
 
 
 class Token:
@@ -70,58 +68,3 @@ def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
 def _same_tuple(value: tuple[Any, ...], parts: list[Any]) -> Any:
     # a torch.Size holds numbers only; what torch.max returns is a tuple class of its own
     return tuple(parts) if isinstance(value, torch.Size) else type(value)(parts)
-
-
-def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Append the tensors of ``value`` to ``tensors`` and return a key of all the rest.
-
-    The key holds the containers and every part that is not a tensor, with its type; parts that
-    cannot be hashed stand for themselves (equal when they are the same object).
-    """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _TENSOR
-    parts = children(value)
-    if parts is not None:
-        return (type(value), *[(step, flatten(part, tensors)) for step, part in parts])
-    try:
-        hash(value)
-    except TypeError:
-        return (type(value), "id", id(value))
-    return (type(value), value)
-
-
-def first_difference(traced: Any, given: Any, where: str) -> str | None:
-    """Say where two values differ in structure or in a part that is not a tensor; None: nowhere."""
-    if isinstance(traced, Tensor) and isinstance(given, Tensor):
-        return None
-    if isinstance(traced, Tensor) or isinstance(given, Tensor) or type(traced) is not type(given):
-        return f"{where} is {_say(given)}, it was {_say(traced)}"
-    old, new = children(traced), children(given)
-    if old is None or new is None:
-        same = flatten(traced, []) == flatten(given, [])
-        return None if same else f"{where} is {_say(given)}, it was {_say(traced)}"
-    olds, news = dict(old), dict(new)
-    if list(olds) != list(news):
-        return f"{where} has the parts {_names(news)}, it had {_names(olds)}"
-    differences = (
-        first_difference(olds[step], news[step], where + _spelled(step)) for step in olds
-    )
-    return next((text for text in differences if text), None)
-
-
-def _names(parts: Mapping[Step, Any]) -> list[Any]:
-    return [name for _, name in parts]
-
-
-def _spelled(step: Step) -> str:
-    return f"[{step[1]!r}]" if step[0] == "item" else f".{step[1]}"
-
-
-def _say(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else f"{value!r:.80} ({type(value).__name__})"
-
-
-def spelled(path: Sequence[Step]) -> str:
-    """The steps as Python would write them, such as ``['logits'][0].x``."""
-    return "".join(_spelled(step) for step in path)

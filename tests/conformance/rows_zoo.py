@@ -431,6 +431,8 @@ class FollowsItsStudent(PrefersByReference):
 class HasATeacherInside(_Net):
     """The frozen teacher is part of the student's module, and is called within its `forward`."""
 
+    equal_or_refused = ("net.student.second",)
+
     cuts: ClassVar = {2: ["net.student.second"]}
     idle = True
 
@@ -669,7 +671,8 @@ class ResizesABuffer(_Net):
 class HasSparseGradients(_Net):
     """`nn.Embedding(sparse=True)`, stepped by SGD without momentum."""
 
-    equal_or_refused = ("sparse",)
+    equal_or_refused = ("net.second",)
+
     shapes = fast = EVERY
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
 
@@ -692,6 +695,8 @@ class HasSparseGradients(_Net):
 
 class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):
     """`SparseAdam` for the table, AdamW for the rest, by hand."""
+
+    equal_or_refused = ("net.second",)
 
     options: ClassVar = {"max_steps": 12}
 
