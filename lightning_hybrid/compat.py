@@ -26,7 +26,7 @@ from torch._dynamo.utils import (
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -42,6 +42,7 @@ __all__ = [
     "BatchNorm",
     "FailOnRecompileLimitHit",
     "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
     "ShapeEnv",
     "TorchDispatchMode",
     "TorchDynamoException",

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hybrid.compat import (
     FailOnRecompileLimitHit,
+    GuardOnDataDependentSymNode,
     TorchDynamoException,
     as_they_are,
     capture_settings,
@@ -124,7 +125,11 @@ class Capture:
         try:
             with capture_settings():
                 return self._compiled(*args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        except (
+            TorchDynamoException,
+            FailOnRecompileLimitHit,
+            GuardOnDataDependentSymNode,
+        ) as error:
             raise NotCaptured(_reason(error)) from error
 
     def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

@@ -39,7 +39,6 @@ from lightning_hybrid.network import (
     NetworkPartition,
     NotCaptured,
     Stage,
-    StageCode,
     check,
     compiled,
     cut,
@@ -216,11 +215,17 @@ class Networks:
         for candidate in inner.values():
             unwatch(candidate)
         forward = own_forward(module)
+        scripted = [n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
         if self._mesh.place.stages == 1:
             self._adopt_whole(name, module, forward)
             return module.forward(*arguments, **keywords)
         if self._opened and len(_layers(module)) < self._mesh.place.stages:
             self._keep(name, module, "is too small for the stages", quiet=True)
+            return forward(*arguments, **keywords)
+        if scripted:
+            self._keep(
+                name, module, f"has a part that is compiled by TorchScript ({scripted[0]!r})"
+            )
             return forward(*arguments, **keywords)
         found = self._prepare(name, module, forward, whole=True)
         try:
@@ -394,11 +399,12 @@ class Networks:
         key = f"{name}#{len(found.driven) + 1}" if found.driven else name
         with _as_if_alone():
             leaves = _where_the_network_is(module, graph.bind(values))
-            plan = self._plan(key, found, graph, partitions, leaves)
-            boundaries = [find_boundary(partitions, first) for first in plan.cuts]
-            codes = cut(graph, partitions, boundaries, self._driver.device)
-            if self._is_here(found):
-                self._check(found, graph, codes, leaves)
+            with _named(found):
+                plan = self._plan(key, found, graph, partitions, leaves)
+                boundaries = [find_boundary(partitions, first) for first in plan.cuts]
+                codes = cut(graph, partitions, boundaries, self._driver.device)
+                if self._is_here(found):
+                    check(graph, codes, leaves)
             driven = self._driver.add_network(
                 name,
                 module,
@@ -418,24 +424,6 @@ class Networks:
             self._watch({n: m for n, m in inner.items() if not _share(m, owned)}, self._called)
         watch(module, name, lambda n, m, a, k: self._call(found, a, k))
         return driven, plan
-
-    def _check(
-        self,
-        found: _Found,
-        graph: NetworkGraph,
-        codes: Sequence[StageCode],
-        leaves: Sequence[Tensor],
-    ) -> None:
-        try:
-            check(graph, codes, leaves)
-        except HybridError:
-            raise
-        except Exception as error:
-            raise NetworkError(
-                f"{found.shown} was captured, but what was captured does not run by itself "
-                f"({type(error).__name__}: {error}). Name the part of the model that is to be cut: "
-                "HybridGabraStrategy(network='...')."
-            ) from error
 
     def _cannot_cut(self, found: _Found, graph: NetworkGraph) -> str | None:
         for leaf in graph.leaves:
@@ -652,6 +640,21 @@ def _as_if_alone() -> Iterator[None]:
         Synchronised.paused(),
     ):
         yield
+
+
+@contextmanager
+def _named(found: _Found) -> Iterator[None]:
+    """An error in here, where what was captured first runs, says of which network it is."""
+    try:
+        yield
+    except HybridError:
+        raise
+    except Exception as error:
+        raise NetworkError(
+            f"{found.shown} was captured, but what was captured does not run by itself "
+            f"({type(error).__name__}: {error}). Name the part of the model that is to be cut: "
+            "HybridGabraStrategy(network='...')."
+        ) from error
 
 
 def _why_not_more(partitions: Sequence[NetworkPartition]) -> str:
