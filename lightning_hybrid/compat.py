@@ -321,6 +321,12 @@ def higher_order_name(function: Any) -> str | None:
     return function.name() if isinstance(function, torch._ops.HigherOrderOperator) else None
 
 
+def is_custom_operator(function: Any) -> bool:
+    """Whether an operator is not one of torch's own."""
+    packet = isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return packet and not str(function).startswith(("aten.", "prims.", "prim."))
+
+
 def names_of_operator(function: Any) -> Iterator[str]:
     """Where an operator can be found, as ``module:name``."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):

@@ -22,6 +22,7 @@ from lightning_hybrid.compat import (
     BatchNorm,
     TorchDispatchMode,
     higher_order_name,
+    is_custom_operator,
     is_symbolic,
     symbols_in,
 )
@@ -197,7 +198,58 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
     for node, (one, other) in zip(graph.tensor_outputs, pairs):
         if not _close(one, other):
             return f"{_place(graph, node)} depends on how the batch is split"
+    return _tried_backward(graph, stage, tensors, leaves, microbatches)
+
+
+def _tried_backward(
+    graph: NetworkGraph,
+    stage: Stage,
+    tensors: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    microbatches: int,
+) -> str | None:
+    """The same for gradients, where a backward is the user's own code."""
+    if not any(_has_own_backward(node) for node in graph.graph.nodes):
+        return None
+    weights = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
+    wanted = [weight for weight in weights if weight.requires_grad]
+
+    def gradients(part: Sequence[Tensor], start: int) -> list[Tensor | None]:
+        numbers = graph.values_of_numbers(graph.sizes(part))
+        outputs = stage.run_with(weights, fresh(graph, part), numbers)
+        rooted = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+        # each sample has a weight of its own, so that a mean over samples is not like another one
+        starts = [
+            torch.arange(start + 1, start + 1 + len(o), dtype=o.dtype, device=o.device)
+            .view(-1, *[1] * (o.dim() - 1))
+            .expand_as(o)
+            for o in rooted
+        ]
+        return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
+
+    with (
+        torch.inference_mode(False),
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        _StatisticsAside(),
+    ):
+        torch.manual_seed(0)
+        whole, start = gradients(leaves, 0), 0
+        sums: list[Tensor | None] = [None] * len(wanted)
+        for part in graph.split(leaves, microbatches):
+            found = gradients(part, start)
+            sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
+            start += graph.batch_of(part) or 0
+    for one, other in zip(whole, sums):
+        if one is not None and other is not None and not _close(one, other):
+            return "gradients depend on how the batch is split"
     return None
+
+
+def _has_own_backward(node: fx.Node) -> bool:
+    return higher_order_name(node.target) == "autograd_function_apply" or is_custom_operator(
+        node.target
+    )
 
 
 def _a_little_off(value: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:

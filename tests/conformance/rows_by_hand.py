@@ -267,7 +267,7 @@ class ResetsStatistics(Row):
 
     shares = True
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
+    fast = (ONE_OF_TWO,)
     per_microbatch = True
 
     class Net(Layers):

@@ -644,7 +644,7 @@ class CatchesErrors(_Between):
 class HasAScriptedPart(_Between):
     """One layer was compiled by TorchScript."""
 
-    equal_or_refused = ("script",)
+    equal_or_refused = ("TorchScript",)
 
     def build(self) -> None:
         self.net = Layers()

@@ -671,7 +671,7 @@ class ResizesABuffer(_Net):
 class HasSparseGradients(_Net):
     """`nn.Embedding(sparse=True)`, stepped by SGD without momentum."""
 
-    equal_or_refused = ("net.second",)
+    equal_or_refused = ("partition",)
 
     shapes = fast = EVERY
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
@@ -696,7 +696,7 @@ class HasSparseGradients(_Net):
 class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):
     """`SparseAdam` for the table, AdamW for the rest, by hand."""
 
-    equal_or_refused = ("net.second",)
+    equal_or_refused = ("partition",)
 
     options: ClassVar = {"max_steps": 12}
 
