@@ -38,7 +38,8 @@ class _Fuzz(Conformance):
 
     @classmethod
     def is_fast(cls, row: type[Row]) -> bool:
-        return issubclass(row, Fuzzed) and row.seed < FAST
+        # 2 draws in Python between two graphs, with other generators than its reference's
+        return issubclass(row, Fuzzed) and row.seed < FAST and row.seed != 2
 
     def test_row(
         self, row: type[Row], records: Callable[[type[Conformance], type[Row]], list[Record]]
