@@ -327,7 +327,7 @@ class HasAnEnsemble(_Between):
 class DifferentiatesInside(_Between):
     """`torch.func.grad` and `jacrev` within the network, by the inputs."""
 
-    equal_or_refused = ("grad",)
+    equal_or_refused = ("rows_operators.py",)
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ class DifferentiatesInside(_Between):
 class AsksAutogradInside(_Between):
     """`torch.autograd.grad(..., create_graph=True)` within `forward`, as for forces."""
 
-    equal_or_refused = ("grad",)
+    equal_or_refused = ("autograd.grad",)
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:

@@ -66,17 +66,19 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
     if row.per_microbatch and suite.stages == 1:
         in_microbatches(module)
     run = Run(suite, module, folder, witness.attach)
-    result, error = None, ""
+    result, error, refusal = None, "", ""
     with _compilations(row) as captures:
         try:
             result = module.exercise(run)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
+            refusal = str(failure) if isinstance(failure, suite.refusals) else ""
     state = module.state_dict() if error else module.weights(run)
     weights = {name: value.clone() for name, value in state.items()}
     return {
         "result": result,
         "error": error,
+        "refusal": refusal,
         "seen": module.seen,
         "weights": weights,
         "trained": any(not before[n].equal(weights[n]) for n in before.keys() & weights.keys()),

@@ -72,8 +72,8 @@ class Row(LightningModule):
         samples: in the data set.
         refused: words in the error of every rank, under more than one stage, before any weight has
             changed; empty: the row must work.
-        equal_or_refused: words that such an error must have, if there is one; the row may as well
-            work, with the numbers of the reference.
+        equal_or_refused: words that such an error must have, if there is one, in the message of a
+            refusal itself; the row may as well work, with the numbers of the reference.
         per_microbatch: the reference calls ``net`` once per micro-batch, each with generators of
             its own (batch statistics, random layers).
         parts: into which the reference splits a batch then; ``None``: the micro-batches asked for.
@@ -272,11 +272,13 @@ class Conformance:
         replicas: to Lightning, the number of devices.
         stages: processes per replica.
         reference: the suite whose records are the expected ones; it must have as many replicas.
+        refusals: kinds of errors by which the strategy says that it cannot do what is asked.
     """
 
     replicas: ClassVar[int] = 1
     stages: ClassVar[int] = 1
     reference: ClassVar["type[Conformance] | None"] = None
+    refusals: ClassVar[tuple[type[Exception], ...]] = ()
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Strategy | str:
@@ -349,6 +351,9 @@ def assert_refused(ranks: list[Record], row: type[Row]) -> None:
             assert word in record["error"]
         # a rank that has hung has no such entry
         assert record.get("trained") is False, f"not before the first step: {record['error']}"
+    if row.equal_or_refused:  # else any failure that passes the user's line would do
+        said = [record["refusal"] for record in ranks]
+        assert any(all(w in text for w in row.equal_or_refused) for text in said), ranks[0]["error"]
 
 
 def assert_computed_apart(ranks: list[Record], row: type[Row], stages: int) -> None:

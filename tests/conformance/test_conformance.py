@@ -6,6 +6,7 @@ import pytest
 from suite import ONE_OF_THREE, ONE_OF_TWO, Conformance, Row
 
 from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid.errors import NetworkError, PlanError
 
 # The first test of a class waits for all rows of the class; their session ends what hangs.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0)]
@@ -49,6 +50,8 @@ class TestControl(Conformance):
 
 
 class _Hybrid(Conformance):
+    refusals = (NetworkError, PlanError)
+
     @classmethod
     def make_strategy(cls, row: type[Row]) -> HybridGabraStrategy:
         defaults = {
@@ -98,6 +101,7 @@ class TestFreePlacement(Conformance):
 
     stages: ClassVar = 2
     reference = OneDevice
+    refusals = _Hybrid.refusals
     without = ("LogsPerformance", "MonitorsThroughputAndDevices")
 
     @classmethod
