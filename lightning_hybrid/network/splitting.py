@@ -198,20 +198,25 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
     for node, (one, other) in zip(graph.tensor_outputs, pairs):
         if not _close(one, other):
             return f"{_place(graph, node)} depends on how the batch is split"
-    return _tried_backward(graph, stage, tensors, leaves, microbatches)
+    learned = [isinstance(state[name], nn.Parameter) for name in code.tensors]
+    return _tried_backward(graph, stage, tensors, learned, leaves, microbatches)
 
 
 def _tried_backward(
     graph: NetworkGraph,
     stage: Stage,
     tensors: Sequence[Tensor],
+    learned: Sequence[bool],
     leaves: Sequence[Tensor],
     microbatches: int,
 ) -> str | None:
     """The same for gradients, where a backward is the user's own code."""
-    if not any(_has_own_backward(node) for node in graph.graph.nodes):
+    if not torch.is_grad_enabled() or not any(map(_has_own_backward, graph.graph.nodes)):
         return None
-    weights = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
+    weights = [
+        tensor.detach().clone().requires_grad_(is_learned and tensor.is_floating_point())
+        for tensor, is_learned in zip(tensors, learned)
+    ]
     wanted = [weight for weight in weights if weight.requires_grad]
 
     def gradients(part: Sequence[Tensor], start: int) -> list[Tensor | None]:

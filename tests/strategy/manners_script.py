@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.errors import NetworkError
+from tests.ran_here import LISTENERS, noting
 
 STEPS = 6
 CUTS = {2: ["net.second"], 3: ["net.second", "net.third"]}
@@ -29,25 +32,25 @@ class OnPurpose(Exception):
         self.step = step
 
 
-class Touchy(nn.Tanh):
-    """On a worker it may be told its mode ``times`` times, once for the cut; then it fails."""
+def same(x: Tensor) -> Tensor:
+    return x.clone()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "training" and "times" in vars(self):
-            self.times -= 1
-            if self.times < 0:
-                raise OnPurpose(0, "modes")
-        super().__setattr__(name, value)
+
+def make_operator() -> None:
+    """Register `manners::same`, in this process; it stays."""
+    if not hasattr(torch.ops.manners, "same"):
+        operator = torch.library.custom_op("manners::same", same, mutates_args=())
+        operator.register_fake(same)
+        operator.register_autograd(lambda _, gradient: gradient)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.touchy = Touchy()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.third(torch.tanh(self.second(self.touchy(self.first(x)))))
+        return self.third(torch.tanh(self.second(torch.ops.manners.same(self.first(x)))))
 
 
 class Model(LightningModule):
@@ -56,21 +59,24 @@ class Model(LightningModule):
         self.net = Net().double()
         self.fault, self.calls = fault, 0
         self.losses: list[float] = []
-        self.net.first.register_forward_hook(self.ran)
 
     def fail(self, where: str) -> None:
         if self.fault.get("where") == where and self.fault["rank"] in (None, RANK):
             raise OnPurpose(len(self.losses), where)
 
-    def ran(self, *_: Any) -> None:
-        self.calls += 1
+    def ran(self, name: str, trained: bool) -> None:
+        """A layer ran in this process."""
+        self.calls += trained
         if RANK and self.calls > 3:
             self.fail("stage")
 
     def setup(self, stage: str) -> None:
         self.fail("setup")
-        if self.fault.get("where") == "modes" and self.fault["rank"] == RANK:
-            self.net.touchy.times = 1
+        for name, layer in self.net.named_children():
+            layer.register_forward_hook(partial(noting, name))
+        LISTENERS[:] = [self.ran]
+        if not (self.fault.get("where") == "operator" and self.fault["rank"] == RANK):
+            make_operator()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -135,14 +141,13 @@ def with_fault(config: dict[str, Any], fault: dict[str, Any], folder: Path) -> d
     model, seen = Model(fault), {}
     try:
         make_trainer(config, folder).fit(model)
-    except OnPurpose as error:
+    except (OnPurpose, NetworkError) as error:
         seen["caught"], seen["cause"] = str(error), error.__cause__ and str(error.__cause__)
     except RuntimeError as error:
         seen["other"] = str(error)
     seen["threads"] = ours()
     seen["left"] = weights(model)
     model.fault, model.losses = {}, []
-    vars(model.net.touchy).pop("times", None)
     make_trainer(config, folder).fit(model)
     return {**seen, "losses": model.losses, "weights": weights(model)}
 

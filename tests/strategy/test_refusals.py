@@ -1,5 +1,6 @@
 """What cannot work is refused before anything is trained, in words that help."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -98,7 +99,8 @@ def test_more_stages_than_partitions() -> None:
         device=torch.device("cpu"),
     )
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
-    driver = SimpleNamespace(device=torch.device("cpu"))  # nothing is asked of it but where it is
+    remote = SimpleNamespace(suspended=nullcontext)
+    driver = SimpleNamespace(device=torch.device("cpu"), remote=remote)  # as far as it is asked
     discovery = Discovery(None, 2, plan, training=True, compiled=False, automatic=False, say=print)
     networks = Networks(module, driver, OneReplica(stages), discovery, {})
     with pytest.raises(PlanError, match=r"3 network partitions, fewer than pipe.*=50"):
