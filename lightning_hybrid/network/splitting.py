@@ -211,8 +211,10 @@ def _tried_backward(
     microbatches: int,
 ) -> str | None:
     """The same for gradients, where a backward is the user's own code."""
-    if not torch.is_grad_enabled() or not any(map(_has_own_backward, graph.graph.nodes)):
+    if not any(map(_has_own_backward, graph.graph.nodes)):
         return None
+    with torch.inference_mode(False):  # what an evaluation gives can't be saved for a backward
+        leaves = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
     weights = [
         tensor.detach().clone().requires_grad_(is_learned and tensor.is_floating_point())
         for tensor, is_learned in zip(tensors, learned)
@@ -230,6 +232,8 @@ def _tried_backward(
             .expand_as(o)
             for o in rooted
         ]
+        if not rooted or not wanted:
+            return []
         return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
 
     with (
@@ -240,7 +244,7 @@ def _tried_backward(
     ):
         torch.manual_seed(0)
         whole, start = gradients(leaves, 0), 0
-        sums: list[Tensor | None] = [None] * len(wanted)
+        sums: list[Tensor | None] = [None] * len(whole)
         for part in graph.split(leaves, microbatches):
             found = gradients(part, start)
             sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
