@@ -183,6 +183,11 @@ class NetworkGraph:
         return frozenset[str]().union(*(layer.written for layer in self.layers))
 
     @cached_property
+    def draws(self) -> bool:
+        """Whether a call draws random numbers."""
+        return any(layer.effects.random for layer in self.layers)
+
+    @cached_property
     def writes_parameters(self) -> bool:
         """Whether a call changes a parameter (a codebook, an average of weights)."""
         return not self.written.isdisjoint(name for name, _ in self.network.named_parameters())

@@ -63,6 +63,8 @@ class CallKey:
         training: whether the network is in training.
         trainable: ``requires_grad`` of every parameter of the network, in its order.
         precision: what surrounds the call.
+        continues: its random numbers follow those of the code around it: the states of the
+            generators are the last inputs, and there is one micro-batch.
     """
 
     variant: int
@@ -72,6 +74,7 @@ class CallKey:
     training: bool
     trainable: tuple[bool, ...]
     precision: Precision
+    continues: bool = False
 
     @property
     def microbatches(self) -> int:
@@ -110,6 +113,7 @@ class Call:
         traffic: of each stage of this rank.
         saved: of each stage of this rank, per micro-batch, its inputs and outputs, for its
             backward.
+        states: of the generators behind the last stage, where that one is here and they travel.
     """
 
     number: int
@@ -119,6 +123,7 @@ class Call:
     draws: bool
     traffic: list[Traffic]
     saved: list[dict[int, tuple[Values, list[Any]]]]
+    states: Values = field(default_factory=list)
 
 
 @dataclass(frozen=True)

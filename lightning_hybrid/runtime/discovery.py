@@ -122,6 +122,7 @@ class _Found:
         whole: whether it is one graph; else a chain of them.
         capture: of its calls.
         driven: its graphs that are cut, with their plans.
+        why_whole: per identity of a graph and number of micro-batches, why it is not split.
     """
 
     name: str
@@ -132,6 +133,7 @@ class _Found:
     capture: Capture
     emptied: ExitStack | None = None
     driven: list[tuple[DrivenNetwork, Plan]] = field(default_factory=list)
+    why_whole: dict[tuple[int, int], str | None] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
@@ -266,6 +268,8 @@ class Networks:
             stack.enter_context(own_saved_tensors())
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
+            if not found.whole:  # its graphs and the Python between them draw from one stream
+                stack.enter_context(self._driver.generators()(0))
             if found.whole:
                 result = found.capture(arguments, keywords)
             elif not found.driven:
@@ -413,6 +417,7 @@ class Networks:
                 devices=plan.devices,
                 parts=self._parts(found, graph, leaves, plan.microbatches),
                 schedule=plan.schedule,
+                continues=not found.whole,
             )
         found.driven.append((driven, plan))
         if found.whole:
@@ -474,13 +479,12 @@ class Networks:
             raise NetworkError(f"{found.shown} cannot be called in this way, since {reason}")
         self._say(
             found,
-            "runs on the driver in some calls, on weights that are fetched for each of them, since "
-            + reason,
+            "runs on the driver in some calls, on whole batches and on weights that are fetched "
+            "for each of them, since " + reason,
         )
-        # batch statistics are those of a micro-batch in all calls
-        normalised = any(isinstance(m, BatchNorm) and m.training for m in found.module.modules())
-        chunks = found.driven[0][1].microbatches if normalised else 1
-        return call_in_chunks(found.forward, arguments, keywords, chunks)
+        # its Python and its hooks must run once
+        with self._driver.generators()(0):
+            return found.forward(*arguments, **keywords)
 
     def _add(
         self,
@@ -511,11 +515,24 @@ class Networks:
         """Into how many micro-batches a batch may be split in calls of this graph."""
         if wanted == 1 or graph.is_static:
             return 1  # a single sample has no parts
-        reason = why_whole(graph, leaves, wanted, tried=self._is_here(found))
+        reason = self._why_whole(found, graph, leaves, wanted)
         if reason is None:
             return wanted
         self._say_whole(found, reason)
         return 1
+
+    def _why_whole(
+        self, found: _Found, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
+    ) -> str | None:
+        key = id(graph), wanted
+        if key not in found.why_whole:
+            found.why_whole[key] = (
+                "it was captured as several graphs, between which its Python runs for the whole "
+                "batch, and this one draws random numbers or has batch normalisation"
+                if not found.whole and (graph.draws or _is_normalised(found.module))
+                else why_whole(graph, leaves, wanted, tried=self._is_here(found))
+            )
+        return found.why_whole[key]
 
     def _is_here(self, found: _Found) -> bool:
         """Whether numbers of all weights are here (those of other ranks may be old ones)."""
@@ -568,7 +585,7 @@ class Networks:
         wanted = self._how.microbatches or _microbatches(leaves, stages)
         slices = [list(leaves)]
         if wanted > 1 and not graph.is_static:
-            reason = why_whole(graph, leaves, wanted, tried=self._is_here(found))
+            reason = self._why_whole(found, graph, leaves, wanted)
             if reason is not None:
                 self._say_whole(found, reason)
                 wanted = 1
@@ -671,6 +688,10 @@ def _count(number: int, what: str) -> str:
 def _layers(module: nn.Module) -> list[nn.Module]:
     """The modules that own parameters themselves."""
     return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
+
+
+def _is_normalised(module: nn.Module) -> bool:
+    return any(isinstance(m, BatchNorm) and m.training for m in module.modules())
 
 
 def _inside(name: str, outer: str) -> bool:

@@ -10,7 +10,7 @@ the stages.
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -54,7 +54,13 @@ from lightning_hybrid.runtime.optimizers import (
     ship,
 )
 from lightning_hybrid.runtime.performance import Stopwatch
-from lightning_hybrid.runtime.random import draw_number
+from lightning_hybrid.runtime.random import (
+    draw_number,
+    generators_of_microbatch,
+    microbatch_seed,
+    random_state,
+    set_random_state,
+)
 from lightning_hybrid.runtime.remote import Kind, RemoteTensors
 from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.scaling import unscale
@@ -153,6 +159,7 @@ class Driver:
         devices: Sequence[int],
         parts: int,
         schedule: str,
+        continues: bool,
     ) -> "DrivenNetwork":
         """Give every rank of the replica its stages of a network that has been cut.
 
@@ -164,6 +171,7 @@ class Driver:
             devices: of each stage the position of its rank; the last one is 0, this rank.
             parts: into how many slices a batch is split in calls of this graph.
             schedule: name of the schedule.
+            continues: whether the code around a call draws random numbers of the same stream.
 
         Raises:
             NetworkError: code of a stage cannot travel to its rank.
@@ -219,6 +227,7 @@ class Driver:
         )
         driven.owned_by_stage = [frozenset(code.owned) for code in codes]
         driven.devices, driven.schedule = tuple(devices), schedule
+        driven.continues = continues
         self._networks.append(driven)
         self._rest.close()
         self._rest = self._copies_of_the_rest()
@@ -418,6 +427,13 @@ class Driver:
             return draw_number(self._batch, self._calls_in_step)
         self._evaluations += 1  # networks that draw without gradients (dropout at test time)
         return -self._evaluations
+
+    def generators(self) -> Callable[[int], AbstractContextManager[None]]:
+        """Of one call that is not run by stages: per micro-batch, inside, its generators."""
+        draw, replica = self.draw_number(torch.is_grad_enabled()), self._mesh.place.replica
+        return lambda microbatch: generators_of_microbatch(
+            microbatch_seed(self._seed, replica, draw, microbatch), self.device
+        )
 
     def note_call(self) -> None:
         """A differentiable call of a network was made."""
@@ -830,6 +846,7 @@ class DrivenNetwork(StagedNetwork):
         self.owned_by_stage: list[frozenset[str]] = []
         self.devices: tuple[int, ...] = ()
         self.schedule = ""
+        self.continues = False
         self.add_graph(graph, parts)
         self._numbers: dict[CallKey, int] = {}
         self._shapes: dict[Any, tuple[int, tuple[tuple[int | float, ...], ...]]] = {}
@@ -919,12 +936,15 @@ class DrivenNetwork(StagedNetwork):
             self.driver.remote.outdate(Kind.PARAMETER)
         parts, numbers = self._split(variant, leaves)
         slices = self.graphs[variant].split(leaves, parts)
-        key = self._key(variant, slices, numbers, grad)
+        continues = self.continues and self.graphs[variant].draws
+        if continues:
+            slices = [[*slices[0], *random_state(self.engine.device)]]
+        key = self._key(variant, slices, numbers, grad, continues)
         index = self._numbers.get(key)
         exchange = index is None
         if index is None:
             index = self.add_key(key)
-        draws = exchange or self.draws(index)
+        draws = exchange or continues or self.draws(index)
         self._count += 1
         draw = self.driver.draw_number(grad)
         call = self.open(self._count, draw, index, exchange=exchange, draws=draws)
@@ -944,6 +964,8 @@ class DrivenNetwork(StagedNetwork):
         except Exception:
             self._free(call.number)
             raise
+        if continues:
+            set_random_state(call.states, self.engine.device)
         # known from here on: a call that fails half-way has taught nobody its shapes
         self._numbers[key] = index
         if grad:
@@ -1008,6 +1030,7 @@ class DrivenNetwork(StagedNetwork):
         slices: Sequence[Sequence[Tensor]],
         numbers: tuple[tuple[int | float, ...], ...],
         grad: bool,
+        continues: bool,
     ) -> CallKey:
         specs = tuple(
             tuple(TensorSpec(tuple(t.shape), t.dtype, grad and t.requires_grad) for t in leaves)
@@ -1015,7 +1038,8 @@ class DrivenNetwork(StagedNetwork):
         )
         precision = Precision.current(self.engine.device)
         training = self.module.training
-        return CallKey(variant, specs, numbers, grad, training, self.trainable(), precision)
+        trainable = self.trainable()
+        return CallKey(variant, specs, numbers, grad, training, trainable, precision, continues)
 
 
 class _NetworkCall(torch.autograd.Function):

@@ -277,6 +277,7 @@ class _Forward:
         self._states = (
             [TensorSpec.of(state) for state in random_state(engine.device)] if call.draws else []
         )
+        self._takes_states = call.draws and (not self._first or call.key.continues)
         self._previous_failed = False
         self._told_failure = False
         self.links.next.flush()
@@ -355,9 +356,9 @@ class _Forward:
             before: Values = []
             if call.draws:
                 seed = microbatch_seed(engine.seed, engine.place.replica, call.draw, microbatch)
-                start = seed if self._first else None
+                start = None if self._takes_states else seed
                 stack.enter_context(generators_of_microbatch(start, engine.device))
-                if not self._first:
+                if self._takes_states:
                     cut = len(values) - len(self._states)
                     values, states = values[:cut], values[cut:]
                     set_random_state(states, engine.device)
@@ -367,7 +368,10 @@ class _Forward:
                 return outputs
             after = random_state(engine.device)
             self.traffic.draws |= not all(torch.equal(a, b) for a, b in zip(before, after))
-            return outputs if self.own.is_last else [*outputs, *after]
+            if not self.own.is_last:
+                return [*outputs, *after]
+            call.states = after
+            return outputs
 
     def _compute(self, microbatch: int, values: Values) -> Values:
         stage = self.engine.stage_for(self.own, self.call.key)

@@ -6,7 +6,7 @@ it in plain PyTorch, with neither a Trainer nor a strategy.
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,6 +24,8 @@ WIDTH = 6
 EPOCH = (4, 5, 6, 4)
 """Sizes of an epoch's batches; each run has two epochs."""
 STEPS = 2 * len(EPOCH)
+HOOKED = range(2, 6)
+"""Steps in which a network that changes has a hook more."""
 
 
 # ---------------------------------------------------------------- blocks
@@ -273,12 +275,16 @@ class Recipe:
     cuts: tuple[int, int] = (1, 2)
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Numbers of parts of a batch that are right; the first is preferred."""
-        if any(kind.meets for kind in self.kinds):
-            return (1,)
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of parts, per step, into which a batch may go; one of these must be right."""
+        whole = (1,) * STEPS
         per_part = any(kind.draws or kind.normalises for kind in self.kinds)
-        return (2, 1) if per_part else (1,)
+        if not per_part or any(kind.meets for kind in self.kinds):
+            return (whole,)
+        ways = [(2,) * STEPS, whole]
+        if self.changes:  # a hook that comes and goes may need calls that are not split
+            ways.append(tuple(1 if step in HOOKED else 2 for step in range(STEPS)))
+        return tuple(ways)
 
 
 def recipe(seed: int) -> Recipe:
@@ -399,7 +405,7 @@ class Fuzzed(Row, Runs):
             self.net.make(made, owner)
 
     @classmethod
-    def parts(cls) -> tuple[int, ...]:  # type: ignore[override]
+    def parts(cls) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
         return recipe(cls.seed).parts
 
     @property
@@ -437,9 +443,9 @@ class Fuzzed(Row, Runs):
                     block.settings["activation"] = nn.functional.softsign
                 if step == 5:
                     block.settings["extra"].append(0.2)
-        if step == 2:
+        if step == HOOKED.start:
             self.handle = self.host.hook(0, "use")
-        if step == 6:
+        if step == HOOKED.stop:
             self.handle.remove()
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -484,8 +490,13 @@ def fuzzed(seed: int) -> type[Fuzzed]:
 # ---------------------------------------------------------------- one device
 
 
-def one_device(row: type[Fuzzed], replicas: int, parts: int) -> list[Fuzzed]:
+def one_device(row: type[Fuzzed], replicas: int, parts: Sequence[int]) -> list[Fuzzed]:
     """Train in plain PyTorch; each call of the network is one call per part of the batch.
+
+    Args:
+        row: the module.
+        replicas: how many.
+        parts: of each step.
 
     Returns:
         The modules of all replicas, with what they have seen and their last weights.
@@ -513,7 +524,7 @@ def one_device(row: type[Fuzzed], replicas: int, parts: int) -> list[Fuzzed]:
     return copies
 
 
-def in_parts(module: Fuzzed, replica: int, parts: int) -> Callable[..., Any]:
+def in_parts(module: Fuzzed, replica: int, parts: Sequence[int]) -> Callable[..., Any]:
     """The network's call, in parts; what it keeps is put together, and counted once."""
     from lightning_hybrid.runtime.random import draw_number, microbatch_seed
 
@@ -523,7 +534,8 @@ def in_parts(module: Fuzzed, replica: int, parts: int) -> Callable[..., Any]:
         stored = [b for b in host.blocks if isinstance(b, StoresPenalty)]
         counts = [b.calls for b in blocks]
         tensor = x["x"] if isinstance(x, dict) else x
-        for index, part in enumerate(tensor.chunk(parts)):
+        count = parts[module.trainer.global_step]
+        for index, part in enumerate(tensor.chunk(count)):
             for block, calls in zip(blocks, counts):
                 block.calls = calls
             draw = draw_number(module.trainer.global_step, 0)
@@ -534,7 +546,7 @@ def in_parts(module: Fuzzed, replica: int, parts: int) -> Callable[..., Any]:
             penalties.append([b.penalty for b in stored])
         host.kept.update(_join(kept))
         for block, values in zip(stored, zip(*penalties)):
-            block.penalty = values[0] if parts == 1 else torch.cat(values)
+            block.penalty = values[0] if count == 1 else torch.cat(values)
         return _join(outputs)
 
     return call
