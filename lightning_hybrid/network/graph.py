@@ -446,14 +446,18 @@ class _Describing:
                 parts[node] = []
                 heads.append(node)
         parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
-        layers: list[Layer] = []
-        for node in heads:
-            layer = self._layer(node, tuple(parts[node]), effects, parameters)
-            if layers and node not in self.info and not node.all_input_nodes:
-                # what switches a mode belongs to the code around it
-                layer = replace(layer, module=layers[-1].module, is_module=layers[-1].is_module)
-            layers.append(layer)
+        layers = [self._layer(n, tuple(parts[n]), effects, parameters) for n in heads]
+        # what switches a mode belongs to what it surrounds
+        for index, layer in enumerate(layers):
+            if index and self._switches(layer) and layer.effects.ambient:
+                layers[index] = _beside(layer, layers[index - 1])
+        for index, layer in reversed(list(enumerate(layers[:-1]))):
+            if self._switches(layer) and not layer.effects.ambient:
+                layers[index] = _beside(layer, layers[index + 1])
         return tuple(layers)
+
+    def _switches(self, layer: Layer) -> bool:
+        return layer.node not in self.info and not layer.node.all_input_nodes
 
     def _layer(
         self,
@@ -518,6 +522,10 @@ class _Describing:
 
 
 _MAKES_WEIGHTS = "parametrizations"
+
+
+def _beside(layer: Layer, other: Layer) -> Layer:
+    return replace(layer, module=other.module, is_module=other.is_module)
 
 
 def _is_symbol(size: Any) -> bool:

@@ -275,6 +275,14 @@ class Recipe:
     cuts: tuple[int, int] = (1, 2)
 
     @property
+    def escapes(self) -> bool:
+        """Whether a hook keeps what a checkpointed block has: Python that a second run repeats."""
+        return any(
+            issubclass(self.kinds[block], (Checkpointed, DropsInACheckpoint)) and what != "change"
+            for block, what in self.hooks.items()
+        )
+
+    @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of parts, per step, into which a batch may go; one of these must be right."""
         whole = (1,) * STEPS
@@ -484,7 +492,9 @@ def fuzzed(seed: int) -> type[Fuzzed]:
     made = recipe(seed)
     prefix = "" if made.whole else "net."
     early, late = (f"{prefix}blocks.{block}" for block in made.cuts)
-    return type(f"Seed{seed}", (Fuzzed,), {"seed": seed, "cuts": {2: [late], 3: [early, late]}})
+    refusal = ("checkpoint", "fuzz.py") if made.escapes else ()
+    own = {"seed": seed, "cuts": {2: [late], 3: [early, late]}, "equal_or_refused": refusal}
+    return type(f"Seed{seed}", (Fuzzed,), own)
 
 
 # ---------------------------------------------------------------- one device
