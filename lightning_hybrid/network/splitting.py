@@ -70,20 +70,30 @@ def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bo
 def _shown(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
     if graph.is_static or graph.batch_of(leaves) is None:
         return "its code was captured for one batch size only"
-    for node in graph.tensor_outputs:
-        if not graph.info[node].batched:
-            return f"{_place(graph, node)} does not have the batch as its first dimension"
-    if graph.scalar_outputs:
-        return f"{_place(graph, graph.scalar_outputs[0])} is read from a tensor"
-    for leaf in graph.written_leaves:
-        if not leaf.batched:
-            return f"{leaf.node.name} is changed in place"
+    reason = _of_results(graph)
+    if reason is not None:
+        return reason
     for layer in graph.layers:
         reason = _of_layer(graph, layer)
         if reason is not None:
             return reason
     if not fits(graph, leaves, microbatches):
         return "its code takes another way for other batch sizes"
+    return None
+
+
+def _of_results(graph: NetworkGraph) -> str | None:
+    for node in graph.tensor_outputs:
+        if not graph.info[node].batched:
+            return f"{_place(graph, node)} does not have the batch as its first dimension"
+    given = {leaf.node for leaf in graph.leaves if leaf.number}
+    for node in graph.scalar_outputs:
+        # a number that follows from given ones alone (a counter) is the same in all parts
+        if not all(one in given or graph.is_scalar(one) for one in graph.behind(node)):
+            return f"{_place(graph, node)} is read from a tensor"
+    for leaf in graph.written_leaves:
+        if not leaf.batched:
+            return f"{leaf.node.name} is changed in place"
     return None
 
 
@@ -190,7 +200,8 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
             size = graph.batch_of(part) or 0
             parts.append(once(part, start, size))
             start += size
-        pairs = [(one, torch.cat(others)) for one, others in zip(whole, zip(*parts))]
+        tensors_out = range(len(graph.tensor_outputs))
+        pairs = [(whole[n], torch.cat([part[n] for part in parts])) for n in tensors_out]
     except _OtherDraws as error:
         return str(error)
     except RuntimeError as error:  # parts that cannot be computed, or joined

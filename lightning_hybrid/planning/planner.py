@@ -90,6 +90,7 @@ def make_plan(
         # with several networks each has its own; one that names none of them is an error below
         mine = [point for point in settings.allocation if point.startswith(prefix)]
         points = [point.removeprefix(prefix) for point in mine or settings.allocation]
+        prefix = prefix if mine else ""
         first = [partitions[find_boundary(partitions, point, prefix)].name for point in points]
         profile = count(graph, partitions)
         method: Literal["gabra", "exact"] = "gabra"

@@ -593,10 +593,12 @@ class Networks:
         make = self._how.make_plan
         try:
             return make(found.name, graph, partitions, slices[0], wanted, chosen=False)
-        except NetworkError:
-            if found.whole:
+        except NetworkError as error:
+            # the user's cut points are for the network as a whole, of which this is a part
+            outer = [name for name in self._opened if _inside(found.name, name)]
+            if not outer:
                 raise
-            # the user's cut points are for the network as a whole
+            self._say(found, f"is cut where it divides best: {error}.")
             return make(found.name, graph, partitions, slices[0], wanted, chosen=True)
 
     # ------------------------------------------------------------------ what is said

@@ -1112,7 +1112,8 @@ def _join(parts: Sequence[Sequence[Any]]) -> list[Any]:
     """The outputs of the whole batch from those of its micro-batches."""
     if len(parts) == 1:
         return list(parts[0])
-    return [torch.cat(slices) for slices in zip(*parts)]
+    # numbers are the same in all of them
+    return [torch.cat(s) if isinstance(s[0], Tensor) else s[0] for s in zip(*parts)]
 
 
 def _join_gradients(

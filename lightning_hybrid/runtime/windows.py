@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_hybrid.compat import as_they_are
@@ -90,7 +91,8 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = [window._version for window in windows]
         result = func(*args, **kwargs)
         for window, version in zip(windows, before):
-            if window._version != version or func == _SET_DATA:
+            uncounted = func == _SET_DATA or func in _WRITE_UNCOUNTED
+            if window._version != version or uncounted:
                 _behind(window).touch()
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(result)):
             _enter_graph(windows)
@@ -169,3 +171,6 @@ _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 _GRADIENT: Any = Tensor.grad
 _GET_GRADIENT, _SET_GRADIENT = _GRADIENT.__get__, {_GRADIENT.__set__, _GRADIENT.__delete__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_WRITE_UNCOUNTED = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
+"""They change running statistics, and the version counters of these do not tell."""

@@ -24,8 +24,6 @@ WIDTH = 6
 EPOCH = (4, 5, 6, 4)
 """Sizes of an epoch's batches; each run has two epochs."""
 STEPS = 2 * len(EPOCH)
-HOOKED = range(2, 6)
-"""Steps in which a network that changes has a hook more."""
 
 
 # ---------------------------------------------------------------- blocks
@@ -283,16 +281,12 @@ class Recipe:
         )
 
     @property
-    def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of parts, per step, into which a batch may go; one of these must be right."""
-        whole = (1,) * STEPS
+    def parts(self) -> tuple[int, ...]:
+        """Numbers of parts of a batch that are right; the first is preferred."""
+        if any(kind.meets for kind in self.kinds):
+            return (1,)
         per_part = any(kind.draws or kind.normalises for kind in self.kinds)
-        if not per_part or any(kind.meets for kind in self.kinds):
-            return (whole,)
-        ways = [(2,) * STEPS, whole]
-        if self.changes:  # a hook that comes and goes may need calls that are not split
-            ways.append(tuple(1 if step in HOOKED else 2 for step in range(STEPS)))
-        return tuple(ways)
+        return (2, 1) if per_part else (1,)
 
 
 def recipe(seed: int) -> Recipe:
@@ -414,7 +408,7 @@ class Fuzzed(Row, Runs):
             self.net.make(made, owner)
 
     @classmethod
-    def parts(cls) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
+    def parts(cls) -> tuple[int, ...]:  # type: ignore[override]
         return recipe(cls.seed).parts
 
     @property
@@ -452,9 +446,9 @@ class Fuzzed(Row, Runs):
                     block.settings["activation"] = nn.functional.softsign
                 if step == 5:
                     block.settings["extra"].append(0.2)
-        if step == HOOKED.start:
+        if step == 2:
             self.handle = self.host.hook(0, "use")
-        if step == HOOKED.stop:
+        if step == 6:
             self.handle.remove()
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

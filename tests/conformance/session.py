@@ -6,6 +6,7 @@ finished. After an error that the row did not announce it stops: links may hold 
 
 import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -62,12 +63,13 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
     """One row, from the same start everywhere. Returns all that is to be compared."""
     seed_everything(SEED, verbose=False)
     module, witness = row(), Witness(row.trains)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    # statistics of the first batch are no training
+    before = {name: value.clone() for name, value in module.named_parameters()}
     if row.per_microbatch and suite.stages == 1:
         in_microbatches(module)
     run = Run(suite, module, folder, witness.attach)
     result, error, refusal = None, "", ""
-    with _compilations(row) as captures:
+    with _compilations(row) as captures, _Listening() as said:
         try:
             result = module.exercise(run)
         except Exception as failure:
@@ -82,6 +84,7 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
         "seen": module.seen,
         "weights": weights,
         "trained": any(not before[n].equal(weights[n]) for n in before.keys() & weights.keys()),
+        "said": said.texts,
         "metrics": [
             [dict(t.callback_metrics), dict(t.logged_metrics), t.global_step, t.current_epoch]
             for t in run.trainers
@@ -91,6 +94,24 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
         "captures": len(captures),
         "pid": os.getpid(),
     }
+
+
+class _Listening(logging.Handler):
+    """Notes what Lightning tells the user, once for all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> "_Listening":
+        logging.getLogger("lightning.pytorch").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("lightning.pytorch").removeHandler(self)
 
 
 @contextmanager
