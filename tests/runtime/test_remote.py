@@ -258,3 +258,12 @@ def test_under_inference_mode_values_are_current_too(world: World) -> None:
     with torch.no_grad():
         world.here[0].weight.add_(1.0)
     assert world.same()
+
+
+def test_running_statistics_that_a_call_changes_reach_their_owner(world: World) -> None:
+    x = torch.randn(5, 3)
+    expected = copy.deepcopy(world.there)
+    expected(x)
+    world.here(x)
+    assert world.same()
+    assert torch.equal(world.there[1].running_var, expected[1].running_var)
