@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+import lightning_hybrid.network.rewritten  # noqa: F401  (code is captured with these functions)
 from lightning_hybrid.compat import (
     FailOnRecompileLimitHit,
     GuardOnDataDependentSymNode,
