@@ -22,10 +22,15 @@ from torch._dynamo.utils import (
     numpy_operator_wrapper,
     numpy_to_tensor_wrapper,
 )
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
+
+# what TorchDynamo writes down for `with torch.autocast(...)`
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
@@ -216,7 +221,14 @@ def capture_settings() -> Iterator[None]:
     """Inside, TorchDynamo captures as this package needs it; its settings are process-wide."""
     # sizes are equal if the code says so, not because they happen to be
     with dynamo_config.patch(_CAPTURE), shape_config.patch({"use_duck_shape": False}):
-        yield
+        # where code looks at an optimizer (its learning rate), TorchDynamo would make constants of
+        # its parameters, and set `capturable` in it: it is prepared for code that steps
+        looks: Any = OptimizerVariable.var_getattr
+        OptimizerVariable.var_getattr = UserDefinedObjectVariable.var_getattr
+        try:
+            yield
+        finally:
+            OptimizerVariable.var_getattr = looks
 
 
 def free_first_size(tensors: Iterable[Tensor]) -> None:
@@ -288,6 +300,35 @@ def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
     return all(
         s not in ranges or ranges[s].lower <= max(v, 2) <= ranges[s].upper for s, v in known.items()
     )
+
+
+@contextmanager
+def forward_derivatives() -> Iterator[None]:
+    """Inside, derivatives in forward mode are there as ever: an autograd function has none."""
+    with torch.autograd.forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+set_gradients: Any = torch._C._set_grad_enabled
+"""What TorchDynamo writes down for `with torch.no_grad()` and the like."""
+
+exit_autocast: Any = _exit_autocast
+"""Leaves a region; takes what has entered it."""
+
+
+def is_enter_autocast(node: fx.Node) -> bool:
+    """Whether a node begins a region with (or without) autocast."""
+    return node.target is _enter_autocast
+
+
+def entered_autocast(node: fx.Node) -> Any:
+    """What has entered the region that a node ends; ``None``: it ends none."""
+    return node.args[0] if node.target is _exit_autocast else None
+
+
+def dual_level() -> int:
+    """How many levels of forward-mode derivatives are open at this moment; there are none: -1."""
+    return int(torch.autograd.forward_ad._current_level)
 
 
 def functorch_level() -> int:

@@ -21,8 +21,10 @@ from lightning_hybrid.compat import (
     ShapeEnv,
     TorchDispatchMode,
     as_they_are,
+    dual_level,
     functorch_level,
     is_symbolic,
+    symbols_in,
     value_with,
 )
 from lightning_hybrid.network.structure import tensors_in
@@ -36,7 +38,8 @@ class Effects:
         results: memory of what it returns; equal numbers mean shared memory.
         writes: memory that it changes.
         random: it draws from torch's generators.
-        ambient: after it, all modes (gradients, autocast, ``vmap`` levels) are as in the beginning.
+        ambient: after it, the modes that a cut cannot switch (``vmap`` levels, derivatives in
+            forward mode, inference mode) are as in the beginning.
         known: whether all this is known.
         flops: of convolutions and matrix products, at the captured sizes.
     """
@@ -119,7 +122,7 @@ class _Run:
             frozenset(self._memory(t) for _, t in tensors_in(self.values[node])),
             frozenset(writes),
             self.watch.draws,
-            _modes() == before,
+            _fixed(_modes()) == _fixed(before),
             True,
             _plain(self.flops.get_total_flops() - counted),
         )
@@ -171,8 +174,11 @@ class _Run:
 
 
 def _plain(number: Any) -> int:
-    """A number at the captured sizes; 0 where it depends on values."""
-    return int(value_with(number, {}, hint=True) or 0) if is_symbolic(number) else int(number)
+    """A number at the captured sizes; as if they were 1, of sizes that depend on values."""
+    if not is_symbolic(number):
+        return int(number)
+    known = value_with(number, {}, hint=True)
+    return int(value_with(number, dict.fromkeys(symbols_in(number), 1)) if known is None else known)
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -211,14 +217,20 @@ def _modes() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         functorch_level(),
+        dual_level(),
         *autocast,
     )
+
+
+def _fixed(modes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Those of the modes that code outside of a region cannot switch."""
+    return modes[1:5]
 
 
 def _restore(modes: tuple[Any, ...]) -> None:
     """What a run that broke off has left switched."""
     torch.set_grad_enabled(modes[0])
     torch.set_default_dtype(modes[2])
-    for device, (enabled, dtype) in zip(("cpu", "cuda"), modes[4:]):
+    for device, (enabled, dtype) in zip(("cpu", "cuda"), modes[5:]):
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+import lightning_hybrid.network.rewritten  # noqa: F401  (code is captured with these functions)
 from lightning_hybrid.compat import (
     FailOnRecompileLimitHit,
     GuardOnDataDependentSymNode,
@@ -29,6 +30,7 @@ from lightning_hybrid.compat import (
     free_first_size,
     recapture_reason,
 )
+from lightning_hybrid.network.cumulative import captured_averages
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.structure import tensors_in
 
@@ -123,7 +125,7 @@ class Capture:
         self._given = {id(tensor) for tensor in given}
         free_first_size(given)
         try:
-            with capture_settings():
+            with capture_settings(), captured_averages():
                 return self._compiled(*args, **kwargs)
         except (
             TorchDynamoException,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from lightning_hybrid.compat import is_enter_autocast
 from lightning_hybrid.network.graph import Layer, NetworkGraph
+from lightning_hybrid.network.places import place_of
 
 
 class Cuts:
@@ -25,7 +27,7 @@ class Cuts:
         spans: dict[str, tuple[int, int]] = {}
         for index, layer in enumerate(graph.layers):
             taken = set().union(*(graph.behind(node) for node in (layer.node, *layer.parts)))
-            self.reads.append({node for node in taken if node in self._made})
+            self.reads.append({n for n in taken if n in self._made and not is_enter_autocast(n)})
             self._last_use.update(dict.fromkeys(self.reads[-1], index))
             self._made.update(dict.fromkeys((layer.node, *layer.parts), index))
             for name in layer.parameters | layer.buffers:
@@ -46,6 +48,12 @@ class Cuts:
         self._unknown = next(
             (i for i, layer in enumerate(graph.layers) if not layer.effects.known), count
         )
+
+        self._made_weights = [
+            (self._made[node], self._last_use[node])
+            for node in graph.made_of_weights
+            if node in self._made and node in self._last_use
+        ]
 
     def _lives_of_memory(self, count: int) -> list[tuple[int, int, str]]:
         """From the first layer that makes it to the last that writes to it, for each memory.
@@ -74,7 +82,7 @@ class Cuts:
                 sharing.setdefault(self.graph.memory[node], []).append(node)
         for number, nodes in sharing.items():
             if len(nodes) > 1:
-                names = " and ".join(repr(node.name) for node in nodes[:2])
+                names = " and ".join(_shown(node) for node in nodes[:2])
                 lives.append((first[number], count, f"outputs {names} share its memory"))
         return lives
 
@@ -84,6 +92,10 @@ class Cuts:
             node for node, last in self._last_use.items() if self._made[node] < position <= last
         ]
         return sorted(nodes, key=self._order.__getitem__)
+
+    def parts_weights(self, position: int) -> bool:
+        """Whether something that is made of weights alone would cross."""
+        return any(made < position <= last for made, last in self._made_weights)
 
     def bytes(self, position: int) -> int:
         """Size of all that crosses, at the captured batch size."""
@@ -104,8 +116,9 @@ class Cuts:
             return f"{_called(layers[self._looks_back])} differentiates what comes before it"
         if not before.effects.ambient:
             return (
-                f"it lies between {_called(before)} and the place where gradients, autocast or "
-                "vmap are switched back"
+                f"it lies between {_called(before)} and the place where a transformation of "
+                "functions (torch.vmap, torch.func), derivatives in forward mode or inference mode "
+                "end"
             )
         return self._does_not_travel(position) or self._changes_later(position)
 
@@ -117,9 +130,11 @@ class Cuts:
         for node in crossing:
             info = self.graph.info.get(node)
             if info is None and node not in numbers:
-                return f"{node.name}, which crosses, is no tensor"
-            if info is not None and not (info.free and info.is_strided):
-                return f"the shape of {node.name}, which crosses, depends on values"
+                return f"{_shown(node)}, which crosses, is no tensor"
+            if info is not None and not info.is_strided:
+                return f"{_shown(node)}, which crosses, is not dense"
+            if info is not None and not info.free:
+                return f"the shape of {_shown(node)}, which crosses, depends on values"
         return None
 
     def _changes_later(self, position: int) -> str | None:
@@ -141,4 +156,13 @@ def _differentiates(node: fx.Node) -> bool:
 
 
 def _called(layer: Layer) -> str:
-    return repr(f"{layer.module}.{layer.name}".removeprefix("."))
+    return _at(repr(f"{layer.module}.{layer.name}".removeprefix(".")), layer.node)
+
+
+def _shown(node: fx.Node) -> str:
+    return _at(repr(node.name), node)
+
+
+def _at(name: str, node: fx.Node) -> str:
+    place = place_of(node)
+    return name if place is None else f"{name} ({place})"

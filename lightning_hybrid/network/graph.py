@@ -198,6 +198,17 @@ class NetworkGraph:
         empty = frozenset[str]()
         return empty.union(*(layer.parameters | layer.buffers for layer in self.layers))
 
+    @cached_property
+    def made_of_weights(self) -> frozenset[fx.Node]:
+        """Parameters, and results of operations on nothing else."""
+        parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
+        found = {node for node, name in self.tensors.items() if name in parameters}
+        for node in self.graph.nodes:
+            taken = node.all_input_nodes
+            if node in self.info and taken and found.issuperset(taken):
+                found.add(node)
+        return frozenset(found)
+
     def behind(self, node: fx.Node) -> set[fx.Node]:
         """The tensors, numbers and other layers' results that a node takes, through scalars."""
         found: set[fx.Node] = set()

@@ -87,17 +87,29 @@ def _is_recurrent(layer: Layer) -> bool:
     return name.removesuffix("_cell") in _RECURRENT
 
 
+def _is_table(layer: Layer) -> bool:
+    return str(getattr(layer.node.target, "__name__", "")) in ("embedding", "embedding_bag")
+
+
+def _same_module(one: Layer, other: Layer) -> bool:
+    """Whether one of two layers is called by the code of a module that the other one is in."""
+    pairs = zip(_scope(one), _scope(other))
+    return all(a == b for a, b in pairs)
+
+
 def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
-    """Numbers of the heavy layers.
+    """Numbers of the heavy layers: those that compute with weights, and tables of them.
 
     A pointwise layer next to another heavy layer that reads all that it reads is not one by itself:
     the shortcut of a residual block, or queries, keys and values of an attention. (Layers that
-    share a mask and nothing else are.)
+    share a mask and nothing else are, and so is one within another module.)
     """
+    weights = graph.made_of_weights
     heavy = [
         number
         for number, layer in enumerate(graph.layers)
-        if layer.parameters and (layer.effects.flops or _is_recurrent(layer))
+        if (layer.effects.flops and not weights.isdisjoint(layer.node.all_input_nodes))
+        or (layer.parameters and (_is_recurrent(layer) or _is_table(layer)))
     ]
     shapes = {name: tuple(p.shape) for name, p in graph.network.named_parameters()}
     pointwise = {
@@ -110,6 +122,7 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     def beside_another(number: int) -> bool:
         return any(
             cuts.reads[number] <= cuts.reads[other]
+            and _same_module(graph.layers[number], graph.layers[other])
             for other in heavy
             if other < number or (other > number and other not in pointwise)
         )
@@ -118,8 +131,15 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
 
 
 def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[int, str | None]:
-    """The best position to cut from ``first`` to ``last``; with the reason if none is allowed."""
-    places = sorted(range(first, last + 1), key=lambda p: (_open_modules(graph, p), -p))
+    """The best position to cut from ``first`` to ``last``; with the reason if none is allowed.
+
+    What is made of weights alone is made where it is used, if that can be had.
+    """
+
+    def merit(position: int) -> tuple[bool, int, int]:
+        return cuts.parts_weights(position), _open_modules(graph, position), -position
+
+    places = sorted(range(first, last + 1), key=merit)
     reasons = []
     for place in places:
         reason = cuts.refusal(place)
@@ -182,7 +202,8 @@ def _label(graph: NetworkGraph, start: int, stop: int) -> str:
     first = next((layer.module for layer in layers if layer.is_module), None)
     if first is not None or not layers:
         return first or ""
-    return f"{layers[0].module}.{layers[0].name}".removeprefix(".")
+    named = next((layer for layer in layers if layer.node in graph.info), layers[0])
+    return f"{named.module}.{named.name}".removeprefix(".")
 
 
 def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str = "") -> int:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_hybrid.compat import exit_autocast, set_gradients
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.code import GraphCode
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.deferred import make
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
+from lightning_hybrid.network.regions import Open, open_at
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,8 +230,10 @@ def _stage(
     layers = graph.layers[start:stop]
     nodes = [node for layer in layers for node in (layer.node, *layer.parts)]
     copier = _Copier(graph, inputs, nodes, outputs)
+    copier.enter(open_at(graph, start))
     for node in nodes:
         copier.add(node)
+    copier.leave(open_at(graph, stop))
     code = copier.finished(outputs)
     return StageCode(
         GraphCode.of(code, graph.attributes, device),
@@ -265,6 +269,20 @@ class _Copier:
     def add(self, node: fx.Node) -> None:
         """Copy one node of a layer."""
         self._copies[node] = self.graph.node_copy(node, self._copy)
+
+    def enter(self, regions: Open) -> None:
+        """Switch the modes as they are where the stage begins."""
+        if regions.gradients != self.source.differentiable:
+            self.graph.call_function(set_gradients, (regions.gradients,))
+        for node in regions.autocasts:
+            self.add(node)
+
+    def leave(self, regions: Open) -> None:
+        """Switch them back."""
+        for node in reversed(regions.autocasts):
+            self.graph.call_function(exit_autocast, (self._copies[node],))
+        if regions.gradients != self.source.differentiable:
+            self.graph.call_function(set_gradients, (self.source.differentiable,))
 
     def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
         """The stage's graph, returning copies of ``outputs``."""

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.compat import as_they_are, backward_reaches, graph_is_kept
+from lightning_hybrid.compat import (
+    as_they_are,
+    backward_reaches,
+    forward_derivatives,
+    graph_is_kept,
+)
 from lightning_hybrid.errors import HybridError, NetworkError
 from lightning_hybrid.network import NetworkGraph, StageCode, make_stages
 from lightning_hybrid.network.deferred import is_deferred, is_unmade, make
@@ -1049,7 +1054,8 @@ class _NetworkCall(torch.autograd.Function):
     def forward(
         ctx: Any, network: DrivenNetwork, variant: int, anchor: Tensor | None, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        call, parts = network.forward(variant, leaves, grad=True)
+        with forward_derivatives():
+            call, parts = network.forward(variant, leaves, grad=True)
         ctx.network, ctx.call = network, call
         ctx.trained = anchor is not None
         ctx.sizes = [[len(v) if isinstance(v, Tensor) and v.dim() else 1 for v in p] for p in parts]

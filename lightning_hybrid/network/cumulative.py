@@ -1,0 +1,49 @@
+"""Batch normalisation with a cumulative average, as a graph.
+
+With ``momentum=None`` torch reads the number of batches, a tensor, as a Python number in each call,
+which cannot be captured. Here it stays a tensor, on the rank that owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_hybrid.compat import BatchNorm
+
+_original: Any = BatchNorm.forward
+
+
+@contextmanager
+def captured_averages() -> Iterator[None]:
+    """Inside, what captures a batch normalisation can follow it."""
+    BatchNorm.forward = _forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BatchNorm.forward = _original  # type: ignore[method-assign]
+
+
+def _forward(self: BatchNorm, input: Tensor) -> Tensor:
+    average = self.momentum is None and self.training and self.track_running_stats
+    count, mean, variance = self.num_batches_tracked, self.running_mean, self.running_var
+    known = count is not None and mean is not None and variance is not None
+    if not (average and known and torch.compiler.is_compiling()):
+        result: Tensor = _original(self, input)
+        return result
+    self._check_input_dim(input)
+    count.add_(1)
+    # with a momentum of 1 they become the statistics of this batch
+    now_mean, now_variance = torch.zeros_like(mean), torch.ones_like(variance)
+    result = F.batch_norm(
+        input, now_mean, now_variance, self.weight, self.bias, True, 1.0, self.eps
+    )
+    share = 1.0 / count.to(mean.dtype)
+    mean.copy_(share * now_mean + (1.0 - share) * mean)
+    variance.copy_(share * now_variance + (1.0 - share) * variance)
+    return result
