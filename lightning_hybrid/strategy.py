@@ -34,6 +34,12 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.hosts import choose_interface
+from lightning_hybrid.comm.links import control_of
+from lightning_hybrid.comm.mesh import Mesh, Place, forget_mesh, join_mesh
+from lightning_hybrid.comm.signals import let_in, make_impatient, make_patient
+from lightning_hybrid.comm.transport import broadcast_object, meet
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
 from lightning_hybrid.errors import PlanError
@@ -52,7 +58,6 @@ from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.engine import StageOptions
-from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import (
     Watch,
     first_fault,
@@ -60,7 +65,6 @@ from lightning_hybrid.runtime.faults import (
     read_fault,
     say_at_next_meeting,
 )
-from lightning_hybrid.runtime.hosts import choose_interface
 from lightning_hybrid.runtime.large import (
     Unfilled,
     gather_after_run,
@@ -69,13 +73,9 @@ from lightning_hybrid.runtime.large import (
     outline,
     whole,
 )
-from lightning_hybrid.runtime.links import control_of
-from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
-from lightning_hybrid.runtime.signals import let_in, make_impatient, make_patient
 from lightning_hybrid.runtime.survey import measure_links, survey
-from lightning_hybrid.runtime.transport import broadcast_object, meet
 from lightning_hybrid.runtime.worker import Worker
 
 NAMES = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.runtime.transport import TensorSpec
+from lightning_hybrid.comm.transport import TensorSpec
 
 Values = list[Tensor]
 Gradients = list[Tensor | None]

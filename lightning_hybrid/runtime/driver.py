@@ -17,6 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.heartbeat import Heartbeat
+from lightning_hybrid.comm.links import Links, control_of, link_stages
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.signals import conversation
+from lightning_hybrid.comm.transport import ConnectionLost, TensorSpec, meet
 from lightning_hybrid.compat import as_they_are, backward_reaches, graph_is_kept
 from lightning_hybrid.errors import HybridError, NetworkError
 from lightning_hybrid.network import NetworkGraph, StageCode, make_stages
@@ -34,9 +40,7 @@ from lightning_hybrid.runtime.calls import (
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
-from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import read_fault
-from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.large import (
     Claim,
     leave_to_worker,
@@ -45,8 +49,6 @@ from lightning_hybrid.runtime.large import (
     to_send,
     whole,
 )
-from lightning_hybrid.runtime.links import Links, control_of, link_stages
-from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizer_trial import announce, refuse_deferred, why_whole
 from lightning_hybrid.runtime.optimizers import (
     Hyperparameters,
@@ -58,7 +60,6 @@ from lightning_hybrid.runtime.random import draw_number
 from lightning_hybrid.runtime.remote import Kind, RemoteTensors
 from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.scaling import unscale
-from lightning_hybrid.runtime.signals import conversation
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     borrowed_parameters,
@@ -68,7 +69,6 @@ from lightning_hybrid.runtime.staged import (
     write_tensors,
 )
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import ConnectionLost, TensorSpec, meet
 
 _OUTDATES: dict[Op, tuple[Kind, ...]] = {
     Op.FORWARD: (Kind.BUFFER,),

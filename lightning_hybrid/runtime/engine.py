@@ -23,6 +23,10 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.links import Coming, Links
+from lightning_hybrid.comm.mesh import Group, Place
+from lightning_hybrid.comm.transport import TensorSpec
 from lightning_hybrid.compat import own_saved_tensors
 from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.batchnorm import Synchronised
@@ -33,9 +37,6 @@ from lightning_hybrid.runtime.calls import (
     Gradients,
     Values,
 )
-from lightning_hybrid.runtime.failure import Failure
-from lightning_hybrid.runtime.links import Coming, Links
-from lightning_hybrid.runtime.mesh import Group, Place
 from lightning_hybrid.runtime.random import (
     generators_of_microbatch,
     microbatch_seed,
@@ -44,7 +45,6 @@ from lightning_hybrid.runtime.random import (
 )
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import TensorSpec
 from lightning_hybrid.schedules import SCHEDULES, Instruction, Kind, Schedule, merge
 
 

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.links import control_of
+from lightning_hybrid.comm.mesh import Group, Mesh, Place
+from lightning_hybrid.comm.transport import broadcast_object, start, wait
 from lightning_hybrid.compat import TorchDispatchMode
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.network.deferred import (
@@ -27,12 +30,9 @@ from lightning_hybrid.network.deferred import (
     put_away,
 )
 from lightning_hybrid.network.structure import rebuild, tensors_in
-from lightning_hybrid.runtime.links import control_of
-from lightning_hybrid.runtime.mesh import Group, Mesh, Place
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.staged import tensors_of
-from lightning_hybrid.runtime.transport import broadcast_object, start, wait
 
 _ANOTHER_REPLICA = "a rank of another replica"
 

@@ -7,11 +7,11 @@ from time import perf_counter
 
 import torch
 
+from lightning_hybrid.comm.links import control_of, link_stages
+from lightning_hybrid.comm.mesh import Group, Mesh
+from lightning_hybrid.comm.transport import TensorSpec, gather_objects, meet
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.speed import look_at, measure_speed
-from lightning_hybrid.runtime.links import control_of, link_stages
-from lightning_hybrid.runtime.mesh import Group, Mesh
-from lightning_hybrid.runtime.transport import TensorSpec, gather_objects, meet
 
 LINK_BYTES = 4 * 2**20
 """What is sent to see how fast a link is."""

@@ -8,21 +8,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.heartbeat import Heartbeat
+from lightning_hybrid.comm.links import control_of, link_stages
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.signals import left_to_the_driver
+from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.calls import BackwardMode, CallKey
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
-from lightning_hybrid.runtime.failure import Failure
-from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.large import Claim, share_optimizers
-from lightning_hybrid.runtime.links import control_of, link_stages
-from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.scaling import unscale
-from lightning_hybrid.runtime.signals import left_to_the_driver
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     names_of,
@@ -32,7 +33,6 @@ from lightning_hybrid.runtime.staged import (
     write_tensors,
 )
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import ConnectionLost
 
 DRIVER = 0
 _ANSWERED = {

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_hybrid.runtime.mesh import Mesh
-from lightning_hybrid.runtime.transport import Control, Link, TensorSpec
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.transport import Control, Link, TensorSpec
 
 _CONTROLS: WeakKeyDictionary[Mesh, Control] = WeakKeyDictionary()
 _FRAME = 0  # headers and status lines need no operation: who waits knows for what

@@ -1,6 +1,6 @@
 """Tensors and commands between two ranks.
 
-Two kinds of traffic, on groups of their own (:mod:`lightning_hybrid.runtime.mesh`):
+Two kinds of traffic, on groups of their own (:mod:`lightning_hybrid.comm.mesh`):
 
 * a :class:`Link` moves the tensors of one direction of one edge. Sends do not block; receives are
   posted ahead. Shapes are known on both sides, so nothing but the numbers travels.
@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.losses import is_late
+from lightning_hybrid.comm.mesh import Group
 from lightning_hybrid.compat import unrecorded
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.network.deferred import value_of
-from lightning_hybrid.runtime.failure import Failure
-from lightning_hybrid.runtime.losses import is_late
-from lightning_hybrid.runtime.mesh import Group
 
 FRAME = 8
 """Integers in a frame: operation, six arguments, number of pickled bytes behind it."""

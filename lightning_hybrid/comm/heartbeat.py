@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from lightning_hybrid.runtime.transport import ConnectionLost, Control
+from lightning_hybrid.comm.transport import ConnectionLost, Control
 
 _BEATS_PER_TIMEOUT = 4
 
