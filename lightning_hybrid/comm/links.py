@@ -3,64 +3,124 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.transport import Control, Link, TensorSpec
+from lightning_hybrid.comm.protocol import Word
+from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.transport import GroupWire, Transfer, Wire
+from lightning_hybrid.errors import HybridError
 
-_CONTROLS: WeakKeyDictionary[Mesh, Control] = WeakKeyDictionary()
-_FRAME = 0  # headers and status lines need no operation: who waits knows for what
+CAPACITY = 64
+"""Messages of tensors that may be on their way over one link."""
+
+W = TypeVar("W", bound=Word)
 
 
-class Coming(Protocol):
+class Arriving(Protocol):
     """Tensors on their way."""
 
     def wait(self) -> list[Tensor]:
-        """The tensors, when they are here."""
+        """The tensors, when they are here.
+
+        Raises:
+            ConnectionLost: the peer is gone, or late.
+        """
 
 
-class Neighbour(Protocol):
-    """A stage beside one of this rank's: tensors and words go there, and come from there."""
+class Link(Protocol):
+    """A stage beside one of this rank's: messages of tensors, and words, both ways.
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send without waiting; the tensors must not be changed before :meth:`flush`."""
-
-    def post(self, specs: Sequence[TensorSpec]) -> Coming:
-        """Get ready to receive tensors of these shapes, in this order."""
-
-    def flush(self) -> None:
-        """Wait until everything sent has left."""
-
-    def tell(self, word: Any = None) -> None:
-        """Send an object, without waiting."""
-
-    def hear(self) -> Any:
-        """Wait for an object."""
-
-
-class _OnAnotherRank:
-    """A neighbour in another process.
-
-    Args:
-        control: the control link of the replica.
-        peer: position of that rank in the replica.
-        out: for tensors that go there.
-        back: for tensors that come from there.
+    Words have a queue of their own, which nothing else uses: neither commands and answers nor the
+    words of another edge between the same two ranks.
     """
 
-    def __init__(self, control: Control, peer: int, out: Link, back: Link) -> None:
-        self._control, self._peer = control, peer
-        self.send, self.flush, self.post = out.send, out.flush, back.post
+    def reserve(self, messages: int) -> None:
+        """Wait until so many messages more may be on their way.
 
-    def tell(self, word: Any = None) -> None:
-        self._control.tell(self._peer, _FRAME, payload=word)
+        There is always room for them on a link where nothing is on its way. Who reserves a whole
+        pass before it begins never waits in the middle of one, where the peer may wait for it.
+        """
 
-    def hear(self) -> Any:
-        return self._control.hear(self._peer)[2]
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send a message without waiting; it must not be changed before the peer has taken it."""
+
+    def post(self, specs: Sequence[TensorSpec]) -> Arriving:
+        """Begin to take the next message, which has these tensors."""
+
+    def flush(self) -> None:
+        """Wait until the peer has taken everything sent."""
+
+    def send_word(self, word: Word) -> None:
+        """Send a word, without waiting."""
+
+    def receive_word(self, kind: type[W]) -> W:
+        """Wait for the next word, which is of this kind."""
+
+
+class PeerLink:
+    """A link to a stage on another rank.
+
+    Args:
+        words: channel for words.
+        out: for tensors that go there.
+        back: for tensors that come from there. Two wires, since two directions on one NCCL
+            communicator wait for each other.
+        device: where received tensors live.
+        capacity: how many messages may be on their way.
+    """
+
+    def __init__(
+        self,
+        words: Channel,
+        out: Wire,
+        back: Wire,
+        device: torch.device,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._words, self._out, self._back = words, out, back
+        self._device, self._capacity = device, capacity
+        self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
+
+    def reserve(self, messages: int) -> None:
+        while self._sent and len(self._sent) + messages > self._capacity:
+            self._wait_for_oldest()
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        contiguous = [tensor.detach().contiguous() for tensor in tensors]
+        self._sent.append([(self._out.send(tensor), tensor) for tensor in contiguous])
+
+    def post(self, specs: Sequence[TensorSpec]) -> Arriving:
+        tensors = [spec.empty(self._device) for spec in specs]
+        return _Posted(tensors, [self._back.receive(tensor) for tensor in tensors])
+
+    def flush(self) -> None:
+        while self._sent:
+            self._wait_for_oldest()
+
+    def send_word(self, word: Word) -> None:
+        self._words.send(word)
+
+    def receive_word(self, kind: type[W]) -> W:
+        return self._words.receive(kind)
+
+    def _wait_for_oldest(self) -> None:
+        for transfer, _ in self._sent.popleft():
+            transfer.wait()
+
+
+class _Posted:
+    def __init__(self, tensors: list[Tensor], transfers: list[Transfer]) -> None:
+        self._tensors, self._transfers = tensors, transfers
+
+    def wait(self) -> list[Tensor]:
+        for transfer in self._transfers:
+            transfer.wait()
+        return self._tensors
 
 
 class _Mailbox:
@@ -68,33 +128,48 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self.tensors: deque[list[Tensor]] = deque()
-        self.words: deque[Any] = deque()
+        self.words: deque[Word] = deque()
 
     def wait(self) -> list[Tensor]:
-        """The oldest tensors. A rank does one thing after the other: they lie here already."""
+        """The oldest message. A rank does one thing after the other: it is here already."""
         return self.tensors.popleft()
 
 
-class _OnThisRank:
-    """A neighbour in the same process: tensors are handed on as they are, without their graph."""
+class LocalLink:
+    """A link to a stage of the same rank: tensors are handed on, without their graph."""
 
     def __init__(self, out: _Mailbox, back: _Mailbox) -> None:
         self._out, self._back = out, back
 
+    @classmethod
+    def pair(cls) -> tuple["LocalLink", "LocalLink"]:
+        """The two ends of a link."""
+        along, against = _Mailbox(), _Mailbox()
+        return cls(along, against), cls(against, along)
+
+    def reserve(self, messages: int) -> None:
+        """Nothing is on its way: the receiver has the tensors themselves."""
+
     def send(self, tensors: Sequence[Tensor]) -> None:
         self._out.tensors.append([tensor.detach() for tensor in tensors])
 
-    def post(self, specs: Sequence[TensorSpec]) -> Coming:
+    def post(self, specs: Sequence[TensorSpec]) -> Arriving:
         return self._back
 
     def flush(self) -> None:
         """Nothing is on its way."""
 
-    def tell(self, word: Any = None) -> None:
+    def send_word(self, word: Word) -> None:
         self._out.words.append(word)
 
-    def hear(self) -> Any:
-        return self._back.words.popleft()
+    def receive_word(self, kind: type[W]) -> W:
+        word = self._back.words.popleft()
+        if not isinstance(word, kind):
+            raise HybridError(
+                f"Expected {kind.__name__} from another stage of this rank, and found "
+                f"{type(word).__name__}. This is an error in lightning_hybrid."
+            )
+        return word
 
 
 @dataclass(frozen=True)
@@ -107,27 +182,16 @@ class Links:
         next: where its activations go and its gradients come from; of the last stage stage 0.
     """
 
-    previous: Neighbour
-    next: Neighbour
+    previous: Link
+    next: Link
 
 
-def control_of(mesh: Mesh) -> Control:
-    """The control link of this rank's replica; one per mesh, as it keeps what is being sent."""
-    if mesh not in _CONTROLS:
-        names = [str(mesh.place.at(position)) for position in range(mesh.place.stages)]
-        _CONTROLS[mesh] = Control(mesh.control, names)
-    return _CONTROLS[mesh]
-
-
-def link_stages(
-    mesh: Mesh, devices: Sequence[int], control: Control, device: torch.device
-) -> dict[int, Links]:
+def link_stages(mesh: Mesh, devices: Sequence[int], device: torch.device) -> dict[int, Links]:
     """Link the stages of this rank; all ranks of the replica call it together.
 
     Args:
         mesh: the groups.
         devices: of each stage the position of its rank.
-        control: the control link.
         device: where received tensors live.
 
     Returns:
@@ -135,25 +199,22 @@ def link_stages(
     """
     here, stages = mesh.place.position, len(devices)
     groups = mesh.ring(devices)
-    after: dict[int, Neighbour] = {}
-    before: dict[int, Neighbour] = {}
+    after: dict[int, Link] = {}
+    before: dict[int, Link] = {}
     for edge in range(stages):
-        ends = [devices[edge], devices[(edge + 1) % stages]]
+        following = (edge + 1) % stages
+        ends = [devices[edge], devices[following]]
         if here not in ends:
             continue
-        following = (edge + 1) % stages
         if ends[0] == ends[1]:
-            along, against = _Mailbox(), _Mailbox()
-            after[edge] = _OnThisRank(along, against)
-            before[following] = _OnThisRank(against, along)
+            after[edge], before[following] = LocalLink.pair()
             continue
         me = ends.index(here)  # the sender of the activations has index 0 in each group
-        peer = ends[1 - me]
-        activations, gradients = (
-            Link(group, me, str(mesh.place.at(peer)), device) for group in groups[edge]
-        )
+        peer = str(mesh.place.at(ends[1 - me]))
+        words = mesh.channel(ends[1 - me], tag=1 + edge)
+        activations, gradients = (GroupWire(group, 1 - me, peer) for group in groups[edge])
         if me == 0:
-            after[edge] = _OnAnotherRank(control, peer, activations, gradients)
+            after[edge] = PeerLink(words, activations, gradients, device)
         else:
-            before[following] = _OnAnotherRank(control, peer, gradients, activations)
+            before[following] = PeerLink(words, gradients, activations, device)
     return {stage: Links(before[stage], after[stage]) for stage in sorted(after)}

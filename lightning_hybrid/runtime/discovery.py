@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.transport import broadcast_object
 from lightning_hybrid.compat import (
     BatchNorm,
     drop_hooks,

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.comm.mesh import Group
-from lightning_hybrid.comm.transport import start, wait
+from lightning_hybrid.comm.transport import Group, start, wait
 from lightning_hybrid.compat import BatchNorm
 from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.runtime.trace import Trace
