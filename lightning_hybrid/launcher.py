@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from lightning.pytorch import Trainer
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_hybrid.comm.failure import Failure, told_text
+from lightning_hybrid.comm.mesh import Place
 from lightning_hybrid.compat_lightning import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
@@ -32,9 +34,7 @@ from lightning_hybrid.compat_lightning import (
     set_num_threads,
 )
 from lightning_hybrid.errors import RemoteError
-from lightning_hybrid.runtime.failure import Failure, told_text
 from lightning_hybrid.runtime.faults import GRACE_S, is_hearsay, is_loss
-from lightning_hybrid.runtime.mesh import Place
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategy import HybridGabraStrategy

@@ -34,6 +34,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
+from lightning_hybrid.comm.collectives import broadcast_object, meet
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.hosts import choose_interface
+from lightning_hybrid.comm.mesh import Mesh, Place, forget_mesh, join_mesh
+from lightning_hybrid.comm.signals import let_in, make_impatient, make_patient
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
 from lightning_hybrid.errors import PlanError
@@ -52,7 +57,6 @@ from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.engine import StageOptions
-from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import (
     Watch,
     first_fault,
@@ -60,7 +64,6 @@ from lightning_hybrid.runtime.faults import (
     read_fault,
     say_at_next_meeting,
 )
-from lightning_hybrid.runtime.hosts import choose_interface
 from lightning_hybrid.runtime.large import (
     Unfilled,
     gather_after_run,
@@ -69,13 +72,9 @@ from lightning_hybrid.runtime.large import (
     outline,
     whole,
 )
-from lightning_hybrid.runtime.links import control_of
-from lightning_hybrid.runtime.mesh import Mesh, Place, forget_mesh, join_mesh
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
-from lightning_hybrid.runtime.signals import let_in, make_impatient, make_patient
 from lightning_hybrid.runtime.survey import measure_links, survey
-from lightning_hybrid.runtime.transport import broadcast_object, meet
 from lightning_hybrid.runtime.worker import Worker
 
 NAMES = {
@@ -689,7 +688,7 @@ class HybridGabraStrategy(DDPStrategy):
         if first is None and self._phase is _Phase.TOGETHER and not is_loss(error):
             say_at_next_meeting(self._mesh)
         if self._mesh is not None and not self.place.is_driver:
-            control_of(self._mesh).say_goodbye(self._failure)
+            self._mesh.say_goodbye(self._failure)
         # whoever presses Ctrl-C may do so because a worker does not answer
         self._salvages = isinstance(error, Exception) and not is_loss(error)
         if self._start_method != "popen":

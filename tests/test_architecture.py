@@ -33,7 +33,8 @@ LAYERS = {
     "schedules": {"errors"},
     "network": {"errors", "compat"},
     "planning": {"errors", "allocation", "schedules", "network"},
-    "runtime": {"errors", "compat", "schedules", "network", "planning"},
+    "comm": {"errors", "compat", "network", "planning"},
+    "runtime": {"errors", "compat", "schedules", "network", "planning", "comm"},
 }
 
 
@@ -72,15 +73,16 @@ def test_only_the_outermost_files_import_lightning() -> None:
     assert importers(FILES, "lightning", "lightning_fabric", "pytorch_lightning") <= WITH_LIGHTNING
 
 
-def test_only_the_runtime_imports_torch_distributed() -> None:
+def test_only_comm_and_the_runtime_import_torch_distributed() -> None:
+    rooms = ("lightning_hybrid/comm/", "lightning_hybrid/runtime/")
     found = importers(FILES, "torch.distributed", "torch.multiprocessing")
     found -= {"lightning_hybrid/planning/cluster.py"}  # measures links
     found -= {"lightning_hybrid/launcher.py"}  # torch's error where a spawned process was killed
-    assert all(path.startswith("lightning_hybrid/runtime/") for path in found)
+    assert all(path.startswith(rooms) for path in found)
     for path, tree in FILES.items():
         names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         used = any(name.startswith("torch.distributed") for name in names)
-        assert not used or path.startswith("lightning_hybrid/runtime/"), path
+        assert not used or path.startswith(rooms), path
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.runtime.mesh import Group
-from lightning_hybrid.runtime.transport import start, wait
+from lightning_hybrid.comm.transport import Group, start, wait
 
 _ANOTHER_REPLICA = "a rank of another replica"
 

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_hybrid.runtime.remote import Kind, RemoteTensors
+from lightning_hybrid.comm.protocol import Kind
+from lightning_hybrid.runtime.remote import RemoteTensors
 
 
 class Lender(Protocol):

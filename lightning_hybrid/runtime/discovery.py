@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_hybrid.comm.collectives import broadcast_object
+from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.compat import (
     BatchNorm,
     drop_hooks,
@@ -55,9 +57,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
-from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.staged import tensors_of
-from lightning_hybrid.runtime.transport import broadcast_object
 
 
 class Planner(Protocol):

@@ -10,13 +10,55 @@ the stages.
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.call_key import CallKey, Precision
+from lightning_hybrid.comm.collectives import meet
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.heartbeat import Heartbeat
+from lightning_hybrid.comm.links import Links, link_stages
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    Backward,
+    Check,
+    ClearGradients,
+    ClipValues,
+    Command,
+    Cut,
+    End,
+    ForgetFailure,
+    Forward,
+    Free,
+    GiveBorrowedGradients,
+    GiveGradients,
+    GiveOptimizer,
+    GiveWeights,
+    GradientNorm,
+    Hyperparameters,
+    Kind,
+    NameGradients,
+    OptimizerCommand,
+    Reduce,
+    Report,
+    ScaleGradients,
+    Share,
+    Step,
+    SynchronizeBuffers,
+    TakeGradients,
+    TakeGroups,
+    TakeOptimizers,
+    TakeWeights,
+    Unscale,
+    ZeroGrad,
+)
+from lightning_hybrid.comm.signals import conversation
+from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.compat import (
     as_they_are,
     backward_reaches,
@@ -28,20 +70,10 @@ from lightning_hybrid.network import NetworkGraph, StageCode, make_stages
 from lightning_hybrid.network.deferred import is_deferred, is_unmade, make
 from lightning_hybrid.network.splitting import fits
 from lightning_hybrid.runtime.borrowing import Borrowing
-from lightning_hybrid.runtime.calls import (
-    BackwardMode,
-    Call,
-    CallKey,
-    Gradients,
-    Precision,
-    Values,
-)
+from lightning_hybrid.runtime.calls import Call, Gradients, Values
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
-from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
-from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import read_fault
-from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.large import (
     Claim,
     leave_to_worker,
@@ -50,14 +82,8 @@ from lightning_hybrid.runtime.large import (
     to_send,
     whole,
 )
-from lightning_hybrid.runtime.links import Links, control_of, link_stages
-from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.optimizer_trial import announce, refuse_deferred, why_whole
-from lightning_hybrid.runtime.optimizers import (
-    Hyperparameters,
-    OptimizerLink,
-    ship,
-)
+from lightning_hybrid.runtime.optimizers import OptimizerLink, ship
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.random import (
     draw_number,
@@ -66,10 +92,9 @@ from lightning_hybrid.runtime.random import (
     random_state,
     set_random_state,
 )
-from lightning_hybrid.runtime.remote import Kind, RemoteTensors
+from lightning_hybrid.runtime.remote import RemoteTensors
 from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.scaling import unscale
-from lightning_hybrid.runtime.signals import conversation
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     borrowed_parameters,
@@ -79,19 +104,6 @@ from lightning_hybrid.runtime.staged import (
     write_tensors,
 )
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import ConnectionLost, TensorSpec, meet
-
-_OUTDATES: dict[Op, tuple[Kind, ...]] = {
-    Op.FORWARD: (Kind.BUFFER,),
-    Op.BACKWARD: (Kind.GRADIENT,),
-    Op.REDUCE: (Kind.GRADIENT,),
-    Op.ZERO_GRAD: (Kind.GRADIENT,),
-    Op.STEP: (Kind.PARAMETER,),
-    Op.SCALE_GRADIENTS: (Kind.GRADIENT,),
-    Op.CLIP_VALUES: (Kind.GRADIENT,),
-    Op.BUFFERS: (Kind.BUFFER,),
-}
-"""What a command changes on the workers."""
 
 _ALL = -1  # every bit
 
@@ -128,10 +140,10 @@ class Driver:
         self._options = options
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
         self._workers = range(1, mesh.place.stages)
-        self._control = control_of(mesh) if self._workers else None
+        self._channels = {worker: mesh.channel(worker) for worker in self._workers}
         self._heartbeat: Heartbeat | None = None
-        if self._control is not None:
-            self._heartbeat = Heartbeat(self._control, self._workers, mesh.timeout)
+        if self._channels:
+            self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
         self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
         self._networks: list[DrivenNetwork] = []
         self._optimizers: list[OptimizerLink] = []
@@ -149,7 +161,7 @@ class Driver:
         self._owner: dict[str, tuple[int, int]] = {}  # of remote tensors: network, worker
         self._sharers: dict[str, list[int]] = {}  # further workers with the same constant buffer
         self.remote = RemoteTensors(self)
-        self._borrowing = Borrowing(self, self._hand_out, self._collect_borrowed)
+        self._borrowing = Borrowing(self, self._send_weights, self._collect_borrowed)
 
     # ------------------------------------------------------------------ the network
 
@@ -183,7 +195,6 @@ class Driver:
             Exception: of a worker that cannot make its stages.
             DeferredError: stages share a weight that is made in ``configure_model``.
         """
-        assert self._control is not None
         number = len(self._networks)
         prefix = f"{name}." if name else ""
         tensors = tensors_of(self.module)
@@ -199,8 +210,7 @@ class Driver:
             lent = borrowed[worker]
             theirs = [code for code, device in zip(codes, devices) if device == worker]
             names = {n: prefix + n for code in theirs for n in code.owned}
-            self._control.tell(worker, Op.TAKE_WEIGHTS)
-            self._control.send_tensors(worker, to_send(tensors, names.values()))
+            self._send_weights(worker, to_send(tensors, names.values()))
             remote.append(tuple(full for n, full in names.items() if n not in lent))
             for full in self._owner.keys() & set(remote[-1]):
                 self._sharers.setdefault(full, []).append(self._owner[full][1])
@@ -243,7 +253,7 @@ class Driver:
         self.remote.add(self.module, windows, used_here)
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in borrowed])
         if self._share:
-            self.tell(Op.SHARE, number, int(self._share_optimizers))
+            self.tell(Share(number, self._share_optimizers))
             copies.broadcast_weights()
             self._rest.broadcast_weights()
             if self._share_optimizers:
@@ -263,18 +273,14 @@ class Driver:
         """A forward follows: tied parameters must have one value in all stages."""
         self._borrowing.refresh(grad=grad)
 
-    def _hand_out(self, worker: int, values: Mapping[str, Tensor]) -> None:
-        assert self._control is not None
-        self._control.tell(worker, Op.TAKE_WEIGHTS)
-        self._control.send_tensors(worker, dict(values))
+    def _send_weights(self, worker: int, values: Mapping[str, Tensor]) -> None:
+        self._channels[worker].send(TakeWeights(values.items()))
 
     @conversation
     def _collect_borrowed(self) -> Mapping[str, Tensor]:
-        assert self._control is not None
-        self._ask(Op.GIVE_BORROWED)
         found: dict[str, Tensor] = {}
-        for worker in self._workers:
-            for name, value in self._control.receive_tensors(worker).items():
+        for answer in self._ask(GiveBorrowedGradients()):
+            for name, value in answer.tensors:
                 found[name] = found[name] + value if name in found else value
         return found
 
@@ -321,7 +327,6 @@ class Driver:
         schedule: str,
     ) -> dict[int, Links]:
         """Have the workers make their stages. Returns the links of those that are here, if new."""
-        assert self._control is not None
         for code in codes:
             code.code.check()
         self._refuse_in_pass()
@@ -331,11 +336,11 @@ class Driver:
             order = Cut(
                 number, name, theirs, tuple(devices), borrowed[worker], schedule, self._seed
             )
-            self._control.tell(worker, Op.CUT, payload=order)
+            self._channels[worker].send(order)
         links = {}
         if number == len(self._networks):
-            links = link_stages(self._mesh, devices, self._control, self.device)
-        self._hear_answers()
+            links = link_stages(self._mesh, devices, self.device)
+        self._hear_answers(self._workers)
         return links
 
     def _copies_of_the_rest(self) -> Copies:
@@ -356,38 +361,43 @@ class Driver:
             self._rest.close()
             self._rest = self._copies_of_the_rest()
 
-    def tell(self, operation: Op, *arguments: int, payload: Any = None) -> None:
+    def tell(self, command: Command) -> None:
         """Send a command to every worker, without waiting.
 
         Raises:
             HybridError: in the middle of a pass; see :meth:`passing`.
         """
-        if self._control is not None:
-            self._refuse_in_pass()
-            self.remote.flush()
-            self.remote.outdate(*_OUTDATES.get(operation, ()))
-            for worker in self._workers:
-                self._control.tell(worker, operation, *arguments, payload=payload)
+        self._tell(dict.fromkeys(self._workers, command))
 
-    @conversation
-    def _ask(self, operation: Op, *arguments: int, payload: Any = None) -> list[Any]:
+    def _tell(self, commands: Mapping[int, Command]) -> None:
+        """Send some workers a command each."""
+        if not commands:
+            return
+        self._refuse_in_pass()
+        self.remote.flush()
+        for worker, command in commands.items():
+            self.remote.outdate(*command.outdates)
+            self._channels[worker].send(command)
+
+    def _ask(self, command: Command) -> list[Answer]:
         """Send a command to every worker and wait for all answers.
 
         Raises:
             Exception: of a worker, now or before; caused by a RemoteError.
         """
-        self.tell(operation, *arguments, payload=payload)
-        return self._hear_answers()
+        return self._ask_some(dict.fromkeys(self._workers, command))
 
-    def _hear_answers(self) -> list[Any]:
-        answers, failures = [], []
-        for worker in self._workers:
-            assert self._control is not None
-            _, _, (failure, answer) = self._control.hear(worker)
-            answers.append(answer)
-            failures += [failure] if failure else []
-        if failures:
-            raise failures[0].exception()
+    @conversation
+    def _ask_some(self, commands: Mapping[int, Command]) -> list[Answer]:
+        """Likewise, to some workers a command each."""
+        self._tell(commands)
+        return self._hear_answers(commands)
+
+    def _hear_answers(self, workers: Iterable[int]) -> list[Answer]:
+        answers = [self._channels[worker].receive(Answer) for worker in workers]
+        for answer in answers:
+            if answer.failure is not None:
+                raise answer.failure.exception()
         return answers
 
     @contextmanager
@@ -478,7 +488,7 @@ class Driver:
         if not self.synchronize:
             return
         for network in sorted(self._stale):
-            self.tell(Op.REDUCE, network)
+            self.tell(Reduce(network))
             self._networks[network].engine.copies.reduce()
         self._stale.clear()
         if self._workers:
@@ -492,7 +502,7 @@ class Driver:
         Args:
             state: only those that training steps read.
         """
-        self.tell(Op.BUFFERS, int(state))
+        self.tell(SynchronizeBuffers(state))
         for network in self._networks:
             network.engine.copies.broadcast_buffers(state=state)
         if self._networks or self._settled or not self._workers:
@@ -510,7 +520,7 @@ class Driver:
                 self._names,
                 lambda changed, index=index: self._stepped(index, changed),  # type: ignore[misc]
                 lambda set_to_none, index=index: self._tell_optimizer(  # type: ignore[misc]
-                    Op.ZERO_GRAD, index, int(set_to_none)
+                    ZeroGrad(index, set_to_none)
                 ),
                 self._settle_gradients,
                 lambda index=index: self._remote_state(index),  # type: ignore[misc]
@@ -529,12 +539,11 @@ class Driver:
             fresh: bit k: optimizer k has the state that is sent; else the workers keep the state
                 that they have already.
         """
-        if not self._networks or self._control is None:
+        if not self._networks:
             return
         self._ship_optimizers(fresh)
 
     def _ship_optimizers(self, fresh: int) -> None:
-        assert self._control is not None
         # what a hook has added on this rank, the others do not have
         parameters = {n: p for n, p in self.module.named_parameters() if id(p) in self._names}
         optimizers = [link.optimizer for link in self._optimizers]
@@ -547,7 +556,7 @@ class Driver:
         for worker in self._workers:
             owned = {name for network in self._networks for name in network.remote[worker - 1]}
             data = ship(optimizers, parameters, owned, whole)
-            self._control.tell(worker, Op.TAKE_OPTIMIZERS, fresh, payload=data)
+            self._channels[worker].send(TakeOptimizers(fresh, data))
             for link in self._optimizers:
                 link.leave(parameters[name] for name in owned & parameters.keys())
         for link in self._optimizers:
@@ -572,20 +581,20 @@ class Driver:
         with self.remote.at_hand(remote):
             yield
 
-    def _tell_optimizer(self, operation: Op, index: int, *more: int, payload: Any = None) -> None:
+    def _tell_optimizer(self, command: OptimizerCommand) -> None:
         """Before the first network is cut, workers have neither optimizers nor gradients."""
         if self._networks:
-            self._send_new_groups(index)
-            self.tell(operation, index, *more, payload=payload)
+            self._send_new_groups(command.optimizer)
+            self.tell(command)
 
     def _send_new_groups(self, index: int) -> None:
         """Groups mostly change with a step; `add_param_group` may come in between."""
         groups = self._optimizers[index].new_groups()
         if groups is not None:
-            self.tell(Op.TAKE_GROUPS, index, payload=groups)
+            self.tell(TakeGroups(index, groups))
 
     def _stepped(self, index: int, changed: list[Hyperparameters] | None) -> None:
-        self._tell_optimizer(Op.STEP, index, payload=changed)
+        self._tell_optimizer(Step(index, changed))
 
     @conversation
     def clip_norm(self, optimizer: Optimizer, max_norm: float, order: float = 2.0) -> None:
@@ -596,10 +605,10 @@ class Driver:
             norms = gradient_norms(optimizer, self._names, order)
         if self._networks:
             self._send_new_groups(index)
-            for answer in self._ask(Op.GRADIENT_NORM, index, payload=order):
-                norms |= answer
+            for answer in self._ask(GradientNorm(index, order)):
+                norms |= answer.value
         factor = clip_factor(norms, self._names.values(), max_norm, order)
-        self._tell_optimizer(Op.SCALE_GRADIENTS, index, payload=factor)
+        self._tell_optimizer(ScaleGradients(index, factor))
         with as_they_are():
             for gradient in gradients_of(optimizer):
                 gradient.mul_(factor)
@@ -612,13 +621,14 @@ class Driver:
         """
         index = self._index(optimizer)
         self.remote.flush()
-        answers = self._ask(Op.UNSCALE, index, payload=factor.cpu()) if self._networks else []
+        answers = self._ask(Unscale(index, factor.cpu())) if self._networks else []
+        remote = [answer.value for answer in answers]
         with as_they_are():
-            return any([unscale(gradients_of(optimizer), factor), *answers])
+            return any([unscale(gradients_of(optimizer), factor), *remote])
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
         """Clamp the gradients of all stages to [-bound, bound]."""
-        self._tell_optimizer(Op.CLIP_VALUES, self._index(optimizer), payload=bound)
+        self._tell_optimizer(ClipValues(self._index(optimizer), bound))
         with as_they_are():
             for gradient in gradients_of(optimizer):
                 gradient.clamp_(-bound, bound)
@@ -627,8 +637,8 @@ class Driver:
         """The state of an optimizer by parameter name on the workers, tensors on the CPU."""
         remote: dict[str, dict[str, Any]] = {}
         if self._networks:
-            for answer in self._ask(Op.GIVE_OPTIMIZER, index):
-                remote |= answer
+            for answer in self._ask(GiveOptimizer(index)):
+                remote |= answer.value
         return remote
 
     def _index(self, optimizer: Optimizer) -> int:
@@ -654,7 +664,7 @@ class Driver:
     @conversation
     def _fetch(self, names: list[str]) -> dict[str, Tensor]:
         """Weights of workers, written into the module where it has room for them."""
-        if not self._networks or self._control is None:
+        if not self._networks:
             return {}
         self.remote.adopt_replaced()
         values = self.give(Kind.PARAMETER, names)
@@ -667,11 +677,9 @@ class Driver:
         """Give the workers the weights of their stages as they stand in the module."""
         tensors = tensors_of(self.module)
         for worker in self._workers if self._networks else ():
-            assert self._control is not None
             owned = [name for network in self._networks for name in network.remote[worker - 1]]
-            self._control.tell(worker, Op.TAKE_WEIGHTS)
             with as_they_are():
-                self._control.send_tensors(worker, to_send(tensors, owned))
+                self._send_weights(worker, to_send(tensors, owned))
             leave_to_worker(tensors, owned, self._mesh.place, worker)
         self.remote.adopt_fetched()
 
@@ -680,41 +688,38 @@ class Driver:
     @conversation
     def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
         """Remote tensors as they are now."""
-        assert self._control is not None
-        operation = Op.GIVE_GRADIENTS if kind is Kind.GRADIENT else Op.GIVE_WEIGHTS
-        values: dict[str, Tensor] = {}
-        requests = self._by_worker(names)
-        self._ask(operation, payload=requests)
-        for worker in requests:
-            values |= self._control.receive_tensors(worker)
-        return values
+        command = GiveGradients if kind is Kind.GRADIENT else GiveWeights
+        requests = {worker: command(mine) for worker, mine in self._by_worker(names).items()}
+        return {
+            name: value for answer in self._ask_some(requests) for name, value in answer.tensors
+        }
 
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set remote tensors, or add to them."""
-        assert self._control is not None
         self._refuse_in_pass()
-        operation = Op.TAKE_GRADIENTS if kind is Kind.GRADIENT else Op.TAKE_WEIGHTS
         receivers = self._by_worker(values)
         for name in values:
             for worker in self._sharers.get(name, ()):
                 receivers.setdefault(worker, []).append(name)
         for worker, names in receivers.items():
-            self._control.tell(worker, operation, int(add))
-            self._control.send_tensors(worker, {name: values[name] for name in names})
+            mine = {name: values[name] for name in names}
+            if kind is Kind.GRADIENT:
+                self._channels[worker].send(TakeGradients(add, mine.items()))
+            else:
+                self._send_weights(worker, mine)
         if add:
             for name in values:
                 self.note_gradients(self._owner[name][0], averaged=False)
 
     def clear_gradients(self, names: list[str]) -> None:
         """Of remote parameters."""
-        assert self._control is not None
         self._refuse_in_pass()
         for worker, mine in self._by_worker(names).items():
-            self._control.tell(worker, Op.CLEAR_GRADIENTS, payload=mine)
+            self._channels[worker].send(ClearGradients(mine))
 
     def gradient_names(self) -> set[str]:
         """Of remote parameters that have a gradient."""
-        return {name for names in self._ask(Op.NAME_GRADIENTS) for name in names}
+        return {name for answer in self._ask(NameGradients()) for name in answer.value}
 
     def _by_worker(self, names: Iterable[str]) -> dict[int, list[str]]:
         sorted_names: dict[int, list[str]] = {}
@@ -735,7 +740,7 @@ class Driver:
         """
         failure = None
         try:
-            self._ask(Op.CHECK)
+            self._ask(Check())
         except Exception as error:
             failure = error
         assert self._mesh.drivers is not None
@@ -745,7 +750,7 @@ class Driver:
     @conversation
     def reports(self, name: str) -> list[Any]:
         """What each worker, in the order of their stages, answers to a question of this name."""
-        return self._ask(Op.REPORT, payload=name)
+        return [answer.value for answer in self._ask(Report(name))]
 
     # ------------------------------------------------------------------ the end
 
@@ -758,26 +763,24 @@ class Driver:
         Raises:
             Exception: of a worker that has failed since it was last heard of.
         """
-        if weights and self._control is not None:
+        if weights and self._channels:
             self._hand_out_all()
             self._ship_optimizers(fresh=0)
-        self._ask(Op.END, payload=results)
-        if self._control is not None:
-            self._control.flush()
+        self._ask(End(results))
+        for channel in self._channels.values():
+            channel.flush()
         self._stop_heartbeat()
 
     def _hand_out_all(self) -> None:
         """Give every worker the weights of all stages."""
-        assert self._control is not None
         everyones = {
             name: tensor
             for name, tensor in tensors_of(self.module).items()
             if name in self._shared and not is_deferred(tensor)
         }
         for worker in self._workers:
-            self._control.tell(worker, Op.TAKE_WEIGHTS)
             with as_they_are():
-                self._control.send_tensors(worker, everyones)
+                self._send_weights(worker, everyones)
 
     @conversation
     def salvage(self) -> None:
@@ -786,17 +789,14 @@ class Driver:
         A script that catches the error finds there what its training has made, as on one device.
         """
         if self._networks:
-            self.tell(Op.FORGET_FAILURE)
+            self.tell(ForgetFailure())
             self.gather_weights()
             self._hand_out_all()
 
     def abort(self, failure: Failure) -> None:
         """Tell the workers that this replica has failed: all that are still there."""
         self._stop_heartbeat()
-        for worker in self._workers:
-            assert self._control is not None
-            with suppress(ConnectionLost):
-                self._control.tell(worker, Op.ABORT, payload=failure)
+        self._mesh.say_goodbye(failure)
 
     def __deepcopy__(self, memo: object) -> "Driver":
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
@@ -953,16 +953,8 @@ class DrivenNetwork(StagedNetwork):
         self._count += 1
         draw = self.driver.draw_number(grad)
         call = self.open(self._count, draw, index, exchange=exchange, draws=draws)
-        self.driver.tell(
-            Op.FORWARD,
-            self.number,
-            call.number,
-            draw,
-            index,
-            exchange,
-            draws,
-            payload=key if exchange else None,
-        )
+        new_key = key if exchange else None
+        self.driver.tell(Forward(self.number, call.number, draw, index, exchange, draws, new_key))
         try:
             with self.driver.passing(self.engine):
                 outputs = self.engine.forward(call, slices)
@@ -997,8 +989,17 @@ class DrivenNetwork(StagedNetwork):
         exchange = pattern_key not in self._patterns
         pattern = self._patterns.setdefault(pattern_key, len(self._patterns))
         reduce = parameters and self.driver.overlaps()
-        mode = BackwardMode(pattern, exchange, parameters, keep, input_gradient, reduce)
-        self.driver.tell(Op.BACKWARD, self.number, call.number, pattern, mode.flags())
+        mode = Backward(
+            self.number,
+            call.number,
+            pattern,
+            exchange,
+            parameters,
+            keep,
+            input_gradient,
+            reduce,
+        )
+        self.driver.tell(mode)
         if not keep:
             self.calls.pop(call.number, None)
         if parameters:
@@ -1012,7 +1013,7 @@ class DrivenNetwork(StagedNetwork):
 
     def _free(self, number: int) -> None:
         if self.calls.pop(number, None) is not None:
-            self.driver.tell(Op.FREE, self.number, number)
+            self.driver.tell(Free(self.number, number))
 
     def _split(
         self, variant: int, leaves: Sequence[Tensor]

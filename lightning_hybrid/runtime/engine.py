@@ -23,19 +23,17 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.comm.call_key import CallKey
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.links import Arriving, Links
+from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.protocol import Backward, Header, Pattern, Status
+from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.compat import own_saved_tensors
 from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.batchnorm import Synchronised
-from lightning_hybrid.runtime.calls import (
-    BackwardMode,
-    Call,
-    CallKey,
-    Gradients,
-    Values,
-)
-from lightning_hybrid.runtime.failure import Failure
-from lightning_hybrid.runtime.links import Coming, Links
-from lightning_hybrid.runtime.mesh import Group, Place
+from lightning_hybrid.runtime.calls import Call, Gradients, Values
 from lightning_hybrid.runtime.random import (
     generators_of_microbatch,
     microbatch_seed,
@@ -44,7 +42,6 @@ from lightning_hybrid.runtime.random import (
 )
 from lightning_hybrid.runtime.replicas import Copies
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import TensorSpec
 from lightning_hybrid.schedules import SCHEDULES, Instruction, Kind, Schedule, merge
 
 
@@ -179,12 +176,12 @@ class Engine:
         error = next((work.error for work in works if work.error), None)
         for own in self.owned:
             if own.number > 0:
-                heard = own.links.previous.hear()
-                self.failure = self.failure or heard
+                status = own.links.previous.receive_word(Status)
+                self.failure = self.failure or status.failure
             if not own.is_last:
                 # what the driver's own stages raise is the driver's to deal with
                 mine = self.place.is_driver and error is not None
-                own.links.next.tell(None if mine else self.failure)
+                own.links.next.send_word(Status(None if mine else self.failure))
         if not self.place.is_driver:
             return []
         self.owned[-1].links.next.flush()  # from here on the user may change the inputs
@@ -192,7 +189,7 @@ class Engine:
         return works[-1].outputs
 
     def backward(
-        self, call: Call, mode: BackwardMode, gradients: Sequence[Gradients] = ()
+        self, call: Call, mode: Backward, gradients: Sequence[Gradients] = ()
     ) -> list[Gradients]:
         """Run the backward list of this rank.
 
@@ -280,7 +277,7 @@ class _Forward:
         self._takes_states = call.draws and (not self._first or call.key.continues)
         self._previous_failed = False
         self._told_failure = False
-        self.links.next.flush()
+        self.links.next.reserve(call.key.microbatches)
         if call.exchange:
             self.traffic.outgoing = []
             self.traffic.incoming = (
@@ -300,13 +297,12 @@ class _Forward:
             return
         self._values = None
         if not self._first and not self._previous_failed:
-            header = self.links.previous.hear()
-            if header is None:
+            header = self.links.previous.receive_word(Header)
+            if header.specs is None:
                 self._previous_failed = True
             else:
-                specs, draws = header
-                self.traffic.incoming.append(specs)
-                self.traffic.draws |= draws
+                self.traffic.incoming.append(header.specs)
+                self.traffic.draws |= header.draws
         if not self._previous_failed:
             self._values = self._post(microbatch).wait()
 
@@ -334,7 +330,7 @@ class _Forward:
             values = [spec.zeros(self.engine.device) for spec in specs]
         self.links.next.send(values)
 
-    def _post(self, microbatch: int) -> Coming:
+    def _post(self, microbatch: int) -> Arriving:
         specs = self.traffic.incoming[microbatch]
         states = [] if self._first else self._states
         return self.links.previous.post([*specs, *states])
@@ -345,10 +341,10 @@ class _Forward:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]
             self.traffic.outgoing.append(specs)
-            self.links.next.tell((specs, self.traffic.draws))
+            self.links.next.send_word(Header(specs, self.traffic.draws))
         elif not self._told_failure:
             self._told_failure = True
-            self.links.next.tell()
+            self.links.next.send_word(Header())
 
     def _run(self, microbatch: int, values: Values) -> Values:
         engine, call = self.engine, self.call
@@ -395,7 +391,7 @@ class _Backward:
         engine: Engine,
         index: int,
         call: Call,
-        mode: BackwardMode,
+        mode: Backward,
         gradients: Sequence[Gradients],
     ) -> None:
         self.engine, self.own, self.call, self.mode = engine, engine.owned[index], call, mode
@@ -411,7 +407,7 @@ class _Backward:
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._last = call.key.microbatches - 1
-        self.links.previous.flush()
+        self.links.previous.reserve(call.key.microbatches)
         schedule = engine.schedule(call.key, input_gradient=mode.input_gradient)
         steps = schedule.backward[self.own.number]
         # the last stage receives only the gradients of the inputs, which nobody computes with
@@ -452,7 +448,7 @@ class _Backward:
         if self.mode.exchange and microbatch == self._last:
             pattern = [gradient is not None for gradient in self._result]
             traffic.gradients_out[self.mode.pattern] = pattern
-            links.previous.tell(pattern)
+            links.previous.send_word(Pattern(pattern))
         rows = zip(
             self._result,
             traffic.incoming[microbatch],
@@ -470,10 +466,10 @@ class _Backward:
         """Which of the values sent forward get a gradient: told once per pattern."""
         known = self.traffic.gradients_in
         if self.mode.pattern not in known:
-            known[self.mode.pattern] = self.links.next.hear()
+            known[self.mode.pattern] = self.links.next.receive_word(Pattern).present
         return known[self.mode.pattern]
 
-    def _post(self, microbatch: int) -> Coming:
+    def _post(self, microbatch: int) -> Arriving:
         inputs, outgoing = self.call.key.inputs, self.traffic.outgoing
         sent = inputs[microbatch] if self.own.is_last else outgoing[microbatch]
         present = self.traffic.gradients_in[self.mode.pattern]
@@ -506,11 +502,11 @@ class Ahead:
     """Receives that are posted one before they are needed, so that they overlap computation."""
 
     def __init__(
-        self, steps: Sequence[Instruction], kind: Kind, post: Callable[[int], Coming]
+        self, steps: Sequence[Instruction], kind: Kind, post: Callable[[int], Arriving]
     ) -> None:
         self._todo = [step.microbatch for step in reversed(steps) if step.kind is kind]
         self._post = post
-        self._posted: Coming | None = None
+        self._posted: Arriving | None = None
 
     def take(self, microbatch: int) -> Values:
         """Wait for this micro-batch's tensors, after posting the receive of the next one's."""

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_hybrid.runtime.failure import Failure, told_text
-from lightning_hybrid.runtime.losses import is_gone, is_late
-from lightning_hybrid.runtime.mesh import Mesh
-from lightning_hybrid.runtime.transport import ConnectionLost
-from lightning_hybrid.runtime.transport import say_at_next_meeting as say_at_next_meeting_of
+from lightning_hybrid.comm.collectives import fail_next_meeting
+from lightning_hybrid.comm.failure import Failure, told_text
+from lightning_hybrid.comm.losses import is_gone, is_late
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.transport import ConnectionLost
 
 GRACE_S = 8.0
 """How long the ranks of a failed run may take to say why and to end, before they are killed."""
@@ -174,7 +174,7 @@ def say_at_next_meeting(mesh: Mesh | None) -> None:
     Who comes later, when this process has ended, finds it gone.
     """
     if mesh is not None:
-        say_at_next_meeting_of(mesh.world, _MEETING)
+        fail_next_meeting(mesh.world, _MEETING)
         time.sleep(_READING_S)  # this rank may host the store that they read now
 
 

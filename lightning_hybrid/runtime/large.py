@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.collectives import broadcast_object
+from lightning_hybrid.comm.mesh import Mesh, Place
+from lightning_hybrid.comm.protocol import Answer
+from lightning_hybrid.comm.transport import Group, start, wait
 from lightning_hybrid.compat import TorchDispatchMode
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.network.deferred import (
@@ -27,12 +31,9 @@ from lightning_hybrid.network.deferred import (
     put_away,
 )
 from lightning_hybrid.network.structure import rebuild, tensors_in
-from lightning_hybrid.runtime.links import control_of
-from lightning_hybrid.runtime.mesh import Group, Mesh, Place
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.staged import tensors_of
-from lightning_hybrid.runtime.transport import broadcast_object, start, wait
 
 _ANOTHER_REPLICA = "a rank of another replica"
 
@@ -211,17 +212,12 @@ def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """The weights of the other stages, on the driver of replica 0; all ranks call it together."""
     if mesh.place.replica or mesh.place.stages == 1:
         return {}
-    control = control_of(mesh)
     tensors = tensors_of(module)
     if not mesh.place.is_driver:
         mine = {n: t for n, t in tensors.items() if is_deferred(t) and not is_unmade(t)}
-        control.send_tensors(0, mine)
-        control.flush()
+        _answer_driver(mesh, Answer(tensors=mine.items()))
         return {}
-    found: dict[str, Tensor] = {}
-    for worker in range(1, mesh.place.stages):
-        found |= control.receive_tensors(worker)
-    return found
+    return {name: tensor for answer in _hear_workers(mesh) for name, tensor in answer.tensors}
 
 
 def gather_optimizer_after_run(
@@ -231,14 +227,22 @@ def gather_optimizer_after_run(
     if mesh.place.replica:
         return {}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    control = control_of(mesh)
     if not mesh.place.is_driver:
-        control.tell(0, 0, payload=state_of(optimizer, names))
-        control.flush()
+        _answer_driver(mesh, Answer(value=state_of(optimizer, names)))
         return {}
     remote: dict[str, dict[str, Any]] = {}
-    for worker in range(1, mesh.place.stages):
-        remote |= control.hear(worker)[2]
+    for answer in _hear_workers(mesh):
+        remote |= answer.value
     state_dict = optimizer.state_dict()
     # one that steps whole has all of its states here, and perhaps a form of its own for them
     return complete(optimizer, state_dict, names, remote) if remote else state_dict
+
+
+def _answer_driver(mesh: Mesh, answer: Answer) -> None:
+    channel = mesh.channel(0)
+    channel.send(answer)
+    channel.flush()
+
+
+def _hear_workers(mesh: Mesh) -> Iterator[Answer]:
+    return (mesh.channel(worker).receive(Answer) for worker in range(1, mesh.place.stages))

@@ -27,11 +27,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.compat import as_they_are, order_step_hooks, runs_step_hooks
 from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
-
-Hyperparameters = dict[str, Any]
 
 
 class _Pickler(pickle.Pickler):

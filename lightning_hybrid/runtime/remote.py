@@ -20,23 +20,15 @@ look at its class by torch; our own code looks at the tensors as they are (:func
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.protocol import Kind
 from lightning_hybrid.compat import as_they_are
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.runtime.windows import open_window, shut_window
-
-
-class Kind(Enum):
-    """What a window shows."""
-
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    GRADIENT = "gradient"
 
 
 class Owners(Protocol):

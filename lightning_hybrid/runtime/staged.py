@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.compat import as_they_are
 from lightning_hybrid.network import Stage
 from lightning_hybrid.network.deferred import is_unmade
-from lightning_hybrid.runtime.calls import Call, CallKey, Traffic, Values
+from lightning_hybrid.runtime.calls import Call, Traffic, Values
 from lightning_hybrid.runtime.engine import Engine
 
 

@@ -7,11 +7,13 @@ from time import perf_counter
 
 import torch
 
+from lightning_hybrid.comm.collectives import gather_objects, meet
+from lightning_hybrid.comm.links import link_stages
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.speed import look_at, measure_speed
-from lightning_hybrid.runtime.links import control_of, link_stages
-from lightning_hybrid.runtime.mesh import Group, Mesh
-from lightning_hybrid.runtime.transport import TensorSpec, gather_objects, meet
 
 LINK_BYTES = 4 * 2**20
 """What is sent to see how fast a link is."""
@@ -51,7 +53,7 @@ def measure_links(mesh: Mesh, device: torch.device) -> None:
     """
     if mesh.cluster is None or mesh.place.stages == 1 or mesh.backend != "gloo":
         return
-    [links] = link_stages(mesh, mesh.place.chain, control_of(mesh), device).values()
+    [links] = link_stages(mesh, mesh.place.chain, device).values()
     load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     best_s = float("inf")
     for _ in range(LINK_REPEATS):

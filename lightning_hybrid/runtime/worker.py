@@ -8,21 +8,51 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.heartbeat import Heartbeat
+from lightning_hybrid.comm.links import link_stages
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    Backward,
+    Check,
+    ClearGradients,
+    ClipValues,
+    Command,
+    Cut,
+    End,
+    ForgetFailure,
+    Forward,
+    Free,
+    GiveBorrowedGradients,
+    GiveGradients,
+    GiveOptimizer,
+    GiveWeights,
+    GradientNorm,
+    NameGradients,
+    Reduce,
+    Report,
+    ScaleGradients,
+    Share,
+    Step,
+    SynchronizeBuffers,
+    TakeGradients,
+    TakeGroups,
+    TakeOptimizers,
+    TakeWeights,
+    Unscale,
+    ZeroGrad,
+)
+from lightning_hybrid.comm.signals import left_to_the_driver
+from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.network import Stage
-from lightning_hybrid.runtime.calls import BackwardMode, CallKey
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
-from lightning_hybrid.runtime.commands import Cut, Op
 from lightning_hybrid.runtime.engine import Engine, StageOptions
-from lightning_hybrid.runtime.failure import Failure
-from lightning_hybrid.runtime.heartbeat import Heartbeat
 from lightning_hybrid.runtime.large import Claim, share_optimizers
-from lightning_hybrid.runtime.links import control_of, link_stages
-from lightning_hybrid.runtime.mesh import Mesh
-from lightning_hybrid.runtime.optimizers import Hyperparameters, state_of, take_groups, unship
+from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.scaling import unscale
-from lightning_hybrid.runtime.signals import left_to_the_driver
 from lightning_hybrid.runtime.staged import (
     StagedNetwork,
     names_of,
@@ -32,22 +62,8 @@ from lightning_hybrid.runtime.staged import (
     write_tensors,
 )
 from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.runtime.transport import ConnectionLost
 
 DRIVER = 0
-_ANSWERED = {
-    Op.CUT,
-    Op.CHECK,
-    Op.GRADIENT_NORM,
-    Op.UNSCALE,
-    Op.GIVE_WEIGHTS,
-    Op.GIVE_OPTIMIZER,
-    Op.NAME_GRADIENTS,
-    Op.GIVE_GRADIENTS,
-    Op.REPORT,
-    Op.GIVE_BORROWED,
-    Op.END,
-}
 
 
 class Worker:
@@ -77,7 +93,7 @@ class Worker:
     ) -> None:
         self._options = options
         self._module, self._mesh, self._device = module, mesh, device
-        self._control = control_of(mesh)
+        self._channel = mesh.channel(DRIVER)
         self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
         self._reports = reports
         self._networks: list[StagedNetwork] = []
@@ -87,6 +103,35 @@ class Worker:
         self._modes: tuple[int, int] | None = None
         self._failure: Failure | None = None
         self._claim: Claim | None = None
+        self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
+            Cut: self._cut,
+            Forward: self._forward,
+            Backward: self._backward,
+            Free: self._free,
+            Reduce: self._reduce,
+            SynchronizeBuffers: self._synchronize_buffers,
+            Share: self._share_weights,
+            TakeOptimizers: self._take_optimizers,
+            TakeGroups: self._take_groups,
+            GiveOptimizer: self._give_optimizer,
+            ZeroGrad: self._zero_grad,
+            Step: self._step,
+            GradientNorm: self._gradient_norm,
+            ScaleGradients: self._scale_gradients,
+            ClipValues: self._clip_values,
+            Unscale: self._unscale,
+            GiveWeights: self._give_weights,
+            TakeWeights: self._take_weights,
+            NameGradients: self._name_gradients,
+            GiveGradients: self._give_gradients,
+            GiveBorrowedGradients: self._give_borrowed_gradients,
+            TakeGradients: self._take_gradients,
+            ClearGradients: self._clear_gradients,
+            Check: self._answer_only,
+            Report: self._report,
+            ForgetFailure: self._forget_failure,
+            End: self._answer_only,
+        }
 
     def serve(self) -> Any:
         """Obey until the run ends.
@@ -98,7 +143,7 @@ class Worker:
             Exception: the driver's, which has failed; caused by a RemoteError.
             ConnectionLost: the driver was lost.
         """
-        self._heartbeat = Heartbeat(self._control, [DRIVER], self._mesh.timeout)
+        self._heartbeat = Heartbeat([self._channel], self._mesh.timeout)
         with left_to_the_driver():
             try:
                 return self._serve()
@@ -111,36 +156,38 @@ class Worker:
     def _serve(self) -> Any:
         while True:
             self._heartbeat.on = False
-            number, arguments, payload = self._control.hear(DRIVER)
-            operation = Op(number)
-            self._heartbeat.on = operation in _ANSWERED
-            if operation is Op.ABORT:
-                raise payload.exception()
-            answer = None
-            try:
-                answer = getattr(self, f"_{operation.name.lower()}")(payload, *arguments)
-            except ConnectionLost:
-                raise
-            except Exception as error:
-                self._failure = self._failure or Failure.of(error, str(self._mesh.place))
-            if operation in _ANSWERED:
-                self._control.tell(DRIVER, 0, payload=(self._failure, answer))
-            if operation in (Op.GIVE_WEIGHTS, Op.GIVE_GRADIENTS) and self._failure is None:
-                self._send_asked(operation, payload)
-            if operation is Op.GIVE_BORROWED and self._failure is None:
-                self._send_borrowed()
-            if operation is Op.END and self._failure is None:
-                self._control.flush()
-                return payload
+            command = self._channel.receive(Command)
+            self._heartbeat.on = command.answered
+            answer = self._carry_out(command)
+            if command.answered:
+                self._channel.send(answer)
+            if isinstance(command, End) and self._failure is None:
+                self._channel.flush()
+                return command.results
+
+    def _carry_out(self, command: Command) -> Answer:
+        answer = None
+        try:
+            answer = self._handlers[type(command)](command)
+        except ConnectionLost:
+            raise
+        except Exception as error:
+            self._fail(error)
+        return answer or Answer() if self._failure is None else Answer(self._failure)
+
+    def _fail(self, error: Exception) -> None:
+        """Note an error, for the next answer; the first one counts."""
+        self._failure = self._failure or Failure.of(error, str(self._mesh.place))
+
+    def _answer_only(self, _: Command) -> None:
+        """All that there is to do: tell whether all went well up to here."""
 
     # -- the network
 
-    def _cut(self, order: Cut, *_: int) -> None:
+    def _cut(self, order: Cut) -> None:
         # first of all: the others wait for this rank in it
         known = order.network < len(self._networks)
-        links = {} if known else link_stages(
-            self._mesh, order.devices, self._control, self._device
-        )  # fmt: skip
+        links = {} if known else link_stages(self._mesh, order.devices, self._device)
         network = self._module.get_submodule(order.name)
         stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
         if known:
@@ -171,139 +218,103 @@ class Worker:
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)
 
-    def _forward(self, key: CallKey | None, *arguments: int) -> None:
-        number, call, draw, index, exchange, draws = arguments
-        network = self._networks[number]
-        if key is not None:
-            network.add_key(key, index)
-        opened = network.open(call, draw, index, exchange=bool(exchange), draws=bool(draws))
-        if self._modes != (number, index):
+    def _forward(self, command: Forward) -> None:
+        network = self._networks[command.network]
+        if command.new_key is not None:
+            network.add_key(command.new_key, command.key)
+        opened = network.open(
+            command.call,
+            command.draw,
+            command.key,
+            exchange=command.exchange,
+            draws=command.draws,
+        )
+        if self._modes != (command.network, command.key):
             try:
                 network.set_trainable(opened.key)
-                self._modes = (number, index)
+                self._modes = (command.network, command.key)
             except Exception as error:  # the other stages wait for this one all the same
-                self._failure = self._failure or Failure.of(error, str(self._mesh.place))
+                self._fail(error)
         network.engine.failure = self._failure
         with opened.key.precision.applied(), torch.set_grad_enabled(opened.key.grad):
             network.engine.forward(opened)
         self._failure = network.engine.failure
 
-    def _backward(
-        self, _: None, number: int, call: int, pattern: int, flags: int, *__: int
-    ) -> None:
-        network = self._networks[number]
-        mode = BackwardMode.of_flags(pattern, flags)
-        opened = network.calls[call] if mode.keep else network.calls.pop(call)
+    def _backward(self, command: Backward) -> None:
+        network = self._networks[command.network]
+        calls = network.calls
+        opened = calls[command.call] if command.keep else calls.pop(command.call)
         network.engine.failure = self._failure
-        network.engine.backward(opened, mode)
+        network.engine.backward(opened, command)
         self._failure = network.engine.failure
 
-    def _free(self, _: None, number: int, call: int, *__: int) -> None:
-        self._networks[number].calls.pop(call, None)
+    def _free(self, command: Free) -> None:
+        self._networks[command.network].calls.pop(command.call, None)
 
-    def _reduce(self, _: None, number: int, *__: int) -> None:
-        self._networks[number].engine.copies.reduce()
+    def _reduce(self, command: Reduce) -> None:
+        self._networks[command.network].engine.copies.reduce()
 
-    def _buffers(self, _: None, state: int, *__: int) -> None:
+    def _synchronize_buffers(self, command: SynchronizeBuffers) -> None:
         for network in self._networks:
-            network.engine.copies.broadcast_buffers(state=bool(state))
+            network.engine.copies.broadcast_buffers(state=command.state)
+
+    def _share_weights(self, command: Share) -> None:
+        self._networks[command.network].engine.copies.broadcast_weights()
+        if command.optimizers:
+            share_optimizers(self.optimizers, self._names, self._mesh.copies, self._device)
 
     # -- the optimizers
 
-    def _take_optimizers(self, data: bytes, fresh: int, *_: int) -> None:
-        before, self.optimizers = self.optimizers, unship(data, self._parameters)
+    def _take_optimizers(self, command: TakeOptimizers) -> None:
+        before, self.optimizers = self.optimizers, unship(command.data, self._parameters)
         for index, (old, new) in enumerate(zip(before, self.optimizers)):
-            for parameter, state in () if fresh >> index & 1 else old.state.items():
+            for parameter, state in () if command.fresh >> index & 1 else old.state.items():
                 new.state.setdefault(parameter, state)
 
-    def _zero_grad(self, _: None, index: int, set_to_none: int, *__: int) -> None:
-        self.optimizers[index].zero_grad(bool(set_to_none))
+    def _take_groups(self, command: TakeGroups) -> None:
+        take_groups(self.optimizers[command.optimizer], command.groups, self._parameters)
 
-    def _step(self, groups: list[Hyperparameters] | None, index: int, *_: int) -> None:
+    def _give_optimizer(self, command: GiveOptimizer) -> Answer:
+        return Answer(value=state_of(self.optimizers[command.optimizer], self._names))
+
+    def _zero_grad(self, command: ZeroGrad) -> None:
+        self.optimizers[command.optimizer].zero_grad(command.set_to_none)
+
+    def _step(self, command: Step) -> None:
         if self._failure is not None:
             return
-        if groups is not None:
-            take_groups(self.optimizers[index], groups, self._parameters)
-        self.optimizers[index].step()
+        optimizer = self.optimizers[command.optimizer]
+        if command.groups is not None:
+            take_groups(optimizer, command.groups, self._parameters)
+        optimizer.step()
 
-    def _gradient_norm(self, order: float, index: int, *_: int) -> dict[str, torch.Tensor]:
-        return gradient_norms(self.optimizers[index], self._names, order)
+    def _gradient_norm(self, command: GradientNorm) -> Answer:
+        optimizer = self.optimizers[command.optimizer]
+        return Answer(value=gradient_norms(optimizer, self._names, command.order))
 
-    def _unscale(self, factor: torch.Tensor, index: int, *_: int) -> bool:
-        return unscale(gradients_of(self.optimizers[index]), factor)
+    def _scale_gradients(self, command: ScaleGradients) -> None:
+        for gradient in gradients_of(self.optimizers[command.optimizer]):
+            gradient.mul_(command.factor)
 
-    def _scale_gradients(self, factor: float, index: int, *_: int) -> None:
-        for gradient in gradients_of(self.optimizers[index]):
-            gradient.mul_(factor)
+    def _clip_values(self, command: ClipValues) -> None:
+        for gradient in gradients_of(self.optimizers[command.optimizer]):
+            gradient.clamp_(-command.bound, command.bound)
 
-    def _clip_values(self, bound: float, index: int, *_: int) -> None:
-        for gradient in gradients_of(self.optimizers[index]):
-            gradient.clamp_(-bound, bound)
+    def _unscale(self, command: Unscale) -> Answer:
+        gradients = gradients_of(self.optimizers[command.optimizer])
+        return Answer(value=unscale(gradients, command.factor))
 
-    def _take_groups(self, groups: list[Hyperparameters], index: int, *_: int) -> None:
-        take_groups(self.optimizers[index], groups, self._parameters)
+    # -- weights and gradients, as the driver's proxies show and change them
 
-    # -- gradients, as the driver's windows show and change them
+    def _give_weights(self, command: GiveWeights) -> Answer:
+        tensors = tensors_of(self._module)
+        return Answer(tensors=[(name, tensors[name]) for name in command.names])
 
-    def _name_gradients(self, *_: Any) -> list[str]:
-        owned = [name for network in self._networks for name in network.owned()]
-        return [n for n in owned if n in self._parameters and self._parameters[n].grad is not None]
-
-    def _give_gradients(self, *_: Any) -> None:
-        """Answered with word that all is well; the tensors follow."""
-
-    def _take_gradients(self, _: None, add: int, *__: int) -> None:
-        for name, value in self._control.receive_tensors(DRIVER).items():
-            parameter = self._parameters[name]
-            if parameter.grad is None:
-                parameter.grad = value.to(parameter.device)
-            elif add:
-                parameter.grad.add_(value.to(parameter.device))
-            else:
-                parameter.grad.copy_(value)
-
-    def _give_borrowed(self, *_: Any) -> None:
-        """Answered with word that all is well; the tensors follow."""
-
-    def _send_borrowed(self) -> None:
-        gradients: dict[str, torch.Tensor] = {}
-        for network in self._networks:
-            prefix = f"{network.name}." if network.name else ""
-            for name in sorted(network.borrowed):
-                parameter = self._parameters[prefix + name]
-                if parameter.grad is not None:
-                    gradients[prefix + name], parameter.grad = parameter.grad, None
-        self._control.send_tensors(DRIVER, gradients)
-
-    def _clear_gradients(self, names: list[str], *_: int) -> None:
-        for name in names:
-            self._parameters[name].grad = None
-
-    # -- weights
-
-    def _forget_failure(self, *_: Any) -> None:
-        self._failure = None
-
-    def _give_weights(self, *_: Any) -> None:
-        """Answered with word that all is well; the tensors follow."""
-
-    def _send_asked(self, operation: Op, requests: dict[int, list[str]] | None) -> None:
-        """Tensors of the names asked for, which may all be other workers'; by default all."""
-        named: dict[str, Any] = tensors_of(self._module)
-        if operation is Op.GIVE_GRADIENTS:
-            named = {name: parameter.grad for name, parameter in self._parameters.items()}
-        if requests is None:
-            asked = [name for network in self._networks for name in network.owned()]
-        else:
-            asked = requests.get(self._mesh.place.position, [])
-        if asked or requests is None:
-            self._control.send_tensors(DRIVER, {name: named[name] for name in asked})
-
-    def _take_weights(self, *_: Any) -> None:
+    def _take_weights(self, command: TakeWeights) -> None:
         arrived: list[str] = []
 
         def each() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, value in self._control.receive_each(DRIVER):
+            for name, value in command.tensors:
                 yield name, value
                 arrived.append(name)
 
@@ -312,19 +323,43 @@ class Worker:
             claim, self._claim = self._claim, None
             claim.settle(arrived)
 
-    def _share(self, _: None, number: int, optimizers: int, *__: int) -> None:
-        self._networks[number].engine.copies.broadcast_weights()
-        if optimizers:
-            share_optimizers(self.optimizers, self._names, self._mesh.copies, self._device)
+    def _name_gradients(self, _: NameGradients) -> Answer:
+        owned = [name for network in self._networks for name in network.owned()]
+        named = self._parameters
+        return Answer(value=[n for n in owned if n in named and named[n].grad is not None])
 
-    def _give_optimizer(self, _: None, index: int, *__: int) -> dict[str, dict[str, Any]]:
-        return state_of(self.optimizers[index], self._names)
+    def _give_gradients(self, command: GiveGradients) -> Answer:
+        gradients = [(name, self._parameters[name].grad) for name in command.names]
+        return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
 
-    def _report(self, name: str, *_: int) -> Any:
-        return self._reports[name]()
+    def _give_borrowed_gradients(self, _: GiveBorrowedGradients) -> Answer:
+        gradients: dict[str, torch.Tensor] = {}
+        for network in self._networks:
+            prefix = f"{network.name}." if network.name else ""
+            for name in sorted(network.borrowed):
+                parameter = self._parameters[prefix + name]
+                if parameter.grad is not None:
+                    gradients[prefix + name], parameter.grad = parameter.grad, None
+        return Answer(tensors=gradients.items())
 
-    def _check(self, *_: Any) -> None:
-        """Answered with word that all went well up to here."""
+    def _take_gradients(self, command: TakeGradients) -> None:
+        for name, value in command.tensors:
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = value.to(parameter.device)
+            elif command.add:
+                parameter.grad.add_(value.to(parameter.device))
+            else:
+                parameter.grad.copy_(value)
 
-    def _end(self, *_: Any) -> None:
-        """Answered with word that all went well up to here."""
+    def _clear_gradients(self, command: ClearGradients) -> None:
+        for name in command.names:
+            self._parameters[name].grad = None
+
+    # -- the run
+
+    def _report(self, command: Report) -> Answer:
+        return Answer(value=self._reports[command.name]())
+
+    def _forget_failure(self, _: ForgetFailure) -> None:
+        self._failure = None

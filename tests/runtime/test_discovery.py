@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.comm.mesh import Place
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
 from lightning_hybrid.runtime.discovery import Discovery, Networks
-from lightning_hybrid.runtime.mesh import Place
 
 X = torch.ones(4, 6)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.runtime import faults
-from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import Watch, first_fault
 
 

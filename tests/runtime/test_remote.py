@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.protocol import Kind
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.runtime.remote import Kind, RemoteTensors
+from lightning_hybrid.runtime.remote import RemoteTensors
 
 
 class Owner:

@@ -1,4 +1,4 @@
-"""Word of a rank to those who wait for it while it computes.
+"""Liveness messages to peers that wait for this rank.
 
 A rank that waits for the next command, or for the answer to one, gives up after the strategy's
 time-out. What the other does meanwhile may take longer: hours of validation between two commands,
@@ -11,38 +11,38 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from lightning_hybrid.runtime.transport import ConnectionLost, Control
+from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.transport import ConnectionLost
 
 _BEATS_PER_TIMEOUT = 4
 
 
 class Heartbeat:
-    """A thread that tells some ranks now and then that this one lives.
+    """A thread that tells some peers now and then that this rank is alive.
 
     Args:
-        control: the link to them.
-        peers: who they are.
-        timeout: how long they wait.
+        channels: to the peers.
+        timeout: how long the peers wait.
 
     Attributes:
         on: whether they wait.
     """
 
-    def __init__(self, control: Control, peers: Sequence[int], timeout: timedelta) -> None:
+    def __init__(self, channels: Sequence[Channel], timeout: timedelta) -> None:
         self.on = True
-        self._control, self._peers = control, peers
+        self._channels = tuple(channels)
         self._pause_s = timeout.total_seconds() / _BEATS_PER_TIMEOUT
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="hybrid-heartbeat")
         self._thread.start()
 
     def close(self) -> None:
-        """End it: when this has returned, no more beats are sent."""
+        """End it: when this has returned, no more messages are sent."""
         self._over.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._over.wait(self._pause_s):
-            for peer in self._peers if self.on else ():
+            for channel in self._channels if self.on else ():
                 with suppress(ConnectionLost):  # the main thread will notice
-                    self._control.say_still_here(peer)
+                    channel.send_still_alive()

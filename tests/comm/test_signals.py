@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_hybrid.runtime.signals import (
+from lightning_hybrid.comm.signals import (
     conversation,
     left_to_the_driver,
     make_impatient,

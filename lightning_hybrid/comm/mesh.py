@@ -22,6 +22,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.protocol import Leaving
+from lightning_hybrid.comm.transport import ConnectionLost, Group, GroupWire
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import Cluster
 
@@ -40,10 +45,6 @@ _STORE_TIMEOUT = timedelta(minutes=10)
 # of 170 that ended right after an all-reduce did so (torch 2.13), none of 45 that waited for 50 ms.
 _LETTING_GO_S = 0.2
 _LEAVING_S = 2.0
-
-
-Group = Any
-"""A process group used by its own methods; those of gloo and NCCL have no public common type."""
 
 
 class _Handle:
@@ -177,6 +178,7 @@ class Mesh:
         self.drivers: Group = None
         if place.is_driver:
             self.drivers = self._group("drivers", replica, place.replicas, "gloo")
+        self._channels: dict[tuple[int, int], Channel] = {}
         self._rings: dict[tuple[int, ...], Mapping[int, tuple[Group, Group]]] = {}
         self.ring(place.chain)
 
@@ -212,6 +214,30 @@ class Mesh:
                 groups[edge] = activations, gradients
         self._rings[devices] = groups
         return groups
+
+    def channel(self, position: int, tag: int = 0) -> Channel:
+        """A channel to another rank of this replica: the same one whenever it is asked for.
+
+        Args:
+            position: of the other rank.
+            tag: 0 for commands and answers; channels of other tags to the same rank are queues of
+                their own.
+        """
+        if (position, tag) not in self._channels:
+            wire = GroupWire(self.control, position, str(self.place.at(position)), tag)
+            self._channels[position, tag] = Channel(wire)
+        return self._channels[position, tag]
+
+    def say_goodbye(self, failure: Failure) -> None:
+        """This rank has failed: peers of this replica that wait for a message of it raise that.
+
+        Peers that are gone themselves are passed over.
+        """
+        if self.place.stages > 1 and not self.place.is_driver:
+            self.channel(0)  # the driver may wait for its first answer
+        for channel in self._channels.values():
+            with suppress(ConnectionLost):
+                channel.send(Leaving(failure))
 
     def _group(self, name: str, rank: int, size: int, backend: str) -> Group:
         store = dist.PrefixStore(name, self.store)

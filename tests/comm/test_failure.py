@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
+from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.errors import PlanError, RemoteError
-from lightning_hybrid.runtime.failure import Failure, told_text
 
 WHERE = "rank 0 (driver, replica 0, stage 1)"
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.heartbeat import Heartbeat
+from lightning_hybrid.comm.transport import ConnectionLost, Control
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.failure import Failure
-from lightning_hybrid.runtime.heartbeat import Heartbeat
-from lightning_hybrid.runtime.transport import ConnectionLost, Control
 
 NAMES = ("rank 0", "rank 1")
 FAILURE = Failure.of(ValueError("on purpose"), "rank 1")

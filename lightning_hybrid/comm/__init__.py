@@ -1,0 +1,1 @@
+"""Who can speak to whom: process groups, channels for commands, links for tensors."""

@@ -1,0 +1,78 @@
+"""Operations in which all ranks of a group take part, beside the averaging of gradients."""
+
+import pickle
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.comm.transport import UNKNOWN_PEER, ConnectionLost, Group, start, wait
+
+
+def broadcast_object(
+    group: Group, value: Any, source: int = 0, device: torch.device | None = None
+) -> Any:
+    """Give every rank of ``group`` the object of the rank with index ``source``.
+
+    Args:
+        group: of gloo; of another backend with the ``device`` that it works on.
+        value: the object; ignored on the other ranks.
+        source: index of the rank that has it.
+        device: where the group's tensors live, by default the CPU.
+
+    Raises:
+        ConnectionLost: a rank is gone, or late.
+    """
+    if group.size() == 1:
+        return value
+    here = group.rank() == source
+    data = pickle.dumps(value, protocol=5) if here else b""
+    size = torch.tensor([len(data)], device=device)
+    _broadcast(group, size, source)
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
+    if buffer is None:
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+    buffer = buffer.to(device or buffer.device)
+    _broadcast(group, buffer, source)
+    return value if here else pickle.loads(buffer.cpu().numpy().tobytes())
+
+
+def _broadcast(group: Group, tensor: Tensor, source: int) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    wait(start(group.broadcast, [tensor], options, peer=UNKNOWN_PEER), UNKNOWN_PEER)
+
+
+def gather_objects(group: Group, value: Any) -> list[Any]:
+    """The objects of all ranks of a gloo ``group``, on every one of them."""
+    return [broadcast_object(group, value, source) for source in range(group.size())]
+
+
+def meet(group: Group, *, failed: bool = False) -> bool:
+    """Wait until every rank of ``group`` is here. Returns whether none of them has failed.
+
+    Raises:
+        ConnectionLost: a rank is gone, or late.
+    """
+    flag, work = _begin_meeting(group, failed=failed)
+    wait(work, UNKNOWN_PEER)
+    return not flag.item()
+
+
+def fail_next_meeting(group: Group, timeout: timedelta) -> None:
+    """A rank that has failed takes part in the next :func:`meet`, so that it returns ``False``.
+
+    Ranks that come to it later than ``timeout`` still learn it, as long as this process lives.
+    """
+    with suppress(ConnectionLost, RuntimeError):
+        _begin_meeting(group, failed=True)[1].wait(timeout)
+
+
+def _begin_meeting(group: Group, *, failed: bool) -> tuple[Tensor, dist.Work]:
+    flag = torch.tensor([int(failed)])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    return flag, start(group.allreduce, [flag], options, peer=UNKNOWN_PEER)

@@ -1,0 +1,118 @@
+"""Messages as they travel: a frame of integers, and behind it what does not fit into one."""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hybrid.comm.protocol import MESSAGES, Message, Tensors
+from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.network.deferred import value_of
+
+_INTEGERS = 8
+FRAME = _INTEGERS + 2
+"""Integers in a frame: number of the message, its own, number of pickled bytes behind the frame."""
+
+_TENSORS = "tensors"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the fields of a message travel.
+
+    Attributes:
+        number: of the message.
+        integers: names of the fields in the frame.
+        booleans: of each of them whether it is one.
+        pickled: names of the other fields.
+        defaults: theirs; nothing is pickled where they hold.
+        tensors: whether tensors follow.
+    """
+
+    number: int
+    integers: tuple[str, ...]
+    booleans: tuple[bool, ...]
+    pickled: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    tensors: bool
+
+    @classmethod
+    def of(cls, number: int, kind: type[Message]) -> "_Layout":
+        known: Any = kind  # of the protocol: a dataclass
+        in_frame = [f for f in fields(known) if kind.in_frame and f.type in (int, bool)]
+        others = [f for f in fields(known) if f not in in_frame and f.name != _TENSORS]
+        assert len(in_frame) <= _INTEGERS, kind
+        return cls(
+            number,
+            tuple(f.name for f in in_frame),
+            tuple(f.type is bool for f in in_frame),
+            tuple(f.name for f in others),
+            tuple(f.default for f in others),
+            any(f.name == _TENSORS for f in fields(known)),
+        )
+
+
+_LAYOUTS = {kind: _Layout.of(number, kind) for number, kind in enumerate(MESSAGES)}
+
+
+def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
+    """A message as a frame, the pickled bytes behind it, and the tensors behind those.
+
+    Tensors whose memory is not here yet stay as they are: the sender makes them one by one.
+    """
+    layout = _LAYOUTS[type(message)]
+    values = [int(getattr(message, name)) for name in layout.integers]
+    rest = tuple([getattr(message, name) for name in layout.pickled])
+    named = dict(getattr(message, _TENSORS)) if layout.tensors else {}
+    data = b""
+    if named or not _are_defaults(rest, layout.defaults):
+        specs = {name: TensorSpec.of(tensor) for name, tensor in named.items()}
+        data = pickle.dumps((rest, specs), protocol=5)
+    padding = [0] * (_INTEGERS - len(values))
+    return [layout.number, *values, *padding, len(data)], data, [*named.values()]
+
+
+def _are_defaults(values: Sequence[Any], defaults: Sequence[Any]) -> bool:
+    return all(d is not MISSING and v is d for v, d in zip(values, defaults))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A message that has arrived, but for its tensors.
+
+    Attributes:
+        kind: its class.
+        values: its fields.
+        specs: of its tensors.
+    """
+
+    kind: type[Message]
+    values: dict[str, Any]
+    specs: dict[str, TensorSpec]
+
+    def message(self, tensors: Tensors) -> Message:
+        """The message; ``tensors`` takes the tensors off the wire."""
+        if _LAYOUTS[self.kind].tensors:
+            return self.kind(**self.values, **{_TENSORS: tensors})
+        return self.kind(**self.values)
+
+
+def decode(frame: Sequence[int], data: bytes) -> Parts:
+    """The other end of :func:`encode`."""
+    kind = MESSAGES[frame[0]]
+    layout = _LAYOUTS[kind]
+    numbers = frame[1 : 1 + len(layout.integers)]
+    values: dict[str, Any] = {
+        name: bool(value) if is_boolean else value
+        for name, value, is_boolean in zip(layout.integers, numbers, layout.booleans)
+    }
+    rest, specs = pickle.loads(data) if data else (layout.defaults, {})
+    values |= zip(layout.pickled, rest)
+    return Parts(kind, values, specs)
+
+
+def ready(tensor: Tensor) -> Tensor:
+    """A tensor as it travels: with its numbers, contiguous, on the CPU."""
+    return value_of(tensor).cpu().contiguous()

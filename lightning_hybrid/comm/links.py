@@ -1,0 +1,220 @@
+"""What joins a stage with the two beside it on the ring of its replica."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.protocol import Word
+from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.transport import GroupWire, Transfer, Wire
+from lightning_hybrid.errors import HybridError
+
+CAPACITY = 64
+"""Messages of tensors that may be on their way over one link."""
+
+W = TypeVar("W", bound=Word)
+
+
+class Arriving(Protocol):
+    """Tensors on their way."""
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, when they are here.
+
+        Raises:
+            ConnectionLost: the peer is gone, or late.
+        """
+
+
+class Link(Protocol):
+    """A stage beside one of this rank's: messages of tensors, and words, both ways.
+
+    Words have a queue of their own, which nothing else uses: neither commands and answers nor the
+    words of another edge between the same two ranks.
+    """
+
+    def reserve(self, messages: int) -> None:
+        """Wait until so many messages more may be on their way.
+
+        There is always room for them on a link where nothing is on its way. Who reserves a whole
+        pass before it begins never waits in the middle of one, where the peer may wait for it.
+        """
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send a message without waiting; it must not be changed before the peer has taken it."""
+
+    def post(self, specs: Sequence[TensorSpec]) -> Arriving:
+        """Begin to take the next message, which has these tensors."""
+
+    def flush(self) -> None:
+        """Wait until the peer has taken everything sent."""
+
+    def send_word(self, word: Word) -> None:
+        """Send a word, without waiting."""
+
+    def receive_word(self, kind: type[W]) -> W:
+        """Wait for the next word, which is of this kind."""
+
+
+class PeerLink:
+    """A link to a stage on another rank.
+
+    Args:
+        words: channel for words.
+        out: for tensors that go there.
+        back: for tensors that come from there. Two wires, since two directions on one NCCL
+            communicator wait for each other.
+        device: where received tensors live.
+        capacity: how many messages may be on their way.
+    """
+
+    def __init__(
+        self,
+        words: Channel,
+        out: Wire,
+        back: Wire,
+        device: torch.device,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._words, self._out, self._back = words, out, back
+        self._device, self._capacity = device, capacity
+        self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
+
+    def reserve(self, messages: int) -> None:
+        while self._sent and len(self._sent) + messages > self._capacity:
+            self._wait_for_oldest()
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        contiguous = [tensor.detach().contiguous() for tensor in tensors]
+        self._sent.append([(self._out.send(tensor), tensor) for tensor in contiguous])
+
+    def post(self, specs: Sequence[TensorSpec]) -> Arriving:
+        tensors = [spec.empty(self._device) for spec in specs]
+        return _Posted(tensors, [self._back.receive(tensor) for tensor in tensors])
+
+    def flush(self) -> None:
+        while self._sent:
+            self._wait_for_oldest()
+
+    def send_word(self, word: Word) -> None:
+        self._words.send(word)
+
+    def receive_word(self, kind: type[W]) -> W:
+        return self._words.receive(kind)
+
+    def _wait_for_oldest(self) -> None:
+        for transfer, _ in self._sent.popleft():
+            transfer.wait()
+
+
+class _Posted:
+    def __init__(self, tensors: list[Tensor], transfers: list[Transfer]) -> None:
+        self._tensors, self._transfers = tensors, transfers
+
+    def wait(self) -> list[Tensor]:
+        for transfer in self._transfers:
+            transfer.wait()
+        return self._tensors
+
+
+class _Mailbox:
+    """What one stage has for another one of the same rank."""
+
+    def __init__(self) -> None:
+        self.tensors: deque[list[Tensor]] = deque()
+        self.words: deque[Word] = deque()
+
+    def wait(self) -> list[Tensor]:
+        """The oldest message. A rank does one thing after the other: it is here already."""
+        return self.tensors.popleft()
+
+
+class LocalLink:
+    """A link to a stage of the same rank: tensors are handed on, without their graph."""
+
+    def __init__(self, out: _Mailbox, back: _Mailbox) -> None:
+        self._out, self._back = out, back
+
+    @classmethod
+    def pair(cls) -> tuple["LocalLink", "LocalLink"]:
+        """The two ends of a link."""
+        along, against = _Mailbox(), _Mailbox()
+        return cls(along, against), cls(against, along)
+
+    def reserve(self, messages: int) -> None:
+        """Nothing is on its way: the receiver has the tensors themselves."""
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        self._out.tensors.append([tensor.detach() for tensor in tensors])
+
+    def post(self, specs: Sequence[TensorSpec]) -> Arriving:
+        return self._back
+
+    def flush(self) -> None:
+        """Nothing is on its way."""
+
+    def send_word(self, word: Word) -> None:
+        self._out.words.append(word)
+
+    def receive_word(self, kind: type[W]) -> W:
+        word = self._back.words.popleft()
+        if not isinstance(word, kind):
+            raise HybridError(
+                f"Expected {kind.__name__} from another stage of this rank, and found "
+                f"{type(word).__name__}. This is an error in lightning_hybrid."
+            )
+        return word
+
+
+@dataclass(frozen=True)
+class Links:
+    """The two neighbours of one stage.
+
+    Attributes:
+        previous: where its activations come from and its gradients go; of stage 0 the driver, with
+            the inputs.
+        next: where its activations go and its gradients come from; of the last stage stage 0.
+    """
+
+    previous: Link
+    next: Link
+
+
+def link_stages(mesh: Mesh, devices: Sequence[int], device: torch.device) -> dict[int, Links]:
+    """Link the stages of this rank; all ranks of the replica call it together.
+
+    Args:
+        mesh: the groups.
+        devices: of each stage the position of its rank.
+        device: where received tensors live.
+
+    Returns:
+        The links of each stage that is here, in the order of the stages.
+    """
+    here, stages = mesh.place.position, len(devices)
+    groups = mesh.ring(devices)
+    after: dict[int, Link] = {}
+    before: dict[int, Link] = {}
+    for edge in range(stages):
+        following = (edge + 1) % stages
+        ends = [devices[edge], devices[following]]
+        if here not in ends:
+            continue
+        if ends[0] == ends[1]:
+            after[edge], before[following] = LocalLink.pair()
+            continue
+        me = ends.index(here)  # the sender of the activations has index 0 in each group
+        peer = str(mesh.place.at(ends[1 - me]))
+        words = mesh.channel(ends[1 - me], tag=1 + edge)
+        activations, gradients = (GroupWire(group, 1 - me, peer) for group in groups[edge])
+        if me == 0:
+            after[edge] = PeerLink(words, activations, gradients, device)
+        else:
+            before[following] = PeerLink(words, gradients, activations, device)
+    return {stage: Links(before[stage], after[stage]) for stage in sorted(after)}

@@ -1,0 +1,456 @@
+"""Every message between two ranks: one frozen dataclass each, known to both ends.
+
+Three families:
+
+* a :class:`Command` goes from a driver to its workers, which carry commands out in order; one that
+  is ``answered`` gets an :class:`Answer` back;
+* a :class:`Word` goes from a stage to the one before or behind it, on the queue of their link;
+* :class:`StillAlive` and :class:`Leaving` may come between all others and are dealt with by the
+  channel itself.
+
+To add a command: define its class here, name it in ``MESSAGES``, and give
+:class:`~lightning_hybrid.runtime.worker.Worker` a handler for it in its table.
+
+Messages with ``in_frame`` are part of every training step: their integers travel in a frame of
+fixed size. All other fields are pickled together, and only where one of them differs from its
+default. A field ``tensors`` is neither: specs are pickled, then the tensors follow as they are.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lightning_hybrid.comm.call_key import CallKey
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.network import StageCode
+
+Tensors = Iterable[tuple[str, Tensor]]
+"""Named tensors. The receiver gets an iterator that takes them off the wire one by one."""
+
+Hyperparameters = dict[str, Any]
+"""A parameter group of an optimizer; its parameters by name."""
+
+
+class Kind(Enum):
+    """What a tensor of another rank is to the LightningModule."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+
+
+class Message:
+    """What one rank sends to another.
+
+    Attributes:
+        in_frame: whether the integers of the message travel in its frame (at most eight).
+    """
+
+    in_frame: ClassVar[bool] = False
+
+
+class Command(Message):
+    """What a driver asks of its workers.
+
+    Attributes:
+        answered: whether the worker sends an :class:`Answer`.
+        outdates: of which kinds the worker changes the tensors that it owns, so that what the
+            driver has fetched of them before is stale.
+    """
+
+    answered: ClassVar[bool] = False
+    outdates: ClassVar[frozenset[Kind]] = frozenset()
+
+
+# ---------------------------------------------------------------- the network
+
+
+@dataclass(frozen=True)
+class Cut(Command):
+    """Make this rank's stages of a network, or of another graph of a network that is cut already.
+
+    Attributes:
+        network: number of the network; one that is known gets another graph.
+        name: its dotted name in the LightningModule; empty for the LightningModule itself.
+        stages: the rank's stages, by number.
+        devices: of each stage of the network the position of its rank in the replica.
+        borrowed: names in the network of parameters that the rank uses and another one owns.
+        schedule: name of the schedule.
+        seed: of the random numbers inside the network.
+    """
+
+    answered = True
+    network: int
+    name: str
+    stages: Mapping[int, StageCode]
+    devices: tuple[int, ...]
+    borrowed: frozenset[str]
+    schedule: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Forward(Command):
+    """Run the forward pass of a call.
+
+    Attributes:
+        network: number of the network.
+        call: number of the call.
+        draw: decides the random numbers; see :func:`lightning_hybrid.runtime.random.draw_number`.
+        key: number of the call's key.
+        exchange: headers travel with the activations.
+        draws: the generators' state travels with the activations.
+        new_key: the key, where the worker has not heard of it yet.
+    """
+
+    in_frame = True
+    outdates = frozenset({Kind.BUFFER})
+    network: int
+    call: int
+    draw: int
+    key: int
+    exchange: bool
+    draws: bool
+    new_key: CallKey | None = None
+
+
+@dataclass(frozen=True)
+class Backward(Command):
+    """Run a backward pass of a call.
+
+    Attributes:
+        network: number of the network.
+        call: number of the call.
+        pattern: number of the pattern of gradients at the network's outputs (some may have none).
+        exchange: the pattern is new, words about it travel with the gradients.
+        parameters: whether parameters get gradients (not under ``torch.autograd.grad``).
+        keep: ``retain_graph``.
+        input_gradient: whether the driver wants the gradient of the inputs.
+        reduce: average over the replicas, overlapped with the last micro-batch.
+    """
+
+    in_frame = True
+    outdates = frozenset({Kind.GRADIENT})
+    network: int
+    call: int
+    pattern: int
+    exchange: bool
+    parameters: bool
+    keep: bool
+    input_gradient: bool
+    reduce: bool
+
+
+@dataclass(frozen=True)
+class Free(Command):
+    """A call gets no backward: drop what was kept for it."""
+
+    in_frame = True
+    network: int
+    call: int
+
+
+@dataclass(frozen=True)
+class Reduce(Command):
+    """Average the gradients of a network over the replicas."""
+
+    in_frame = True
+    outdates = frozenset({Kind.GRADIENT})
+    network: int
+
+
+@dataclass(frozen=True)
+class SynchronizeBuffers(Command):
+    """Give every replica the buffers of replica 0, or (``state``) those that training reads."""
+
+    in_frame = True
+    outdates = frozenset({Kind.BUFFER})
+    state: bool
+
+
+@dataclass(frozen=True)
+class Share(Command):
+    """Give every replica the weights of replica 0; on request the optimizers' states too."""
+
+    network: int
+    optimizers: bool
+
+
+# ---------------------------------------------------------------- the optimizers
+
+
+@dataclass(frozen=True)
+class TakeOptimizers(Command):
+    """Take optimizers as the driver's are now.
+
+    Attributes:
+        fresh: bit k: forget the state that optimizer k has here.
+        data: as written by :func:`lightning_hybrid.runtime.optimizers.ship`.
+    """
+
+    fresh: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class OptimizerCommand(Command):
+    """A command about one optimizer, by its number."""
+
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class TakeGroups(OptimizerCommand):
+    """Take the parameter groups of an optimizer."""
+
+    groups: list[Hyperparameters]
+
+
+@dataclass(frozen=True)
+class GiveOptimizer(OptimizerCommand):
+    """Answer with the state of an optimizer, by parameter name."""
+
+    answered = True
+
+
+@dataclass(frozen=True)
+class ZeroGrad(OptimizerCommand):
+    """Clear the gradients of an optimizer."""
+
+    in_frame = True
+    outdates = frozenset({Kind.GRADIENT})
+    set_to_none: bool
+
+
+@dataclass(frozen=True)
+class Step(OptimizerCommand):
+    """Step an optimizer, with other parameter groups if there are ``groups``."""
+
+    in_frame = True
+    outdates = frozenset({Kind.PARAMETER})
+    groups: list[Hyperparameters] | None = None
+
+
+@dataclass(frozen=True)
+class GradientNorm(OptimizerCommand):
+    """Answer with the norm of each gradient of an optimizer, by parameter name."""
+
+    answered = True
+    order: float
+
+
+@dataclass(frozen=True)
+class ScaleGradients(OptimizerCommand):
+    """Multiply the gradients of an optimizer by ``factor``."""
+
+    outdates = frozenset({Kind.GRADIENT})
+    factor: float | Tensor
+
+
+@dataclass(frozen=True)
+class ClipValues(OptimizerCommand):
+    """Clamp the gradients of an optimizer to [-bound, bound]."""
+
+    outdates = frozenset({Kind.GRADIENT})
+    bound: float
+
+
+@dataclass(frozen=True)
+class Unscale(OptimizerCommand):
+    """Multiply the gradients of an optimizer by ``factor``; answer whether one is not finite."""
+
+    answered = True
+    outdates = frozenset({Kind.GRADIENT})
+    factor: Tensor
+
+
+# ---------------------------------------------------------------- single tensors
+
+
+@dataclass(frozen=True)
+class GiveWeights(Command):
+    """Answer with these parameters and buffers, as tensors."""
+
+    answered = True
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class TakeWeights(Command):
+    """Take these parameters and buffers."""
+
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class NameGradients(Command):
+    """Answer with the names of the parameters that have a gradient."""
+
+    answered = True
+
+
+@dataclass(frozen=True)
+class GiveGradients(Command):
+    """Answer with the gradients of these parameters, as tensors."""
+
+    answered = True
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class GiveBorrowedGradients(Command):
+    """Answer with the gradients of parameters that another rank owns, and forget them here."""
+
+    answered = True
+
+
+@dataclass(frozen=True)
+class TakeGradients(Command):
+    """Set the gradients of these parameters, or (``add``) add to them."""
+
+    add: bool
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class ClearGradients(Command):
+    """Set the gradients of these parameters to ``None``."""
+
+    names: list[str]
+
+
+# ---------------------------------------------------------------- the run
+
+
+@dataclass(frozen=True)
+class Check(Command):
+    """Answer that all went well up to here."""
+
+    answered = True
+
+
+@dataclass(frozen=True)
+class Report(Command):
+    """Answer with the report of this name."""
+
+    answered = True
+    name: str
+
+
+@dataclass(frozen=True)
+class ForgetFailure(Command):
+    """The run ends, and what follows is wanted whatever has failed before."""
+
+
+@dataclass(frozen=True)
+class End(Command):
+    """The run is over; the driver's results, for all ranks."""
+
+    answered = True
+    results: Any
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """To a command, by a worker.
+
+    Attributes:
+        failure: what the worker has failed with, now or since it was last asked.
+        value: what was asked for.
+        tensors: likewise, as tensors.
+    """
+
+    failure: Failure | None = None
+    value: Any = None
+    tensors: Tensors = ()
+
+
+# ---------------------------------------------------------------- between neighbours
+
+
+class Word(Message):
+    """What a stage tells one beside it."""
+
+
+@dataclass(frozen=True)
+class Header(Word):
+    """What follows: the values of a micro-batch; ``None`` once, and nothing, if a stage has failed.
+
+    Attributes:
+        specs: of the values.
+        draws: whether a stage up to here draws random numbers.
+    """
+
+    specs: list[TensorSpec] | None = None
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class Status(Word):
+    """At the end of a forward pass: whether a stage up to here has failed."""
+
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Pattern(Word):
+    """Which of the values of a cut get a gradient."""
+
+    present: list[bool]
+
+
+# ---------------------------------------------------------------- between all others
+
+
+@dataclass(frozen=True)
+class StillAlive(Message):
+    """The sender is busy, and has not stopped."""
+
+
+@dataclass(frozen=True)
+class Leaving(Message):
+    """The sender has failed, or heard of a failure: nothing comes from it any more."""
+
+    failure: Failure
+
+
+MESSAGES: tuple[type[Message], ...] = (
+    Cut,
+    Forward,
+    Backward,
+    Free,
+    Reduce,
+    SynchronizeBuffers,
+    Share,
+    TakeOptimizers,
+    TakeGroups,
+    GiveOptimizer,
+    ZeroGrad,
+    Step,
+    GradientNorm,
+    ScaleGradients,
+    ClipValues,
+    Unscale,
+    GiveWeights,
+    TakeWeights,
+    NameGradients,
+    GiveGradients,
+    GiveBorrowedGradients,
+    TakeGradients,
+    ClearGradients,
+    Check,
+    Report,
+    ForgetFailure,
+    End,
+    Answer,
+    Header,
+    Status,
+    Pattern,
+    StillAlive,
+    Leaving,
+)
+"""All of them; the place of a class is its number in a frame."""

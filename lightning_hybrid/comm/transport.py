@@ -1,0 +1,150 @@
+"""Tensors between two ranks, one after the other: what channels and links are made of.
+
+A :class:`Wire` joins this rank to one peer. :class:`GroupWire` is the real one, over a process
+group of ``torch.distributed``; :mod:`lightning_hybrid.comm.memory` has one between two threads,
+with the same promises.
+"""
+
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.comm.losses import is_late
+from lightning_hybrid.compat import unrecorded
+from lightning_hybrid.errors import RemoteError
+
+Group = Any
+"""A process group used by its own methods; those of gloo and NCCL have no public common type."""
+
+UNKNOWN_PEER = "a rank of the group"
+"""How to name the peer where a collective cannot tell which one is lost."""
+
+
+class ConnectionLost(RemoteError):
+    """The connection to a peer was closed, or the peer did not answer within the time-out.
+
+    Args:
+        text: the message.
+        peer: the name of the peer, if this rank can tell which it is.
+        late: it did not answer within the time-out; its process may still exist.
+    """
+
+    def __init__(self, text: str, peer: str | None = None, *, late: bool = False) -> None:
+        super().__init__(text)
+        self.peer, self.late = peer, late
+
+
+class Transfer(Protocol):
+    """A send or a receive that has begun."""
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            ConnectionLost: the peer is gone, or late.
+        """
+
+
+class Wire(Protocol):
+    """Both directions between this rank and a peer.
+
+    What one end sends arrives at the other end in the order of the sends. A send is over when the
+    peer has begun to receive: until then the tensor must not be changed. Receives may be posted
+    ahead; they complete in their order.
+
+    Attributes:
+        peer: how to name the other rank in an error.
+    """
+
+    peer: str
+
+    def send(self, tensor: Tensor) -> Transfer:
+        """Begin to send a contiguous tensor; does not block.
+
+        Raises:
+            ConnectionLost: the peer is known to be gone.
+        """
+
+    def receive(self, tensor: Tensor) -> Transfer:
+        """Begin to receive into a contiguous tensor; does not block.
+
+        Raises:
+            ConnectionLost: the peer is known to be gone.
+        """
+
+
+class GroupWire:
+    """A wire over a process group.
+
+    Args:
+        group: has this rank and the peer.
+        other: index of the peer in the group.
+        peer: how to name it in an error.
+        tag: keeps apart what goes between the same two ranks of one gloo group: sends pair with
+            receives of the same tag only. NCCL knows no tags.
+    """
+
+    def __init__(self, group: Group, other: int, peer: str, tag: int = 0) -> None:
+        self.peer = peer
+        self._group, self._other, self._tag = group, other, tag
+
+    def send(self, tensor: Tensor) -> Transfer:
+        work = start(self._group.send, [tensor], self._other, self._tag, peer=self.peer)
+        return _GroupTransfer(work, self.peer)
+
+    def receive(self, tensor: Tensor) -> Transfer:
+        work = start(self._group.recv, [tensor], self._other, self._tag, peer=self.peer)
+        return _GroupTransfer(work, self.peer)
+
+
+class _GroupTransfer:
+    def __init__(self, work: dist.Work, peer: str) -> None:
+        self._work, self._peer = work, peer
+
+    def wait(self) -> None:
+        wait(self._work, self._peer)
+
+
+def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
+    """Begin a transfer or a collective: ``call`` is a method of a process group.
+
+    Raises:
+        ConnectionLost: ``peer`` is gone.
+    """
+    try:
+        with unrecorded():
+            work: dist.Work = call(*arguments)
+    except RuntimeError as error:
+        raise connection_lost(peer, error) from None
+    return work
+
+
+def wait(work: dist.Work, peer: str) -> None:
+    """Wait for the end of what :func:`start` has begun.
+
+    Raises:
+        ConnectionLost: ``peer`` is gone, or late.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise connection_lost(peer, error) from None
+
+
+def connection_lost(peer: str, error: RuntimeError) -> ConnectionLost:
+    """What to raise for an error of a backend.
+
+    The text names ``peer`` and keeps the first line of the backend's own, which is mostly a page of
+    C++ frames.
+    """
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection closed"
+    late = is_late(error)
+    why = (
+        "It has stopped answering, or needs longer than the time-out, which "
+        "HybridGabraStrategy(timeout=...) sets"
+        if late
+        else "It was killed, or its process ended without a word"
+    )
+    name = None if peer.startswith("a rank of") else peer
+    return ConnectionLost(f"Lost {peer}. {why} ({reason})", name, late=late)
