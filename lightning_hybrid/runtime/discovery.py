@@ -55,6 +55,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
+from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.mesh import Mesh
 from lightning_hybrid.runtime.staged import tensors_of
 from lightning_hybrid.runtime.transport import broadcast_object
@@ -166,6 +167,7 @@ class Networks:
         self._said: set[tuple[str, str]] = set()
         # what a hook makes on this rank alone, the others do not have
         self._shared = {name: kind_of(value) for name, value in tensors_of(module).items()}
+        self._logging_later = LoggingLater(module)
         self._watched: dict[str, nn.Module] = {}
         if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1 or discovery.compiled:
             self._watched = candidates(module, discovery.names)
@@ -262,6 +264,7 @@ class Networks:
     def _captured(self, found: _Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         remote = self._driver.remote
         with ExitStack() as stack:
+            stack.enter_context(self._logging_later())
             stack.enter_context(without_mode(Synchronised))
             stack.enter_context(own_saved_tensors())
             stack.enter_context(remote.suspended())
@@ -480,7 +483,11 @@ class Networks:
         # batch statistics are those of a micro-batch in all calls
         normalised = any(isinstance(m, BatchNorm) and m.training for m in found.module.modules())
         chunks = found.driven[0][1].microbatches if normalised else 1
-        return call_in_chunks(found.forward, arguments, keywords, chunks)
+        remote = self._driver.remote
+        remote.adopt_replaced()
+        result = call_in_chunks(found.forward, arguments, keywords, chunks)
+        remote.adopt_replaced()  # what the call itself has replaced
+        return result
 
     def _add(
         self,
