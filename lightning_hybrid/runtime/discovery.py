@@ -50,6 +50,7 @@ from lightning_hybrid.network.capture import kind_of
 from lightning_hybrid.network.deferred import Hollow, is_unmade, make
 from lightning_hybrid.network.find import Handler, candidates, own_forward, unwatch, watch
 from lightning_hybrid.network.following import CannotFollow, follow
+from lightning_hybrid.network.places import place_of
 from lightning_hybrid.network.stage import cut_at
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.batchnorm import Synchronised
@@ -570,7 +571,7 @@ class Networks:
                 f"{found.shown} has {_count(len(partitions), 'network partition')}, fewer than "
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{_count(len(partitions), 'stage')}, or name another network: "
-                f"HybridGabraStrategy(network='...').{_why_not_more(partitions)}"
+                f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions)}"
             )
         wanted = self._how.microbatches or _microbatches(leaves, stages)
         slices = [list(leaves)]
@@ -664,10 +665,14 @@ def _named(found: _Found) -> Iterator[None]:
         ) from error
 
 
-def _why_not_more(partitions: Sequence[NetworkPartition]) -> str:
-    """Where a network could not be cut, one line each."""
+def _why_not_more(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> str:
+    """Where a network could not be cut, one line each; or where in its code it has weights."""
     places = [place for partition in partitions for place in partition.refused]
     lines = [f"\nIt cannot be cut before {name!r}: {reason}." for name, reason in places[:3]]
+    if not lines:
+        users = [layer for layer in graph.layers if layer.parameters]
+        names = [f"{y.module or y.name!r} ({place_of(y.node)})" for y in users[:3]]
+        lines = [f"\nIt has weights in {', '.join(names)}{', ...' * (len(users) > 3)}."]
     return "".join(lines)
 
 

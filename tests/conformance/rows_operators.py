@@ -366,8 +366,6 @@ class DifferentiatesForward(_Between):
 class CheckpointsAtTheTop(_Between):
     """All of the network is one checkpointed call."""
 
-    equal_or_refused = ("1 network partition",)
-
     shapes = fast = EVERY
 
     class Net(Layers):

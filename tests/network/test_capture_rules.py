@@ -398,14 +398,45 @@ def test_a_cut_within_modes_leaves_and_enters_them() -> None:
         assert same(outputs_and_gradients(network, call, X), expected)
 
 
+class OneRegion(nn.Module):
+    """All that it computes is one checkpointed call, with two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(
+            *(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            *(nn.Tanh(), nn.Linear(4, 4)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, total = checkpoint(self.inside, 2 * x, use_reentrant=False)
+        return h + total
+
+    def inside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.layers(x)
+        return h, h.view(x.shape[0], 2, 2).sum(1).repeat(1, 2) + torch.rand(x.shape[0], 4)
+
+
+def test_a_network_that_is_one_checkpointed_call_is_cut_inside() -> None:
+    network = OneRegion()
+    other, staged = deepcopy(network), Staged(network)
+    for _ in range(2):
+        found = outputs_and_gradients(network, staged, X)
+        assert same(found, outputs_and_gradients(other, other, X))
+    (codes,) = staged.codes.values()
+    recomputed = [str(code.code.nodes).count("code:checkpointed") for code in codes]
+    assert recomputed == [1, 1, 1]
+
+
 def test_a_cumulative_average_is_captured_bit_for_bit() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4), nn.BatchNorm1d(4)
-    )
+    ).double()
     other, staged = deepcopy(network), Staged(network)
     for step in range(4):
-        x = torch.randn(6, 4)
+        x = torch.randn(6, 4, dtype=torch.float64)
         if step == 2:
             network[3].momentum = other[3].momentum = None
         found = outputs_and_gradients(network, staged, x)
