@@ -339,9 +339,7 @@ class Driver:
             for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self.device)
         state = partial(state_buffers, self.module)
-        return Copies(
-            parameters, self._buffers_of_the_rest, self._mesh.copies, self._trace, state
-        )
+        return Copies(parameters, self._buffers_of_the_rest, self._mesh.copies, self._trace, state)
 
     def _buffers_of_the_rest(self) -> list[Tensor]:
         cut = {id(t) for network in self._networks for t in network.tensors()}
