@@ -180,7 +180,14 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if options.pop("use_reentrant", False) and not any(value.requires_grad for value in inputs):
         with torch.no_grad():  # the reentrant kind gives no gradients then
             return body(*args)
-    return checkpoint(body, *args, use_reentrant=False, **options)
+    # what is given to `checkpoint` must not change until the backward, as counters of batches do
+    kept = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
+
+    def run(*values: Any) -> Any:
+        given = dict(zip(kept, values))
+        return body(*(given.get(i, a) for i, a in enumerate(args)))
+
+    return checkpoint(run, *(args[i] for i in kept), use_reentrant=False, **options)
 
 
 class _Root:

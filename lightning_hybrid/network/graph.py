@@ -36,6 +36,7 @@ from lightning_hybrid.compat import (
     value_with,
 )
 from lightning_hybrid.network.annotate import Annotations, Effects, annotate
+from lightning_hybrid.network.checkpointing import open_only_region
 from lightning_hybrid.network.code import stable
 
 Sizes = Mapping[Any, int]
@@ -318,6 +319,7 @@ class _Describing:
         given: set[int],
         values: Sequence[Any],
     ) -> None:
+        open_only_region(module)
         self.graph_ = module.graph
         self.network, self.values, self.given = network, values, given
         self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]

@@ -288,7 +288,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     tolerance = torch.finfo(one.dtype).eps ** 0.5
-    scale = one.abs().max().item() if one.numel() else 0.0
+    scale = one.abs().nan_to_num(0.0, 0.0).max().item() if one.numel() else 0.0
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 

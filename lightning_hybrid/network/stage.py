@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hybrid.compat import exit_autocast, set_gradients
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network.checkpointing import close_region
 from lightning_hybrid.network.code import GraphCode
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.deferred import make
@@ -235,8 +236,9 @@ def _stage(
         copier.add(node)
     copier.leave(open_at(graph, stop))
     code = copier.finished(outputs)
+    attributes = {**graph.attributes, **close_region(code)}
     return StageCode(
-        GraphCode.of(code, graph.attributes, device),
+        GraphCode.of(code, attributes, device),
         tuple(graph.tensors[node] for node in copier.tensors),
         tuple(graph.numbers.index(node) for node in copier.numbers),
         frozenset[str]().union(*(layer.written for layer in layers)),

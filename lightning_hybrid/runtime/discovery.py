@@ -52,11 +52,13 @@ from lightning_hybrid.network.capture import kind_of
 from lightning_hybrid.network.deferred import Hollow, is_unmade, make
 from lightning_hybrid.network.find import Handler, candidates, own_forward, unwatch, watch
 from lightning_hybrid.network.following import CannotFollow, follow
+from lightning_hybrid.network.places import place_of
 from lightning_hybrid.network.stage import cut_at
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import DrivenNetwork, Driver
+from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.staged import tensors_of
 
 
@@ -168,6 +170,7 @@ class Networks:
         self._said: set[tuple[str, str]] = set()
         # what a hook makes on this rank alone, the others do not have
         self._shared = {name: kind_of(value) for name, value in tensors_of(module).items()}
+        self._logging_later = LoggingLater(module)
         self._watched: dict[str, nn.Module] = {}
         if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1 or discovery.compiled:
             self._watched = candidates(module, discovery.names)
@@ -264,6 +267,7 @@ class Networks:
     def _captured(self, found: _Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         remote = self._driver.remote
         with ExitStack() as stack:
+            stack.enter_context(self._logging_later())
             stack.enter_context(without_mode(Synchronised))
             stack.enter_context(own_saved_tensors())
             stack.enter_context(remote.suspended())
@@ -482,9 +486,12 @@ class Networks:
             "runs on the driver in some calls, on whole batches and on weights that are fetched "
             "for each of them, since " + reason,
         )
-        # its Python and its hooks must run once
-        with self._driver.generators()(0):
-            return found.forward(*arguments, **keywords)
+        remote = self._driver.remote
+        remote.adopt_replaced()
+        with self._driver.generators()(0):  # its Python and its hooks must run once
+            result = found.forward(*arguments, **keywords)
+        remote.adopt_replaced()  # what the call itself has replaced
+        return result
 
     def _add(
         self,
@@ -580,7 +587,7 @@ class Networks:
                 f"{found.shown} has {_count(len(partitions), 'network partition')}, fewer than "
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{_count(len(partitions), 'stage')}, or name another network: "
-                f"HybridGabraStrategy(network='...').{_why_not_more(partitions)}"
+                f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions)}"
             )
         wanted = self._how.microbatches or _microbatches(leaves, stages)
         slices = [list(leaves)]
@@ -676,10 +683,14 @@ def _named(found: _Found) -> Iterator[None]:
         ) from error
 
 
-def _why_not_more(partitions: Sequence[NetworkPartition]) -> str:
-    """Where a network could not be cut, one line each."""
+def _why_not_more(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> str:
+    """Where a network could not be cut, one line each; or where in its code it has weights."""
     places = [place for partition in partitions for place in partition.refused]
     lines = [f"\nIt cannot be cut before {name!r}: {reason}." for name, reason in places[:3]]
+    if not lines:
+        users = [layer for layer in graph.layers if layer.parameters]
+        names = [f"{y.module or y.name!r} ({place_of(y.node)})" for y in users[:3]]
+        lines = [f"\nIt has weights in {', '.join(names)}{', ...' * (len(users) > 3)}."]
     return "".join(lines)
 
 

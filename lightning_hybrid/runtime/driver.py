@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,8 +224,9 @@ class Driver:
         for part in here:
             part.move(self.device)
         own = own_parameters(here, borrowed[0])
-        state = state_buffers(network)
-        copies = Copies(own, own_buffers(here), self._mesh.copies, self._trace, state)
+        state = partial(state_buffers, network)
+        buffers = partial(own_buffers, here)
+        copies = Copies(own, buffers, self._mesh.copies, self._trace, state)
         engine = Engine(
             stages,
             devices,
@@ -347,12 +349,15 @@ class Driver:
         """The copies of what no network owns: temperatures, loss weights, small networks."""
         cut = {id(t) for network in self._networks for t in network.tensors()}
         parameters = [p for p in self.module.parameters() if not (id(p) in cut or is_unmade(p))]
-        buffers = [b for b in self.module.buffers() if not (id(b) in cut or is_unmade(b))]
         if self._networks or self._settled:  # until then everything waits on the CPU
-            for tensor in (*parameters, *buffers):
+            for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self.device)
-        state = state_buffers(self.module)
-        return Copies(parameters, buffers, self._mesh.copies, self._trace, state)
+        state = partial(state_buffers, self.module)
+        return Copies(parameters, self._buffers_of_the_rest, self._mesh.copies, self._trace, state)
+
+    def _buffers_of_the_rest(self) -> list[Tensor]:
+        cut = {id(t) for network in self._networks for t in network.tensors()}
+        return [b for b in self.module.buffers() if not (id(b) in cut or is_unmade(b))]
 
     def settle(self) -> None:
         """No network is cut: all that waited for one is the driver's own."""

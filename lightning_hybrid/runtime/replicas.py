@@ -74,23 +74,21 @@ class Copies:
 
     Args:
         parameters: those of the stages, in the same order on every replica.
-        buffers: likewise.
+        buffers: gives those that the stages have now (one may be replaced), likewise.
         group: of the ranks that own a copy.
         trace: where the all-reduces are recorded.
-        state: which of the buffers training steps read; see :func:`state_buffers`.
+        state: gives buffers that training steps read; see :func:`state_buffers`.
     """
 
     def __init__(
         self,
         parameters: Iterable[Parameter],
-        buffers: Iterable[Tensor],
+        buffers: Callable[[], Iterable[Tensor]],
         group: Group,
         trace: Trace,
-        state: Iterable[Tensor] = (),
+        state: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        self._parameters, self._buffers = list(parameters), list(buffers)
-        read = {id(buffer) for buffer in state}
-        self._state = [buffer for buffer in self._buffers if id(buffer) in read]
+        self._parameters, self._buffers, self._state = list(parameters), buffers, state
         self._group, self._trace = group, trace
         self._size = group.size()
         self._armed = False
@@ -144,7 +142,10 @@ class Copies:
         """
         if self._size == 1:
             return
-        buffers = self._state if state else self._buffers
+        buffers = list(self._buffers())
+        if state:
+            read = {id(buffer) for buffer in self._state()}
+            buffers = [buffer for buffer in buffers if id(buffer) in read]
         _broadcast(self._group, buffers)
 
     def broadcast_weights(self) -> None:

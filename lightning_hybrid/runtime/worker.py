@@ -1,6 +1,7 @@
 """A worker: it owns stages of each network, not the last one, and obeys its driver."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -201,8 +202,8 @@ class Worker:
         for stage in mine:
             stage.move(self._device)
         own = own_parameters(mine, order.borrowed)
-        state = state_buffers(network)
-        copies = Copies(own, own_buffers(mine), self._mesh.copies, self._trace, state)
+        state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
+        copies = Copies(own, buffers, self._mesh.copies, self._trace, state)
         engine = Engine(
             stages,
             order.devices,

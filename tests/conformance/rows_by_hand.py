@@ -267,26 +267,49 @@ class ResetsStatistics(Row):
 
     shares = True
 
-    fast = (ONE_OF_TWO,)
+    fast = (ONE_OF_TWO, TWO_OF_TWO)
     per_microbatch = True
 
     class Net(Layers):
+        by_value = False
+
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
+            self.third = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.by_value and x.sum() > 100:  # then it cannot be captured
+                return -super().forward(x)
+            return super().forward(x)
 
     def build(self) -> None:
         self.net = self.Net()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        norm = self.net.first[1]
+        norms = self.net.first[1], self.net.third[0]
         if self.trainer.global_step == 2:
-            norm.running_mean = torch.zeros_like(norm.running_mean)
-            norm.running_var = torch.ones_like(norm.running_var)
-            norm.num_batches_tracked *= 0
-            norm.momentum = None
+            for norm in norms:
+                self.reset(norm)
         if self.trainer.world_size == 1:  # with more, each has its own
-            self.seen.append(norm.running_mean.tolist())
+            self.seen.append([norm.running_mean.tolist() for norm in norms])
+
+    def reset(self, norm: nn.BatchNorm1d) -> None:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        assert norm.num_batches_tracked is not None
+        norm.running_mean = torch.zeros_like(norm.running_mean)
+        norm.running_var = torch.ones_like(norm.running_var)
+        norm.num_batches_tracked *= 0
+        norm.momentum = None
+
+
+class ResetsStatisticsOfWhatRunsHere(ResetsStatistics):
+    """The same, while the network can be captured no more, and runs on the driver."""
+
+    def reset(self, norm: nn.BatchNorm1d) -> None:
+        super().reset(norm)
+        self.net.by_value = True
 
 
 class StartsAgain(Row):

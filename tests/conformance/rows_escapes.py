@@ -226,14 +226,19 @@ class HooksWeights(Row):
 
 
 class LooksWhereItLooked(Row):
-    """Grad-CAM: a hook keeps a feature map and, after the backward, its gradient."""
+    """Grad-CAM: a hook keeps a feature map and, after the backward, its gradient.
 
-    equal_or_refused = ("retain_grad",)
+    What comes before the hook is cut.
+    """
 
     fast = IN_REPLICAS
 
     def build(self) -> None:
         super().build()
+        first: Any = nn.Sequential(
+            *(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        )
+        self.net.first = first
         self.net.second.register_forward_hook(self.keep)
 
     def keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:

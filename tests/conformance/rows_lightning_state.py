@@ -251,8 +251,6 @@ class ReadsSizesThatChange(_Own):
 class LogsInForward(_Own):
     """`self.log` and `self.log_dict` of what the layers make."""
 
-    equal_or_refused = ("captured",)
-
     fast = IN_REPLICAS
     captures = None
 

@@ -14,6 +14,11 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
+def deep() -> Any:
+    """A first layer that can be cut by itself, into up to three stages."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
 class _Between(Row):
     """`between` stands behind the first and behind the second layer, so in two stages."""
 
@@ -35,8 +40,6 @@ class _Between(Row):
 class RaisesToPowers(_Between):
     """`**` in all forms: by numbers, of numbers, of tensors, reversed, in place."""
 
-    equal_or_refused = ("captured", "pow")
-
     shapes = fast = EVERY
 
     class Net(_Between.Net):
@@ -44,7 +47,7 @@ class RaisesToPowers(_Between):
             x = x**2 + 2**x + (x.abs() + 0.5) ** -0.5 + (x + 3) ** x + x**3.0 + pow(x, 2)
             x = x + torch.pow(0.5, x) + torch.pow(x, torch.tensor(2)) + x.square() ** 1
             x = x + torch.float_power(x.abs() + 1, 0.5) + 0.0 ** x.abs().ceil()
-            x = x / 8
+            x = torch.tanh(x / 8)
             x **= 2
             return x.pow_(2).sqrt()
 
@@ -226,8 +229,6 @@ class StopsGradients(_Between):
 class LeavesGradModes(_Between):
     """A region without gradients begins before the cut, and ends behind it."""
 
-    equal_or_refused = ("net.second",)
-
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
     trains = False  # the head alone has gradients
 
@@ -245,9 +246,8 @@ class LeavesGradModes(_Between):
 class HasAutocastInside(_Between):
     """A part runs in lower precision, another is kept out of it."""
 
-    equal_or_refused = ("net.second",)
-
     tolerance = 1e-6
+    per_microbatch = True  # a gradient in half precision is rounded once for each
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -268,8 +268,6 @@ class HasAutocastInside(_Between):
 class MapsOverSamples(_Between):
     """`torch.vmap` of a layer, and of a function with a parameter of its own."""
 
-    equal_or_refused = ("net.second",)
-
     fast = IN_REPLICAS
 
     class Net(Layers):
@@ -288,8 +286,6 @@ class MapsOverSamples(_Between):
 class CallsFunctionally(_Between):
     """`torch.func.functional_call`: the weights of a layer are made by another layer."""
 
-    equal_or_refused = ("net.second",)
-
     trains = False  # a gradient of what is made goes to what makes it
 
     class Net(Layers):
@@ -305,8 +301,6 @@ class CallsFunctionally(_Between):
 
 class HasAnEnsemble(_Between):
     """Stacked weights of three members, run by `vmap` over `functional_call`."""
-
-    equal_or_refused = ("1 network partition",)
 
     cuts: ClassVar = {2: ["net.head"]}
 
@@ -358,8 +352,6 @@ class AsksAutogradInside(_Between):
 class DifferentiatesForward(_Between):
     """Forward-mode derivatives, by `torch.autograd.forward_ad`."""
 
-    equal_or_refused = ("captured",)
-
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             with forward_ad.dual_level():
@@ -374,8 +366,6 @@ class DifferentiatesForward(_Between):
 class CheckpointsAtTheTop(_Between):
     """All of the network is one checkpointed call."""
 
-    equal_or_refused = ("1 network partition",)
-
     shapes = fast = EVERY
 
     class Net(Layers):
@@ -388,8 +378,6 @@ class CheckpointsAtTheTop(_Between):
 
 class CheckpointsItsBlocks(_Between):
     """One region for each block, one over several, an older reentrant one."""
-
-    equal_or_refused = ("checkpoint_sequential",)
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` takes no reentrant ones beside unused parameters
     cuts: ClassVar = {2: ["net.blocks.2"]}
@@ -488,13 +476,18 @@ class DrawsFromItsOwnGenerator(_Between):
 
 
 class SeedsInForward(_Between):
-    """`torch.manual_seed` within `forward`: the same noise for every batch."""
+    """`torch.manual_seed` within `forward`: the same noise for every batch.
 
-    equal_or_refused = ("fork_rng",)
+    What comes before it is cut.
+    """
 
     control = False
 
     class Net(_Between.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = deep()
+
         def between(self, x: Tensor) -> Tensor:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(3)
@@ -544,8 +537,6 @@ class LoopsUntilItConverges(_Between):
 class FindsNonzero(_Between):
     """Only rows with a positive first feature go through the layer."""
 
-    equal_or_refused = ("1 network partition",)
-
     fast = IN_REPLICAS
 
     class Net(Layers):
@@ -573,22 +564,22 @@ class ChoosesByAMask(_Between):
 
 
 class FindsUnique(_Between):
-    """Each distinct token is embedded once."""
+    """Each distinct token is embedded once; what follows takes all of them again."""
 
-    equal_or_refused = ("1 network partition",)
-
-    cuts: ClassVar = {2: ["net.second"]}
+    cuts: ClassVar = {2: ["net.third"]}
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Embedding(9, 8)
-            self.second = nn.Linear(8, 3)
+            self.second = nn.Linear(8, 8)
+            self.third = nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             tokens = (x[:, 0] * 2).round().long().clamp(-4, 4) + 4
             distinct, where = torch.unique(tokens, return_inverse=True)
-            return self.second(torch.tanh(self.first(distinct)))[where]
+            x = self.second(torch.tanh(self.first(distinct)))[where]
+            return self.third(torch.tanh(x))
 
 
 class PacksSequences(_Between):

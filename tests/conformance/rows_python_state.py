@@ -87,8 +87,6 @@ class ReadsTheTrainer(_Whole):
 
 
 class ReadsTheLearningRate(_Whole):
-    equal_or_refused = ("1 network partition",)
-
     def scale(self) -> float:
         return 1 + 10 * self.trainer.optimizers[0].param_groups[0]["lr"]
 

@@ -431,8 +431,6 @@ class FollowsItsStudent(PrefersByReference):
 class HasATeacherInside(_Net):
     """The frozen teacher is part of the student's module, and is called within its `forward`."""
 
-    equal_or_refused = ("net.student.second",)
-
     cuts: ClassVar = {2: ["net.student.second"]}
     idle = True
 
@@ -671,8 +669,6 @@ class ResizesABuffer(_Net):
 class HasSparseGradients(_Net):
     """`nn.Embedding(sparse=True)`, stepped by SGD without momentum."""
 
-    equal_or_refused = ("partition",)
-
     shapes = fast = EVERY
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
 
@@ -695,8 +691,6 @@ class HasSparseGradients(_Net):
 
 class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):
     """`SparseAdam` for the table, AdamW for the rest, by hand."""
-
-    equal_or_refused = ("partition",)
 
     options: ClassVar = {"max_steps": 12}
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from captured_networks import FunctionalDropout, TwoInputs, ValueControl
-from capturing import Staged, captured, graph_of, outputs_and_gradients, same
+from capturing import Staged, captured, graph_of, outputs_and_gradients, outputs_of, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NotCaptured, Stage, cut, network_partitions, why_whole
 from lightning_hybrid.network.cuts import Cuts
+from lightning_hybrid.network.regions import open_at
 from lightning_hybrid.network.stage import cut_at
 
 X = torch.linspace(-1, 1, 20).view(5, 4)
@@ -360,13 +361,99 @@ def test_a_function_that_has_no_name_is_refused_by_name() -> None:
         qualified_name(lambda x: x)
 
 
-@pytest.mark.parametrize("code", [in_no_grad, in_autocast, in_vmap], ids=lambda c: c.__name__)
-def test_no_cut_while_a_mode_is_switched(code: Code) -> None:
-    graph = graph_of(Net(code), X)
+def test_no_cut_within_a_transformation_of_functions() -> None:
+    graph = graph_of(Net(in_vmap), X)
     cuts = Cuts(graph)
     inside = [p for p in range(1, len(graph.layers)) if not graph.layers[p - 1].effects.ambient]
     assert inside
-    assert all(cuts.refusal(position) for position in inside)
+    assert all(f"({__file__}:" in str(cuts.refusal(position)) for position in inside)
+
+
+def in_nested_modes(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        h = net.a(x)
+        with torch.autocast("cpu", enabled=False), torch.enable_grad():
+            g = net.b(h.float())
+        k = net.c(h)
+    return net.c(g) + k
+
+
+def test_a_cut_within_modes_leaves_and_enters_them() -> None:
+    torch.manual_seed(0)
+    network = Net(in_nested_modes)
+    expected = outputs_and_gradients(network, network, X)
+    one = captured(network, X)
+    cuts = Cuts(one.graph)
+    allowed = [p for p in range(1, len(one.graph.layers)) if cuts.refusal(p) is None]
+    assert len({open_at(one.graph, position) for position in allowed}) == 5
+    for position in allowed:
+        codes = cut_at(one.graph, [position])
+
+        def call(_: Tensor, codes: Any = codes) -> Any:
+            outputs = outputs_of(one.graph, codes, one.values)
+            assert torch.is_grad_enabled()
+            assert not torch.is_autocast_enabled("cpu")
+            return outputs
+
+        assert same(outputs_and_gradients(network, call, X), expected)
+
+
+class OneRegion(nn.Module):
+    """All that it computes is one checkpointed call, with two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(
+            *(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            *(nn.Tanh(), nn.Linear(4, 4)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, total = checkpoint(self.inside, 2 * x, use_reentrant=False)
+        return h + total
+
+    def inside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.layers(x)
+        return h, h.view(x.shape[0], 2, 2).sum(1).repeat(1, 2) + torch.rand(x.shape[0], 4)
+
+
+def test_a_network_that_is_one_checkpointed_call_is_cut_inside() -> None:
+    network = OneRegion()
+    other, staged = deepcopy(network), Staged(network)
+    for _ in range(2):
+        found = outputs_and_gradients(network, staged, X)
+        assert same(found, outputs_and_gradients(other, other, X))
+    (codes,) = staged.codes.values()
+    recomputed = [str(code.code.nodes).count("code:checkpointed") for code in codes]
+    assert recomputed == [1, 1, 1]
+
+
+def test_a_cumulative_average_is_captured_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4), nn.BatchNorm1d(4)
+    ).double()
+    other, staged = deepcopy(network), Staged(network)
+    for step in range(4):
+        x = torch.randn(6, 4, dtype=torch.float64)
+        if step == 2:
+            network[3].momentum = other[3].momentum = None
+        found = outputs_and_gradients(network, staged, x)
+        assert same(found, outputs_and_gradients(other, other, x))
+    assert all(len(codes) == 2 for codes in staged.codes.values())
+
+
+def test_code_that_looks_at_an_optimizer_leaves_it_as_it_is() -> None:
+    def scaled(net: Any, x: Tensor) -> Tensor:
+        return net.c(net.a(x)) * net.optimizers[0].param_groups[0]["lr"]
+
+    network = Net(scaled)
+    network.optimizers = [torch.optim.Adam(network.parameters(), lr=0.5)]
+    before = deepcopy(network.optimizers[0].state_dict())
+    graph = graph_of(network, X)
+    assert graph.used == {"a.weight", "a.bias", "c.weight", "c.bias"}
+    assert network.optimizers[0].state_dict() == before
 
 
 def test_no_cut_between_memory_and_the_last_write_into_it() -> None:

@@ -47,7 +47,7 @@ def gradient(rank: int, number: int, parameter: Tensor) -> Tensor:
 
 def accumulated(rank: int, group: Any, zoo: Zoo) -> dict[str, Any]:
     """Gradients that stand already, averaged at once; twice, since buckets are kept."""
-    copies = Copies(zoo.parameters(), zoo.buffers(), group, Trace(rank, "test"))
+    copies = Copies(zoo.parameters(), zoo.buffers, group, Trace(rank, "test"))
     copies.reduce()
     first = gradients(zoo)
     for parameter in zoo.everywhere:
@@ -75,7 +75,7 @@ def overlapping(rank: int, group: Any, _: Zoo) -> dict[str, Any]:
     found = {}
     for overlap in (False, True):
         net, x = network(rank)
-        copies = Copies(net.parameters(), [], group, Trace(rank, "test"))
+        copies = Copies(net.parameters(), tuple, group, Trace(rank, "test"))
         for step in range(2):
             net.zero_grad()
             net(x).square().sum().backward()
@@ -96,7 +96,7 @@ def in_two_stages(rank: int, group: Any) -> dict[str, Tensor | None]:
     """The same, where the last two layers have their gradients before the others."""
     net, x = network(rank)
     early, late = net[:2], net[2:]
-    copies = Copies(net.parameters(), [], group, Trace(rank, "test"))
+    copies = Copies(net.parameters(), tuple, group, Trace(rank, "test"))
     for step in range(2):
         net.zero_grad()
         net(x).square().sum().backward()

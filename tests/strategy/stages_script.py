@@ -71,7 +71,7 @@ class Normalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4, momentum=0.3), nn.ReLU())
+        self.first = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4, momentum=None), nn.ReLU())
         self.second = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4, affine=False), nn.ReLU())
         self.third = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8))
 
