@@ -47,7 +47,7 @@ _LETTING_GO_S = 0.2
 _LEAVING_S = 2.0
 
 
-class _Handle:
+class GroupHandle:
     """A process group that can be given up while others still refer to it.
 
     gloo wakes nobody when a group is shut down or aborted, but the sockets of a group that is
@@ -165,7 +165,7 @@ class Mesh:
         self.key: tuple[object, ...] = ()
         self.backend = backend
         self.timeout = timeout
-        self._groups: list[_Handle] = []
+        self._groups: list[GroupHandle] = []
         self._statistics: Group = None
         self.world = self._group("world", place.rank, place.replicas * place.stages, "gloo")
         self.cluster = None if survey is None else survey(self.world)
@@ -249,7 +249,7 @@ class Mesh:
             group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._groups.append(_Handle(group))
+        self._groups.append(GroupHandle(group))
         return self._groups[-1]
 
     def statistics(self) -> Group:

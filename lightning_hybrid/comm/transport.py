@@ -36,7 +36,7 @@ class ConnectionLost(RemoteError):
 
 
 class Transfer(Protocol):
-    """A send or a receive that has begun."""
+    """A send or a receive that has begun. One that is dropped before its end never takes place."""
 
     def wait(self) -> None:
         """Wait for its end.
