@@ -37,7 +37,7 @@ from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.comm.collectives import broadcast_object, meet
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.hosts import choose_interface
-from lightning_hybrid.comm.mesh import Mesh, Place, forget_mesh, join_mesh
+from lightning_hybrid.comm.mesh import Mesh, Place
 from lightning_hybrid.comm.signals import let_in, make_impatient, make_patient
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
@@ -64,6 +64,7 @@ from lightning_hybrid.runtime.faults import (
     read_fault,
     say_at_next_meeting,
 )
+from lightning_hybrid.runtime.joining import Meeting, forget, join
 from lightning_hybrid.runtime.large import (
     Unfilled,
     gather_after_run,
@@ -74,7 +75,7 @@ from lightning_hybrid.runtime.large import (
 )
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
-from lightning_hybrid.runtime.survey import measure_links, survey
+from lightning_hybrid.runtime.survey import survey
 from lightning_hybrid.runtime.worker import Worker
 
 NAMES = {
@@ -216,6 +217,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._salvages = False  # whether the workers can be asked for their weights
         self._phase = _Phase.TOGETHER
         self._mesh: Mesh | None = None
+        self._cluster: Cluster | None = None
         self._networks: Networks | None = None
         self._watch: Watch | None = None
         self._before: Snapshot | None = None
@@ -367,21 +369,21 @@ class HybridGabraStrategy(DDPStrategy):
             isinstance(environment, TorchElasticEnvironment)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         )
-        choose_interface(environment.main_address, environment.main_port)
-        self._mesh = join_mesh(
+        address, port = environment.main_address, environment.main_port
+        choose_interface(address, port, self.num_nodes)
+        joined = join(
             place,
-            environment.main_address,
-            environment.main_port,
-            serve=place.rank == 0 and not agent_serves,
+            Meeting(address, port, self.num_nodes, place.rank == 0 and not agent_serves),
             backend=self._process_group_backend,
             timeout=self._timeout or timedelta(minutes=30),
+            device=self.root_device,
             survey=self._survey if self._is_open else None,
             capacity=self._capacity,
         )
+        self._mesh, self._cluster = joined.mesh, joined.cluster
         self._watch = Watch(str(self._mesh.place), self._mesh.store)
-        if self._mesh.cluster is not None:
+        if self._cluster is not None:
             self.set_world_ranks()
-            measure_links(self._mesh, self.root_device)
         self._mesh.init_default_group(self._process_group_backend, self.root_device)
         self._phase = _Phase.TOGETHER
         assert self.lightning_module is not None
@@ -539,7 +541,7 @@ class HybridGabraStrategy(DDPStrategy):
             stages=stages,
             backend=self._process_group_backend,
             device=self.root_device,
-            cluster=self._mesh.cluster,
+            cluster=self._cluster,
             optimizers=self.optimizers if fitting else None,
         )
 
@@ -709,7 +711,7 @@ class HybridGabraStrategy(DDPStrategy):
                     self._driver.salvage()
             self._driver.abort(self._failure)
         self._phase = _Phase.FAILED
-        forget_mesh()
+        forget()
 
     def teardown(self) -> None:
         assert self.lightning_module is not None
@@ -940,6 +942,7 @@ class HybridGabraStrategy(DDPStrategy):
             "_driver": None,
             "_networks": None,
             "_mesh": None,
+            "_cluster": None,
             "_watch": None,
             "_stopwatch": None,
             "_performance": None,

@@ -11,7 +11,7 @@ from ranks import together
 
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.mesh import Mesh, Place
+from lightning_hybrid.comm.mesh import Mesh, Place, make_world
 from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.errors import PlanError, RemoteError
@@ -30,7 +30,11 @@ def meshes() -> Iterator[Callable[[int, int], list[Mesh]]]:
             together(
                 *(
                     lambda rank=rank: Mesh(
-                        Place(rank, replicas, stages), store, "gloo", timedelta(seconds=30)
+                        Place(rank, replicas, stages),
+                        store,
+                        make_world(store, rank, replicas * stages),
+                        "gloo",
+                        timedelta(seconds=30),
                     )
                     for rank in range(replicas * stages)
                 )
