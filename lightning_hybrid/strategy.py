@@ -38,7 +38,7 @@ from lightning_hybrid.comm.collectives import broadcast_object, meet
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.hosts import choose_interface
 from lightning_hybrid.comm.mesh import Mesh, Place
-from lightning_hybrid.comm.signals import let_in, make_impatient, make_patient
+from lightning_hybrid.comm.signals import make_deferrable, restore_handlers, run_pending
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
 from lightning_hybrid.errors import PlanError
@@ -715,7 +715,7 @@ class HybridGabraStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         assert self.lightning_module is not None
-        make_impatient()
+        restore_handlers()
         self._stop_watching()
         if self._networks is not None:
             self._networks.close()
@@ -783,7 +783,7 @@ class HybridGabraStrategy(DDPStrategy):
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._driver.after_backward()
         if not self.is_global_zero and self._driver.synchronize:
-            let_in(hold=True)  # the first driver has been here too
+            run_pending(hold=True)  # the first driver has been here too
         return precision.post_backward(closure_loss, module)
 
     @contextmanager
@@ -816,25 +816,25 @@ class HybridGabraStrategy(DDPStrategy):
         finally:
             self._phase = before
 
-    def _hear_signals_patiently(self) -> None:
-        make_patient(self._alone)
-        let_in(hold=False)
+    def _defer_signals(self) -> None:
+        make_deferrable(self._alone)
+        run_pending(hold=False)
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._hear_signals_patiently()
+        self._defer_signals()
 
     def on_test_start(self) -> None:
         super().on_test_start()
-        self._hear_signals_patiently()
+        self._defer_signals()
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        self._hear_signals_patiently()
+        self._defer_signals()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._hear_signals_patiently()
+        self._defer_signals()
         assert self._driver is not None
         self._driver.broadcast_buffers()
         if self._performance is not None:
@@ -848,13 +848,13 @@ class HybridGabraStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if not self.is_global_zero:
-            let_in(hold=True)
+            run_pending(hold=True)
         if self._performance is not None:
             self._performance.batch_starts(batch)
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        let_in(hold=False)
+        run_pending(hold=False)
         if self._performance is not None:
             self._performance.end()
 
