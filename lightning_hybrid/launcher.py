@@ -25,6 +25,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
 from lightning_hybrid.compat_lightning import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
@@ -88,6 +89,9 @@ class Part:
 
 def _raise_first(strategy: "HybridGabraStrategy", error: BaseException) -> NoReturn:
     """Raise ``error``, or what came first if that was on another rank."""
+    if is_loss(error) and not isinstance(error, ConnectionLost):
+        # from a collective of Lightning or torchmetrics: the backend's own text is for nobody
+        error = connection_lost(ANOTHER_REPLICA, cast(RuntimeError, error))
     first = strategy.fail(error)
     _Children.failed = True
     lost = is_loss(error)  # one line says all, a traceback nothing

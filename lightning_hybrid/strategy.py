@@ -37,8 +37,8 @@ from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.comm.collectives import broadcast_object, meet
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.hosts import choose_interface
-from lightning_hybrid.comm.mesh import Mesh, Place, forget_mesh, join_mesh
-from lightning_hybrid.comm.signals import let_in, make_impatient, make_patient
+from lightning_hybrid.comm.mesh import Mesh, Place
+from lightning_hybrid.comm.signals import make_deferrable, restore_handlers, run_pending
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
 from lightning_hybrid.errors import PlanError
@@ -64,6 +64,7 @@ from lightning_hybrid.runtime.faults import (
     read_fault,
     say_at_next_meeting,
 )
+from lightning_hybrid.runtime.joining import Meeting, forget, join
 from lightning_hybrid.runtime.large import (
     Unfilled,
     gather_after_run,
@@ -74,7 +75,7 @@ from lightning_hybrid.runtime.large import (
 )
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.replicas import broadcast_module
-from lightning_hybrid.runtime.survey import measure_links, survey
+from lightning_hybrid.runtime.survey import survey
 from lightning_hybrid.runtime.worker import Worker
 
 NAMES = {
@@ -216,6 +217,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._salvages = False  # whether the workers can be asked for their weights
         self._phase = _Phase.TOGETHER
         self._mesh: Mesh | None = None
+        self._cluster: Cluster | None = None
         self._networks: Networks | None = None
         self._watch: Watch | None = None
         self._before: Snapshot | None = None
@@ -367,21 +369,21 @@ class HybridGabraStrategy(DDPStrategy):
             isinstance(environment, TorchElasticEnvironment)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         )
-        choose_interface(environment.main_address, environment.main_port)
-        self._mesh = join_mesh(
+        address, port = environment.main_address, environment.main_port
+        choose_interface(address, port, self.num_nodes)
+        joined = join(
             place,
-            environment.main_address,
-            environment.main_port,
-            serve=place.rank == 0 and not agent_serves,
+            Meeting(address, port, self.num_nodes, place.rank == 0 and not agent_serves),
             backend=self._process_group_backend,
             timeout=self._timeout or timedelta(minutes=30),
+            device=self.root_device,
             survey=self._survey if self._is_open else None,
             capacity=self._capacity,
         )
+        self._mesh, self._cluster = joined.mesh, joined.cluster
         self._watch = Watch(str(self._mesh.place), self._mesh.store)
-        if self._mesh.cluster is not None:
+        if self._cluster is not None:
             self.set_world_ranks()
-            measure_links(self._mesh, self.root_device)
         self._mesh.init_default_group(self._process_group_backend, self.root_device)
         self._phase = _Phase.TOGETHER
         assert self.lightning_module is not None
@@ -539,7 +541,7 @@ class HybridGabraStrategy(DDPStrategy):
             stages=stages,
             backend=self._process_group_backend,
             device=self.root_device,
-            cluster=self._mesh.cluster,
+            cluster=self._cluster,
             optimizers=self.optimizers if fitting else None,
         )
 
@@ -709,11 +711,11 @@ class HybridGabraStrategy(DDPStrategy):
                     self._driver.salvage()
             self._driver.abort(self._failure)
         self._phase = _Phase.FAILED
-        forget_mesh()
+        forget()
 
     def teardown(self) -> None:
         assert self.lightning_module is not None
-        make_impatient()
+        restore_handlers()
         self._stop_watching()
         if self._networks is not None:
             self._networks.close()
@@ -781,7 +783,7 @@ class HybridGabraStrategy(DDPStrategy):
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._driver.after_backward()
         if not self.is_global_zero and self._driver.synchronize:
-            let_in(hold=True)  # the first driver has been here too
+            run_pending(hold=True)  # the first driver has been here too
         return precision.post_backward(closure_loss, module)
 
     @contextmanager
@@ -814,25 +816,25 @@ class HybridGabraStrategy(DDPStrategy):
         finally:
             self._phase = before
 
-    def _hear_signals_patiently(self) -> None:
-        make_patient(self._alone)
-        let_in(hold=False)
+    def _defer_signals(self) -> None:
+        make_deferrable(self._alone)
+        run_pending(hold=False)
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._hear_signals_patiently()
+        self._defer_signals()
 
     def on_test_start(self) -> None:
         super().on_test_start()
-        self._hear_signals_patiently()
+        self._defer_signals()
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        self._hear_signals_patiently()
+        self._defer_signals()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._hear_signals_patiently()
+        self._defer_signals()
         assert self._driver is not None
         self._driver.broadcast_buffers()
         if self._performance is not None:
@@ -846,13 +848,13 @@ class HybridGabraStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if not self.is_global_zero:
-            let_in(hold=True)
+            run_pending(hold=True)
         if self._performance is not None:
             self._performance.batch_starts(batch)
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        let_in(hold=False)
+        run_pending(hold=False)
         if self._performance is not None:
             self._performance.end()
 
@@ -940,6 +942,7 @@ class HybridGabraStrategy(DDPStrategy):
             "_driver": None,
             "_networks": None,
             "_mesh": None,
+            "_cluster": None,
             "_watch": None,
             "_stopwatch": None,
             "_performance": None,

@@ -33,7 +33,7 @@ LAYERS = {
     "schedules": {"errors"},
     "network": {"errors", "compat"},
     "planning": {"errors", "allocation", "schedules", "network"},
-    "comm": {"errors", "compat", "network", "planning"},
+    "comm": {"errors", "compat", "network"},
     "runtime": {"errors", "compat", "schedules", "network", "planning", "comm"},
 }
 

@@ -1,7 +1,9 @@
-"""Which network interface leads to the other hosts.
+"""On which network interface this process listens: no other than the run needs.
 
-gloo listens where the host's own name leads, which on many machines is the loopback interface:
-ranks on other hosts then knock at their own door.
+The store and the groups of ``torch.distributed`` authenticate nobody. Where all ranks are on one
+host, they listen on the loopback interface; else on the one that leads to the main host. (By
+default the store listens on all interfaces, and gloo where the host's own name leads, which on many
+machines is the loopback interface, where ranks of other hosts do not find it.)
 """
 
 import os
@@ -9,30 +11,64 @@ import socket
 import struct
 import sys
 from contextlib import suppress
+from ipaddress import ip_address
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 _ADDRESS_AT = 20  # in its answer
+_LOOPBACK = "127.0.0.1"
 
 
-def choose_interface(address: str, port: int) -> None:
-    """Tell gloo to use the interface that leads to the main host, unless the user has chosen one.
+def choose_interface(address: str, port: int, hosts: int) -> None:
+    """Tell gloo which interface to use, unless the user has chosen one.
 
     Args:
-        address: of the main host. If it leads to the loopback interface, all ranks are on one
-            host, and nothing is chosen.
+        address: of the main host.
         port: any.
+        hosts: number of hosts. If there are several and ``address`` leads to the loopback
+            interface, as a host's own name often does, nothing is chosen.
     """
     if _VARIABLE in os.environ or sys.platform != "linux":
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing
         own = probe.getsockname()[0]
-        if own.startswith("127."):
-            return
+        if ip_address(own).is_loopback:
+            if hosts > 1:
+                return
+            own = _LOOPBACK
         for _, name in socket.if_nameindex():
             if _address_of(name, probe) == own:
                 os.environ[_VARIABLE] = name
+
+
+def bound_to(address: str, port: int, hosts: int) -> int | None:
+    """A socket that listens for the store, on the interface of ``address`` alone.
+
+    Args:
+        address: of the main host, which this process runs on.
+        port: port of the store.
+        hosts: number of hosts.
+
+    Returns:
+        Its file descriptor, which the store takes over. ``None``: ``address`` is not one of this
+        host's, or leads to the loopback interface though there are several hosts; then the store is
+        to listen on all interfaces, as it does by itself.
+    """
+    with suppress(OSError):
+        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if hosts > 1 and ip_address(place[0]).is_loopback:
+            return None
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(place)
+            listening.listen()
+        except OSError:
+            listening.close()
+            raise
+        return listening.detach()
+    return None
 
 
 def _address_of(name: str, probe: socket.socket) -> str | None:

@@ -18,10 +18,8 @@ none, so that a stray collective there raises instead of hanging. One replica is
 has none either: with it Lightning would give advice about metrics of several devices.
 """
 
-import atexit
 import threading
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,19 +33,13 @@ from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.protocol import Leaving
 from lightning_hybrid.comm.transport import ConnectionLost, Group, GroupWire
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.cluster import Cluster
 
 # One rank may prepare data for hours while the others wait for it before a run.
 NO_TIMEOUT = timedelta(days=3650)
-_STORE_TIMEOUT = timedelta(minutes=10)
-# Gloo says that an operation is over a moment before its thread has let go of it. A script that
-# ends within that moment takes the interpreter away from the thread, and C++ aborts the process: 18
-# of 170 that ended right after an all-reduce did so (torch 2.13), none of 45 that waited for 50 ms.
-_LETTING_GO_S = 0.2
 _LEAVING_S = 2.0
 
 
-class _Handle:
+class GroupHandle:
     """A process group that can be given up while others still refer to it.
 
     gloo wakes nobody when a group is shut down or aborted, but the sockets of a group that is
@@ -67,10 +59,6 @@ class _Handle:
         if self._group is not None:
             self._group.shutdown()
             self._group = None
-
-
-Survey = Callable[[Group], Cluster]
-"""Looks at all devices over the group of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -134,21 +122,46 @@ class Place:
         return f"rank {self.rank} ({role}, replica {self.replica}{stage})"
 
 
+def make_group(
+    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: timedelta
+) -> GroupHandle:
+    """A process group of its own; its ranks call this together.
+
+    Args:
+        store: of all ranks.
+        name: of the group, another one for each.
+        rank: of this process in the group.
+        size: number of its ranks.
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout: of its operations.
+    """
+    store = dist.PrefixStore(name, store)
+    if backend != "nccl":
+        return GroupHandle(dist.ProcessGroupGloo(store, rank, size, timeout))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return GroupHandle(dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+def make_world(store: dist.Store, rank: int, size: int) -> GroupHandle:
+    """The group of all ranks, for what comes before and after a run, however long it takes."""
+    return make_group(store, "world", rank, size, "gloo", NO_TIMEOUT)
+
+
 class Mesh:
     """The process groups of one rank. All ranks construct it together.
 
     Args:
         place: this rank.
-        survey: looks at the devices of all ranks, over ``world``, and may make ranks change places.
         store: one store for all ranks.
+        world: the group of all ranks; see :func:`make_world`.
         backend: of the links and of the stage groups, ``"gloo"`` or ``"nccl"``.
-        timeout: of the links, the stage groups and the drivers' default group.
+        timeout: of all groups but ``world``.
 
     Attributes:
         place: this rank.
-        cluster: the devices of all ranks; ``None``: nobody has looked.
         world: gloo over all ranks, for barriers before and after a run.
-        control: gloo over the ranks of one replica; commands, answers, headers. No time-out.
+        control: gloo over the ranks of one replica; commands, answers, words.
         drivers: gloo over the drivers (``None`` on workers), for objects and CPU tensors.
         copies: over the R copies of this rank's stages, for gradients and buffers.
     """
@@ -157,20 +170,14 @@ class Mesh:
         self,
         place: Place,
         store: dist.Store,
+        world: GroupHandle,
         backend: str,
         timeout: timedelta,
-        survey: Survey | None = None,
     ) -> None:
-        self.store = store
-        self.key: tuple[object, ...] = ()
-        self.backend = backend
-        self.timeout = timeout
-        self._groups: list[_Handle] = []
+        self.store, self.world = store, world
+        self.backend, self.timeout = backend, timeout
+        self._groups = [world]
         self._statistics: Group = None
-        self.world = self._group("world", place.rank, place.replicas * place.stages, "gloo")
-        self.cluster = None if survey is None else survey(self.world)
-        if self.cluster is not None:
-            place = replace(place, order=self.cluster.order)
         self.place = place
         replica, position = place.replica, place.position
         self.control = self._group(f"control{replica}", position, place.stages, "gloo")
@@ -240,17 +247,9 @@ class Mesh:
                 channel.send(Leaving(failure))
 
     def _group(self, name: str, rank: int, size: int, backend: str) -> Group:
-        store = dist.PrefixStore(name, self.store)
-        timeout = NO_TIMEOUT if name == "world" else self.timeout
-        group: Group
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            group = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._groups.append(_Handle(group))
-        return self._groups[-1]
+        group = make_group(self.store, name, rank, size, backend, self.timeout)
+        self._groups.append(group)
+        return group
 
     def statistics(self) -> Group:
         """A group like `copies`, for the statistics of batch normalisation; made on first use."""
@@ -301,61 +300,3 @@ class Mesh:
         thread = threading.Thread(target=close, daemon=True, name="hybrid-leave")
         thread.start()
         thread.join(_LEAVING_S)
-
-
-class _Process:
-    """What this process keeps between Trainers: one store, the mesh in use, how many were made."""
-
-    store: dist.TCPStore | None = None
-    mesh: Mesh | None = None
-    generation = 0
-
-
-def join_mesh(
-    place: Place,
-    address: str,
-    port: int,
-    *,
-    serve: bool,
-    backend: str,
-    timeout: timedelta,
-    survey: Survey | None = None,
-    capacity: Hashable = None,
-) -> Mesh:
-    """The mesh of this process: the one of the last run if it has the same shape, else a new one.
-
-    All ranks run the same script, so all count the same generations and agree on the names.
-
-    Args:
-        place: this rank.
-        address: host of the store.
-        port: port of the store.
-        serve: whether this rank hosts it (rank 0, unless the launcher's agent already does).
-        backend: ``"gloo"`` or ``"nccl"``, for tensors between stages and between replicas.
-        timeout: of those tensors' links.
-        survey: see :class:`Mesh`.
-        capacity: what the survey was told; another one needs another mesh.
-    """
-    key = (place, backend, timeout, survey is None, capacity)
-    if _Process.mesh is not None and _Process.mesh.key == key:
-        return _Process.mesh
-    if _Process.mesh is not None:
-        _Process.mesh.shutdown()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    if _Process.store is None:
-        atexit.register(time.sleep, _LETTING_GO_S)
-        _Process.store = dist.TCPStore(address, port, None, serve, timeout=_STORE_TIMEOUT)
-    _Process.generation += 1
-    store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
-    _Process.mesh = Mesh(place, store, backend, timeout, survey)
-    _Process.mesh.key = key
-    return _Process.mesh
-
-
-def forget_mesh() -> None:
-    """After a failure the links hold half-sent messages: the next run makes new ones."""
-    if _Process.mesh is not None and _Process.mesh.key:
-        _Process.mesh.key = ()
-        if _Process.mesh.place.replicas > 1:
-            _Process.mesh.leave()

@@ -1,12 +1,14 @@
-"""Signals wait while ranks talk to each other.
+"""Sections of code in which handlers of signals are deferred.
 
-The handlers of Python run between any two lines of the main thread. A ``KeyboardInterrupt``, or a
-checkpoint that SLURM's signal asks for, in the middle of a pass through the stages would leave the
-other ranks with half a conversation, which nobody could take up again.
+Python runs the handler of a signal between any two bytecodes of the main thread. A
+``KeyboardInterrupt``, or a checkpoint that SLURM's signal asks for, in the middle of a pass through
+the stages would leave messages on the links that nobody takes, and the ranks out of step. So
+functions that exchange messages are marked with :func:`signals_deferred`: a handler runs when the
+outermost of them has returned.
 
-With several replicas a signal reaches their drivers at different moments. So a handler must not
-wait for other drivers, which may wait for this one. And the first driver, which saves, is to leave
-first: the others *hold* signals until they have averaged the gradients of their step with it.
+With several replicas a signal reaches their drivers at different moments. A handler must not wait
+for other drivers, which may wait for this one. And the first driver, which saves, must be the first
+to run its handler: the others *hold* signals until they have averaged gradients with it.
 """
 
 import signal
@@ -20,107 +22,107 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any]
-Alone = Callable[[], AbstractContextManager[Any]]
+Surrounding = Callable[[], AbstractContextManager[Any]]
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")  # not every system has all
 NUMBERS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
-class _Conversation:
-    """How deep the main thread is in it, and the signals that have come meanwhile."""
+class _Process:
+    """Deferred sections that the main thread is in, and the signals that have come meanwhile."""
 
     depth = 0
     held = False
-    waiting: list["tuple[Patient, int, FrameType | None]"] = []  # noqa: RUF012  one per process
+    pending: list["tuple[DeferrableHandler, int, FrameType | None]"] = []  # noqa: RUF012  one list
 
 
-class Patient:
-    """A handler that waits for the end of a conversation.
+class DeferrableHandler:
+    """A handler that runs after the deferred section which its signal interrupts.
 
     Args:
-        handler: what it stands before.
-        alone: entered while it runs.
+        handler: the handler.
+        surrounding: entered while it runs.
     """
 
-    def __init__(self, handler: Handler, alone: Alone) -> None:
-        self.handler, self._alone = handler, alone
+    def __init__(self, handler: Handler, surrounding: Surrounding) -> None:
+        self.handler, self._surrounding = handler, surrounding
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _Conversation.depth or _Conversation.held:
-            _Conversation.waiting.append((self, number, frame))
+        if _Process.depth or _Process.held:
+            _Process.pending.append((self, number, frame))
         else:
-            self.hear(number, frame)
+            self.run(number, frame)
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """Let the handler run."""
-        with self._alone():
+    def run(self, number: int, frame: FrameType | None) -> None:
+        """Run the handler now."""
+        with self._surrounding():
             self.handler(number, frame)
 
 
-def make_patient(alone: Alone = nullcontext) -> None:
-    """Put a :class:`Patient` before every handler that runs Python.
+def make_deferrable(surrounding: Surrounding = nullcontext) -> None:
+    """Wrap every handler that runs Python in a :class:`DeferrableHandler`.
 
     Args:
-        alone: makes what is entered while a handler runs.
+        surrounding: makes what is entered while a handler runs.
     """
     if not _in_main_thread():
         return
     for number in NUMBERS:
         handler = signal.getsignal(number)
-        if callable(handler) and not isinstance(handler, Patient):
-            signal.signal(number, Patient(handler, alone))
+        if callable(handler) and not isinstance(handler, DeferrableHandler):
+            signal.signal(number, DeferrableHandler(handler, surrounding))
 
 
-def make_impatient() -> None:
-    """Undo :func:`make_patient`, where nobody has set another handler since."""
+def restore_handlers() -> None:
+    """Undo :func:`make_deferrable`, where nobody has set another handler since."""
     if not _in_main_thread():
         return
-    let_in(hold=False)
+    run_pending(hold=False)
     for number in NUMBERS:
         handler = signal.getsignal(number)
-        if isinstance(handler, Patient):
+        if isinstance(handler, DeferrableHandler):
             signal.signal(number, handler.handler)
 
 
-def let_in(*, hold: bool) -> None:
-    """Hear the signals that have waited.
+def run_pending(*, hold: bool) -> None:
+    """Run the handlers of the signals that were deferred or held.
 
     Args:
-        hold: whether those that come from now on wait for the next call.
+        hold: whether signals that come from now on wait for the next call.
     """
     if _in_main_thread():
-        _Conversation.held = hold
-        _let_them_in()
+        _Process.held = hold
+        _run_pending()
 
 
-def conversation(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a function that talks to other ranks: signals wait until it has returned."""
+def signals_deferred(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function that exchanges messages: handlers of signals run when it has returned."""
 
     @wraps(function)
     def wrapper(*arguments: P.args, **keywords: P.kwargs) -> T:
         if not _in_main_thread():  # handlers run in the main thread only
             return function(*arguments, **keywords)
-        _Conversation.depth += 1
+        _Process.depth += 1
         try:
             return function(*arguments, **keywords)
         finally:
-            _Conversation.depth -= 1
-            if not _Conversation.held:
-                _let_them_in()
+            _Process.depth -= 1
+            if not _Process.held:
+                _run_pending()
 
     return wrapper
 
 
-def _let_them_in() -> None:
-    if not _Conversation.depth and _Conversation.waiting:
-        waiting, _Conversation.waiting = _Conversation.waiting, []
-        for patient, number, frame in waiting:
-            patient.hear(number, frame)
+def _run_pending() -> None:
+    if not _Process.depth and _Process.pending:
+        pending, _Process.pending = _Process.pending, []
+        for handler, number, frame in pending:
+            handler.run(number, frame)
 
 
 @contextmanager
-def left_to_the_driver() -> Iterator[None]:
-    """A worker that dies of a signal takes its driver by surprise: the driver decides."""
+def signals_ignored() -> Iterator[None]:
+    """Inside, signals do nothing: on a worker, whose driver decides what becomes of the run."""
     if not _in_main_thread():
         yield
         return

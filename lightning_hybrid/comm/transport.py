@@ -17,8 +17,10 @@ from lightning_hybrid.errors import RemoteError
 Group = Any
 """A process group used by its own methods; those of gloo and NCCL have no public common type."""
 
+ANOTHER_REPLICA = "a rank of another replica"
 UNKNOWN_PEER = "a rank of the group"
 """How to name the peer where a collective cannot tell which one is lost."""
+_UNKNOWN = (ANOTHER_REPLICA, UNKNOWN_PEER)
 
 
 class ConnectionLost(RemoteError):
@@ -36,7 +38,7 @@ class ConnectionLost(RemoteError):
 
 
 class Transfer(Protocol):
-    """A send or a receive that has begun."""
+    """A send or a receive that has begun. One that is dropped before its end never takes place."""
 
     def wait(self) -> None:
         """Wait for its end.
@@ -146,5 +148,5 @@ def connection_lost(peer: str, error: RuntimeError) -> ConnectionLost:
         if late
         else "It was killed, or its process ended without a word"
     )
-    name = None if peer.startswith("a rank of") else peer
+    name = None if peer in _UNKNOWN else peer
     return ConnectionLost(f"Lost {peer}. {why} ({reason})", name, late=late)

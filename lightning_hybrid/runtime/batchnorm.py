@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.comm.transport import Group, start, wait
-
-_ANOTHER_REPLICA = "a rank of another replica"
+from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 
 
 class Synchronised(TorchFunctionMode):
@@ -119,8 +117,8 @@ class _BatchNorm(torch.autograd.Function):
             input_gradient = None
         else:
             total = sums.clone()
-            work = start(ctx.group.allreduce, [total], peer=_ANOTHER_REPLICA)
-            wait(work, _ANOTHER_REPLICA)
+            work = start(ctx.group.allreduce, [total], peer=ANOTHER_REPLICA)
+            wait(work, ANOTHER_REPLICA)
             of_bias, of_weight = total / count
             input_gradient = wide - _along(of_bias, x) - normal * _along(of_weight, x)
             factor = scale if weight is None else scale * weight
@@ -145,8 +143,8 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     variance, mean = torch.var_mean(x, _axes(x), correction=0)
     mine = torch.cat([mean, variance, mean.new_tensor([count])])
     parts = [torch.empty_like(mine) for _ in range(group.size())]
-    work = start(group.allgather, [parts], [mine], peer=_ANOTHER_REPLICA)
-    wait(work, _ANOTHER_REPLICA)
+    work = start(group.allgather, [parts], [mine], peer=ANOTHER_REPLICA)
+    wait(work, ANOTHER_REPLICA)
     table = torch.stack(parts)
     means, variances, counts = table.split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()

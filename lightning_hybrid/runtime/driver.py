@@ -58,7 +58,7 @@ from lightning_hybrid.comm.protocol import (
     Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.comm.signals import conversation
+from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.compat import (
     as_they_are,
@@ -166,7 +166,7 @@ class Driver:
 
     # ------------------------------------------------------------------ the network
 
-    @conversation
+    @signals_deferred
     def add_network(
         self,
         name: str,
@@ -278,7 +278,7 @@ class Driver:
     def _send_weights(self, worker: int, values: Mapping[str, Tensor]) -> None:
         self._channels[worker].send(TakeWeights(values.items()))
 
-    @conversation
+    @signals_deferred
     def _collect_borrowed(self) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = {}
         for answer in self._ask(GiveBorrowedGradients()):
@@ -318,7 +318,7 @@ class Driver:
         network.engine.add_variant(dict(zip(here, stages)))
         network.add_graph(graph, parts)
 
-    @conversation
+    @signals_deferred
     def _order_cut(
         self,
         number: int,
@@ -392,7 +392,7 @@ class Driver:
         """
         return self._ask_some(dict.fromkeys(self._workers, command))
 
-    @conversation
+    @signals_deferred
     def _ask_some(self, commands: Mapping[int, Command]) -> list[Answer]:
         """Likewise, to some workers a command each."""
         self._tell(commands)
@@ -486,7 +486,7 @@ class Driver:
         self.remote.flush()
         self._borrowing.settle()
 
-    @conversation
+    @signals_deferred
     def after_backward(self) -> None:
         """Average over the replicas what the backward passes have not averaged on their way."""
         self._settle_gradients()
@@ -500,7 +500,7 @@ class Driver:
             self._rest.arm()
         self._rest.finish()
 
-    @conversation
+    @signals_deferred
     def broadcast_buffers(self, *, state: bool = False) -> None:
         """Give every replica the buffers of replica 0 (collective over the drivers).
 
@@ -536,7 +536,7 @@ class Driver:
         ]
         self.ship_optimizers(fresh=_ALL)
 
-    @conversation
+    @signals_deferred
     def ship_optimizers(self, *, fresh: int = 0) -> None:
         """Give the workers the optimizers as they are now, and drop the state they need here.
 
@@ -601,7 +601,7 @@ class Driver:
     def _stepped(self, index: int, changed: list[Hyperparameters] | None) -> None:
         self._tell_optimizer(Step(index, changed))
 
-    @conversation
+    @signals_deferred
     def clip_norm(self, optimizer: Optimizer, max_norm: float, order: float = 2.0) -> None:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``."""
         index = self._index(optimizer)
@@ -618,7 +618,7 @@ class Driver:
             for gradient in gradients_of(optimizer):
                 gradient.mul_(factor)
 
-    @conversation
+    @signals_deferred
     def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
         """Multiply the gradients of all stages with ``factor``; whether one is not finite.
 
@@ -666,7 +666,7 @@ class Driver:
         with whole(self.module, self._fetch(list(self._owner))):
             yield
 
-    @conversation
+    @signals_deferred
     def _fetch(self, names: list[str]) -> dict[str, Tensor]:
         """Weights of workers, written into the module where it has room for them."""
         if not self._networks:
@@ -677,7 +677,7 @@ class Driver:
         self.remote.adopt_fetched()
         return values
 
-    @conversation
+    @signals_deferred
     def scatter_weights(self) -> None:
         """Give the workers the weights of their stages as they stand in the module."""
         tensors = tensors_of(self.module)
@@ -690,7 +690,7 @@ class Driver:
 
     # ------------------------------------------------------------------ what windows ask for
 
-    @conversation
+    @signals_deferred
     def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
         """Remote tensors as they are now."""
         command = GiveGradients if kind is Kind.GRADIENT else GiveWeights
@@ -732,7 +732,7 @@ class Driver:
             sorted_names.setdefault(self._owner[name][1], []).append(name)
         return sorted_names
 
-    @conversation
+    @signals_deferred
     def check(self) -> None:
         """See to it that no stage of any replica has failed (collective over the drivers).
 
@@ -752,14 +752,14 @@ class Driver:
         if not meet(self._mesh.drivers, failed=failure is not None):
             raise failure or read_fault(self._mesh).exception()
 
-    @conversation
+    @signals_deferred
     def reports(self, name: str) -> list[Any]:
         """What each worker, in the order of their stages, answers to a question of this name."""
         return [answer.value for answer in self._ask(Report(name))]
 
     # ------------------------------------------------------------------ the end
 
-    @conversation
+    @signals_deferred
     def end(self, results: Any, *, weights: bool) -> None:
         """End the run: the workers get the results and, after a fit, the whole module.
 
@@ -787,7 +787,7 @@ class Driver:
             with as_they_are():
                 self._send_weights(worker, everyones)
 
-    @conversation
+    @signals_deferred
     def salvage(self) -> None:
         """Before :meth:`abort`: have the weights of all stages in the module, here and on workers.
 
@@ -933,7 +933,7 @@ class DrivenNetwork(StagedNetwork):
     def _anchor_if_trained(self) -> Tensor | None:
         return self._anchor if self._trained() else None
 
-    @conversation
+    @signals_deferred
     def forward(
         self, variant: int, leaves: Sequence[Tensor], *, grad: bool
     ) -> tuple[Call, list[Values]]:
@@ -974,7 +974,7 @@ class DrivenNetwork(StagedNetwork):
             self.driver.note_call()
         return call, outputs
 
-    @conversation
+    @signals_deferred
     def backward(
         self,
         call: Call,

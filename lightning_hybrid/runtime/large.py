@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.mesh import Mesh, Place
 from lightning_hybrid.comm.protocol import Answer
-from lightning_hybrid.comm.transport import Group, start, wait
+from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.compat import TorchDispatchMode
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.network.deferred import (
@@ -34,8 +34,6 @@ from lightning_hybrid.network.structure import rebuild, tensors_in
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.staged import tensors_of
-
-_ANOTHER_REPLICA = "a rank of another replica"
 
 
 def where(place: Place, position: int) -> str:
@@ -195,8 +193,8 @@ def share_optimizers(
             if tensor is None:
                 tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             moved = tensor.to(device).contiguous()
-            work = start(group.broadcast, [moved], peer=_ANOTHER_REPLICA)
-            wait(work, _ANOTHER_REPLICA)
+            work = start(group.broadcast, [moved], peer=ANOTHER_REPLICA)
+            wait(work, ANOTHER_REPLICA)
             return moved
 
         for name, state in outlined.items():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.comm.transport import Group, start, wait
+from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.compat import BatchNorm
 from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.runtime.trace import Trace
@@ -26,9 +26,6 @@ from lightning_hybrid.runtime.trace import Trace
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """As in DistributedDataParallel: large enough for the link, and the first one small, to start
 early."""
-
-
-_ANOTHER_REPLICA = "a rank of another replica"
 
 
 class _Bucket:
@@ -126,7 +123,7 @@ class Copies:
         self._send_full_buckets()
         for bucket in self._buckets:
             assert bucket.work is not None
-            wait(bucket.work, _ANOTHER_REPLICA)
+            wait(bucket.work, ANOTHER_REPLICA)
             bucket.empty()
 
     def reduce(self) -> None:
@@ -175,7 +172,7 @@ class Copies:
         # Always in order, whichever is full first: collectives pair by their order.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
-            bucket.work = start(self._group.allreduce, [bucket.flat], peer=_ANOTHER_REPLICA)
+            bucket.work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
             if self._trace.on:
                 bucket.work.get_future().add_done_callback(self._recorder(self._next))
             self._next += 1
@@ -213,9 +210,9 @@ def state_buffers(module: nn.Module) -> list[Tensor]:
 
 
 def _broadcast(group: Group, tensors: Sequence[Tensor]) -> None:
-    works = [start(group.broadcast, [tensor], peer=_ANOTHER_REPLICA) for tensor in tensors]
+    works = [start(group.broadcast, [tensor], peer=ANOTHER_REPLICA) for tensor in tensors]
     for work in works:
-        wait(work, _ANOTHER_REPLICA)
+        wait(work, ANOTHER_REPLICA)
 
 
 def broadcast_module(module: nn.Module, group: Group) -> None:

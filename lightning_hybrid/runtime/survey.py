@@ -44,15 +44,15 @@ def survey(
     return make_cluster(devices, replicas, stages, given)
 
 
-def measure_links(mesh: Mesh, device: torch.device) -> None:
-    """Note in the mesh what its slowest link carries when all are in use; all ranks together.
+def measure_links(mesh: Mesh, cluster: Cluster, device: torch.device) -> Cluster:
+    """Note what the slowest link carries when all are in use; all ranks together.
 
     The best of a few times counts, since a busy machine only ever makes one longer, and a power
     of two at that, so that a plan does not change from run to run. Over gloo only: NCCL makes a
     communicator at the first use of a link, in an order that all neighbours must agree on.
     """
-    if mesh.cluster is None or mesh.place.stages == 1 or mesh.backend != "gloo":
-        return
+    if mesh.place.stages == 1 or mesh.backend != "gloo":
+        return cluster
     [links] = link_stages(mesh, mesh.place.chain, device).values()
     load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     best_s = float("inf")
@@ -65,4 +65,4 @@ def measure_links(mesh: Mesh, device: torch.device) -> None:
         links.next.flush()
         best_s = min(best_s, perf_counter() - start_s)
     slowest = min(gather_objects(mesh.world, LINK_BYTES / best_s))
-    mesh.cluster = replace(mesh.cluster, bandwidth_bytes_per_s=2.0 ** round(log2(slowest)))
+    return replace(cluster, bandwidth_bytes_per_s=2.0 ** round(log2(slowest)))

@@ -44,7 +44,7 @@ from lightning_hybrid.comm.protocol import (
     Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.comm.signals import left_to_the_driver
+from lightning_hybrid.comm.signals import signals_ignored
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.network import Stage
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
@@ -145,7 +145,7 @@ class Worker:
             ConnectionLost: the driver was lost.
         """
         self._heartbeat = Heartbeat([self._channel], self._mesh.timeout)
-        with left_to_the_driver():
+        with signals_ignored():
             try:
                 return self._serve()
             finally:

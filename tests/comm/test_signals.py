@@ -1,4 +1,4 @@
-"""A signal does not interrupt ranks that talk to each other, and none is lost."""
+"""A signal does not interrupt an exchange of messages, and none is lost."""
 
 import os
 import signal
@@ -7,25 +7,26 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_hybrid.comm.signals import (
-    conversation,
-    left_to_the_driver,
-    make_impatient,
-    make_patient,
+    make_deferrable,
+    restore_handlers,
+    run_pending,
+    signals_deferred,
+    signals_ignored,
 )
 
 
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
-    """What happened; the handler of a user, made patient, adds to it."""
+    """What happened; the handler of a user, made deferrable, adds to it."""
     events: list[str] = []
 
     def handler(*_: object) -> None:
         events.append("handler")
 
     before = signal.signal(signal.SIGUSR1, handler)
-    make_patient()
+    make_deferrable()
     yield events
-    make_impatient()
+    restore_handlers()
     assert signal.getsignal(signal.SIGUSR1) is handler
     signal.signal(signal.SIGUSR1, before)
 
@@ -34,13 +35,13 @@ def send() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def test_a_signal_waits_for_the_end_of_the_outermost_conversation(heard: list[str]) -> None:
-    @conversation
+def test_a_signal_waits_for_the_end_of_the_outermost_section(heard: list[str]) -> None:
+    @signals_deferred
     def inner() -> None:
         send()
         heard.append("inner ends")
 
-    @conversation
+    @signals_deferred
     def outer() -> None:
         inner()
         heard.append("outer ends")
@@ -49,8 +50,8 @@ def test_a_signal_waits_for_the_end_of_the_outermost_conversation(heard: list[st
     assert heard == ["inner ends", "outer ends", "handler"]
 
 
-def test_a_signal_is_heard_after_a_conversation_that_fails(heard: list[str]) -> None:
-    @conversation
+def test_a_signal_is_heard_after_a_section_that_fails(heard: list[str]) -> None:
+    @signals_deferred
     def fails() -> None:
         send()
         raise ValueError("on purpose")
@@ -60,14 +61,14 @@ def test_a_signal_is_heard_after_a_conversation_that_fails(heard: list[str]) -> 
     assert heard == ["handler"]
 
 
-def test_without_a_conversation_a_signal_is_heard_at_once(heard: list[str]) -> None:
+def test_outside_of_sections_a_signal_is_heard_at_once(heard: list[str]) -> None:
     send()
     heard.append("next line")
     assert heard == ["handler", "next line"]
 
 
-def test_a_worker_leaves_signals_to_its_driver(heard: list[str]) -> None:
-    with left_to_the_driver():
+def test_a_worker_ignores_signals(heard: list[str]) -> None:
+    with signals_ignored():
         send()
     assert heard == []
     send()
@@ -78,9 +79,17 @@ def test_a_handler_that_was_set_later_stays(heard: list[str]) -> None:
     def another(*_: object) -> None:
         heard.append("another")
 
-    patient = signal.getsignal(signal.SIGUSR1)
+    ours = signal.getsignal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, another)
-    make_impatient()
+    restore_handlers()
     send()
     assert heard == ["another"]
-    signal.signal(signal.SIGUSR1, patient)
+    signal.signal(signal.SIGUSR1, ours)
+
+
+def test_held_signals_wait_for_the_next_call(heard: list[str]) -> None:
+    run_pending(hold=True)
+    send()
+    assert heard == []
+    run_pending(hold=False)
+    assert heard == ["handler"]

@@ -1,0 +1,172 @@
+"""Wires, channels and links within one process, for tests: ranks are threads.
+
+They keep the promises of the real ones (:class:`~lightning_hybrid.comm.transport.Wire`): order,
+sends that end when the peer begins to receive, receives that block, a peer that is gone
+(:meth:`MemoryWire.close`), and one that does not answer within the time-out, after which the
+connection is closed, as gloo does it. And like those of gloo, a transfer that is dropped before its
+end never takes place.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.links import CAPACITY, Links, LocalLink, PeerLink
+from lightning_hybrid.comm.transport import Transfer, connection_lost
+
+TIMEOUT_S = 30.0
+"""How long a rank waits for another one: longer than any test."""
+
+CPU = torch.device("cpu")
+
+
+class _Connection:
+    """What the two ends of a wire share: transfers that wait for the peer's, by direction."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.lost: str | None = None
+        self._sent: tuple[deque[ref[_Transfer]], ...] = (deque(), deque())
+        self._posted: tuple[deque[ref[_Transfer]], ...] = (deque(), deque())
+
+    def add(self, transfer: "_Transfer", *, to: int, sends: bool) -> None:
+        """Begin a transfer to the end of this number, and match what has a partner now."""
+        with self.changed:
+            if self.lost is not None:
+                raise connection_lost(transfer.peer, RuntimeError(self.lost))
+            (self._sent if sends else self._posted)[to].append(ref(transfer))
+            sent, posted = self._sent[to], self._posted[to]
+            while (source := _oldest(sent)) and (target := _oldest(posted)):
+                target.tensor.copy_(source.tensor)
+                source.over = target.over = True
+                sent.popleft()
+                posted.popleft()
+            self.changed.notify_all()
+
+    def lose(self, reason: str) -> None:
+        with self.changed:
+            self.lost = self.lost or reason
+            self.changed.notify_all()
+
+
+class _Transfer:
+    def __init__(self, connection: _Connection, tensor: Tensor, peer: str) -> None:
+        self._connection, self.tensor, self.peer = connection, tensor, peer
+        self.over = False
+
+    def wait(self) -> None:
+        connection = self._connection
+        end_s = monotonic() + connection.timeout_s
+        with connection.changed:
+            while not self.over and connection.lost is None:
+                if not connection.changed.wait(end_s - monotonic()):
+                    connection.lose("Timed out waiting")
+            if not self.over:
+                raise connection_lost(self.peer, RuntimeError(connection.lost))
+
+
+def _oldest(transfers: "deque[ref[_Transfer]]") -> _Transfer | None:
+    """The first one that was not dropped."""
+    while transfers:
+        transfer = transfers[0]()
+        if transfer is not None:
+            return transfer
+        transfers.popleft()
+    return None
+
+
+class MemoryWire:
+    """One end of a wire between two threads; :meth:`pair` makes both.
+
+    Args:
+        connection: what both ends share.
+        me: number of this end, 0 or 1.
+        peer: how to name the other rank in an error.
+    """
+
+    def __init__(self, connection: _Connection, me: int, peer: str) -> None:
+        self.peer = peer
+        self._connection, self._me = connection, me
+
+    @classmethod
+    def pair(
+        cls, names: tuple[str, str] = ("rank 0", "rank 1"), timeout_s: float = TIMEOUT_S
+    ) -> tuple["MemoryWire", "MemoryWire"]:
+        """Two ends.
+
+        Args:
+            names: of the ranks; each end has the other's.
+            timeout_s: how long a transfer may wait.
+        """
+        connection = _Connection(timeout_s)
+        return cls(connection, 0, names[1]), cls(connection, 1, names[0])
+
+    def send(self, tensor: Tensor) -> Transfer:
+        return self._begin(tensor, to=1 - self._me, sends=True)
+
+    def receive(self, tensor: Tensor) -> Transfer:
+        return self._begin(tensor, to=self._me, sends=False)
+
+    def close(self) -> None:
+        """This rank is gone: transfers that have no partner yet fail, and all that begin later."""
+        self._connection.lose("Connection closed by peer")
+
+    def _begin(self, tensor: Tensor, *, to: int, sends: bool) -> Transfer:
+        transfer = _Transfer(self._connection, tensor, self.peer)
+        self._connection.add(transfer, to=to, sends=sends)
+        return transfer
+
+
+def memory_channels(
+    names: tuple[str, str] = ("rank 0", "rank 1"), timeout_s: float = TIMEOUT_S
+) -> tuple[Channel, Channel]:
+    """The two ends of a channel."""
+    here, there = MemoryWire.pair(names, timeout_s)
+    return Channel(here), Channel(there)
+
+
+class MemoryRing:
+    """The ring of a replica whose ranks are threads: stage 0 -> ... -> last stage -> stage 0.
+
+    Args:
+        devices: of each stage the position of its rank.
+        timeout_s: how long a rank waits for another one.
+        capacity: of each link.
+    """
+
+    def __init__(
+        self, devices: Sequence[int], timeout_s: float = TIMEOUT_S, capacity: int = CAPACITY
+    ) -> None:
+        self._wires: dict[int, list[MemoryWire]] = {device: [] for device in devices}
+        before: dict[int, PeerLink | LocalLink] = {}
+        after: dict[int, PeerLink | LocalLink] = {}
+        for edge, ends in enumerate(zip(devices, (*devices[1:], devices[0]))):
+            following = (edge + 1) % len(devices)
+            if ends[0] == ends[1]:
+                after[edge], before[following] = LocalLink.pair()
+                continue
+            names = f"rank {ends[0]}", f"rank {ends[1]}"
+            words, along, against = (MemoryWire.pair(names, timeout_s) for _ in range(3))
+            for end, device in enumerate(ends):
+                self._wires[device] += [words[end], along[end], against[end]]
+            after[edge] = PeerLink(Channel(words[0]), along[0], against[0], CPU, capacity)
+            before[following] = PeerLink(Channel(words[1]), against[1], along[1], CPU, capacity)
+        self._links = {stage: Links(before[stage], after[stage]) for stage in before}
+        self._devices = tuple(devices)
+
+    def links(self, device: int) -> dict[int, Links]:
+        """The links of the stages of a rank, as :func:`lightning_hybrid.comm.links.link_stages`."""
+        stages = (stage for stage, owner in enumerate(self._devices) if owner == device)
+        return {stage: self._links[stage] for stage in stages}
+
+    def kill(self, device: int) -> None:
+        """A rank is gone: its neighbours notice."""
+        for wire in self._wires[device]:
+            wire.close()

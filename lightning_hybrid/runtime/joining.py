@@ -1,0 +1,144 @@
+"""How a process joins the others: one store, then the group of all ranks, then the mesh.
+
+What this process has joined is kept between Trainers: a second run with the same sizes uses the
+same groups.
+"""
+
+import atexit
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.hosts import bound_to
+from lightning_hybrid.comm.mesh import Mesh, Place, make_world
+from lightning_hybrid.comm.transport import Group
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.runtime.survey import measure_links
+
+_STORE_TIMEOUT = timedelta(minutes=10)
+# Gloo says that an operation is over a moment before its thread has let go of it. A script that
+# ends within that moment takes the interpreter away from the thread, and C++ aborts the process: 18
+# of 170 that ended right after an all-reduce did so (torch 2.13), none of 45 that waited for 50 ms.
+_LETTING_GO_S = 0.2
+
+Survey = Callable[[Group], Cluster]
+"""Looks at all devices over the group of all ranks."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how all ranks find each other, the same on each of them but for ``serve``.
+
+    Attributes:
+        address: host of the store.
+        port: port of the store.
+        hosts: number of hosts.
+        serve: whether this rank hosts the store (rank 0, unless the launcher's agent already does).
+    """
+
+    address: str
+    port: int
+    hosts: int
+    serve: bool
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a process has joined.
+
+    Attributes:
+        mesh: its groups.
+        cluster: the devices of all ranks; ``None``: nobody has looked.
+    """
+
+    mesh: Mesh
+    cluster: Cluster | None
+
+
+class _Process:
+    """What this process keeps between Trainers."""
+
+    store: dist.TCPStore | None = None
+    joined: Joined | None = None
+    key: tuple[object, ...] = ()
+    generation = 0
+
+
+def join(
+    place: Place,
+    meeting: Meeting,
+    *,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    survey: Survey | None = None,
+    capacity: Hashable = None,
+) -> Joined:
+    """Join the other ranks: as in the last run if that had the same shape, else anew.
+
+    All ranks run the same script, so all count the same generations and agree on the names.
+
+    Args:
+        place: this rank.
+        meeting: where the ranks meet.
+        backend: ``"gloo"`` or ``"nccl"``, for tensors between stages and between replicas.
+        timeout: of those tensors' links.
+        device: of this rank.
+        survey: looks at the devices of all ranks, and may make ranks change places.
+        capacity: what the survey was told; another one needs another mesh.
+    """
+    key = (place, backend, timeout, survey is None, capacity)
+    if _Process.joined is not None and _Process.key == key:
+        return _Process.joined
+    if _Process.joined is not None:
+        _Process.joined.mesh.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if _Process.store is None:
+        atexit.register(time.sleep, _LETTING_GO_S)
+        _Process.store = _store(meeting)
+    _Process.generation += 1
+    store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
+    _Process.joined = _join(place, store, backend, timeout, device, survey)
+    _Process.key = key
+    return _Process.joined
+
+
+def _join(
+    place: Place,
+    store: dist.Store,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    survey: Survey | None,
+) -> Joined:
+    world = make_world(store, place.rank, place.replicas * place.stages)
+    cluster = None if survey is None else survey(world)
+    if cluster is not None:
+        place = replace(place, order=cluster.order)
+    mesh = Mesh(place, store, world, backend, timeout)
+    if cluster is not None:
+        cluster = measure_links(mesh, cluster, device)
+    return Joined(mesh, cluster)
+
+
+def _store(meeting: Meeting) -> dist.TCPStore:
+    address, port = meeting.address, meeting.port
+    if not meeting.serve:
+        return dist.TCPStore(address, port, None, False, timeout=_STORE_TIMEOUT)
+    listening = bound_to(address, port, meeting.hosts)
+    return dist.TCPStore(
+        address, port, None, True, timeout=_STORE_TIMEOUT, master_listen_fd=listening
+    )
+
+
+def forget() -> None:
+    """After a failure the links hold half-sent messages: the next run makes new ones."""
+    if _Process.joined is not None and _Process.key:
+        _Process.key = ()
+        if _Process.joined.mesh.place.replicas > 1:
+            _Process.joined.mesh.leave()

@@ -1,0 +1,90 @@
+"""What is encoded is decoded, and a training step in its steady state pickles nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hybrid.comm import frames
+from lightning_hybrid.comm.call_key import CallKey, Precision
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.frames import FRAME, decode, encode
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    Backward,
+    ClipValues,
+    Cut,
+    Forward,
+    Free,
+    Header,
+    Leaving,
+    Message,
+    Pattern,
+    Reduce,
+    Status,
+    Step,
+    StillAlive,
+    SynchronizeBuffers,
+    TakeWeights,
+    ZeroGrad,
+)
+from lightning_hybrid.comm.specs import TensorSpec
+
+SPEC = TensorSpec((2, 3), torch.float64, requires_grad=True)
+KEY = CallKey(0, ((SPEC,),), ((1,),), True, True, (True,), Precision.current(torch.device("cpu")))
+STEADY = [
+    Forward(0, 10**12, -5, 2, False, True),
+    Backward(1, 7, 0, False, True, False, True, False),
+    Free(0, 3),
+    Reduce(2),
+    SynchronizeBuffers(True),
+    ZeroGrad(0, False),
+    Step(1),
+    Status(),
+    StillAlive(),
+]
+OTHERS = [
+    Forward(0, 1, 2, 3, True, True, KEY),
+    Step(0, [{"lr": 0.1, "params": ["a"]}]),
+    ClipValues(0, 0.5),
+    Cut(0, "net", {}, (1, 0), frozenset("a"), "gpipe", 2**64 - 1),
+    Answer(value={"a": 1}),
+    Header([SPEC], draws=True),
+    Status(Failure("text")),
+    Pattern([True, False]),
+    Leaving(Failure("text")),
+]
+
+
+def passed(message: Message) -> tuple[Message, int]:
+    frame, data, _ = encode(message)
+    assert len(frame) == FRAME
+    return decode(torch.tensor(frame).tolist(), data).message(()), len(data)
+
+
+@pytest.mark.parametrize("message", [*STEADY, *OTHERS], ids=repr)
+def test_a_message_arrives_as_it_was(message: Message) -> None:
+    assert passed(message)[0] == message
+
+
+@pytest.mark.parametrize("message", STEADY, ids=repr)
+def test_a_steady_step_pickles_nothing(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("pickled")
+
+    monkeypatch.setattr(frames.pickle, "dumps", refuse)
+    monkeypatch.setattr(frames.pickle, "loads", refuse)
+    assert passed(message)[1] == 0
+
+
+def test_flags_are_flags_again() -> None:
+    message: Any = passed(ZeroGrad(0, True))[0]
+    assert message.set_to_none is True
+
+
+def test_tensors_are_not_pickled() -> None:
+    values = {"a": torch.zeros(10**6), "b": torch.ones(2)}
+    frame, data, tensors = encode(TakeWeights(values.items()))
+    assert len(data) < 1000
+    assert [tensor.shape for tensor in tensors] == [value.shape for value in values.values()]
+    assert decode(frame, data).specs["b"] == TensorSpec((2,), torch.float32)

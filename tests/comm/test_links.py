@@ -1,0 +1,139 @@
+"""What a stage may count on of the link to its neighbour, over gloo, in memory and on one rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import together
+
+from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.links import Link, LocalLink, PeerLink
+from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status
+from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.errors import HybridError
+
+Wires = Callable[..., Any]
+CPU = torch.device("cpu")
+SPEC = TensorSpec((2,), torch.float32)
+FAILURE = Failure.of(ValueError("on purpose"), "rank 1")
+
+
+def link(ranks: Any, capacity: int = 8) -> tuple[Link, Link]:
+    words, along, against = ranks.pair(), ranks.pair(), ranks.pair()
+    return (
+        PeerLink(Channel(words[0]), along[0], against[0], CPU, capacity),
+        PeerLink(Channel(words[1]), against[1], along[1], CPU, capacity),
+    )
+
+
+def message(number: int) -> list[torch.Tensor]:
+    return [torch.full((2,), float(number)), torch.full((2,), -float(number))]
+
+
+def numbers(link: Link, count: int) -> list[float]:
+    """The next messages, each checked to be whole."""
+    found = []
+    for first, second in (link.post([SPEC, SPEC]).wait() for _ in range(count)):
+        assert torch.equal(first, -second)
+        found.append(first[0].item())
+    return found
+
+
+def test_further_messages_may_be_sent_before_the_first_is_taken(wires: Wires) -> None:
+    here, there = link(wires())
+    for number in range(3):
+        here.reserve(1)
+        here.send(message(number))
+    assert numbers(there, 3) == [0, 1, 2]
+    here.flush()
+
+
+def test_further_receives_may_be_posted_before_the_first_arrives(wires: Wires) -> None:
+    here, there = link(wires())
+    posted = [there.post([SPEC, SPEC]) for _ in range(3)]
+    for number in range(3):
+        here.send(message(number))
+    assert [arriving.wait()[0][0].item() for arriving in posted] == [0, 1, 2]
+
+
+def test_a_full_link_makes_who_reserves_wait(wires: Wires) -> None:
+    here, _ = link(wires(0.2), capacity=2)
+    for number in range(2):
+        here.reserve(1)
+        here.send(message(number))
+    with pytest.raises(ConnectionLost, match="rank 1"):  # nobody takes anything
+        here.reserve(1)
+
+
+def test_there_is_room_again_when_the_peer_has_taken_enough(wires: Wires) -> None:
+    here, there = link(wires(), capacity=2)
+
+    def send() -> None:
+        for number in range(10):
+            here.reserve(1)
+            here.send(message(number))
+        here.flush()
+
+    assert together(send, lambda: numbers(there, 10))[1] == [*range(10)]
+
+
+def test_a_pass_of_more_messages_than_a_link_takes_begins_on_an_empty_one(wires: Wires) -> None:
+    here, there = link(wires(), capacity=2)
+    here.reserve(5)
+    for number in range(5):
+        here.send(message(number))
+    assert numbers(there, 5) == [*range(5)]
+
+
+def test_a_flushed_link_has_nothing_on_its_way(wires: Wires) -> None:
+    here, _ = link(wires(0.2))
+    here.flush()
+    here.send(message(1))
+    with pytest.raises(ConnectionLost):
+        here.flush()
+
+
+def test_words_and_answers_do_not_mix(wires: Wires) -> None:
+    """An answer that nobody has heard yet does not stand before the words of a later pass."""
+    ranks = wires()
+    worker_end, driver_end = (Channel(wire) for wire in ranks.pair())
+    worker, driver = link(ranks)
+    worker_end.send(Answer(value="of an earlier command"))
+    worker.send_word(Status(FAILURE))
+    worker_end.send(Answer(value="of the next one"))
+    worker.send_word(Pattern([True]))
+    assert driver.receive_word(Status).failure == FAILURE
+    assert driver.receive_word(Pattern).present == [True]
+    assert driver_end.receive(Answer).value == "of an earlier command"
+    assert driver_end.receive(Answer).value == "of the next one"
+
+
+def test_words_of_two_edges_between_the_same_ranks_do_not_mix(wires: Wires) -> None:
+    ranks = wires()
+    (a_here, a_there), (b_here, b_there) = link(ranks), link(ranks)
+    a_here.send_word(Header([SPEC]))
+    b_here.send_word(Status())
+    assert b_there.receive_word(Status).failure is None
+    assert a_there.receive_word(Header).specs == [SPEC]
+
+
+def test_another_word_than_expected_is_refused_by_name() -> None:
+    here, there = LocalLink.pair()
+    here.send_word(Status())
+    with pytest.raises(HybridError, match=r"Expected Header .* found Status"):
+        there.receive_word(Header)
+
+
+def test_stages_of_one_rank_hand_tensors_on_in_order_without_a_graph() -> None:
+    here, there = LocalLink.pair()
+    value = torch.ones(2, requires_grad=True) * 2
+    for factor in (1, 2):
+        here.reserve(1)
+        here.send([value * factor])
+    here.flush()
+    found = [there.post([SPEC]).wait()[0] for _ in range(2)]
+    assert [tensor.tolist() for tensor in found] == [[2, 2], [4, 4]]
+    assert not any(tensor.requires_grad for tensor in found)

@@ -1,0 +1,132 @@
+"""A replica in one process: a thread per rank, links in memory, the real engines."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.comm.call_key import CallKey, Precision
+from lightning_hybrid.comm.memory import MemoryRing
+from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.protocol import Backward
+from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.runtime.calls import Call, Traffic
+from lightning_hybrid.runtime.engine import Engine, StageOptions
+from lightning_hybrid.runtime.replicas import Copies
+from lightning_hybrid.runtime.trace import Trace
+
+CPU = torch.device("cpu")
+ALONE: Any = SimpleNamespace(size=lambda: 1)  # the group of one replica
+
+
+class Layers(nn.Module):
+    """A stage as the engine needs it: values and numbers in, values out."""
+
+    def __init__(self, *layers: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+        self.modules_, self.layers = nn.ModuleList(modules), layers
+
+    def forward(self, values: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        first, *others = values
+        for layer in self.layers:
+            first = layer(first)
+        return [first, *others]
+
+
+class Pipeline:
+    """The stages of a network on the ranks of one replica.
+
+    Args:
+        stages: of the network.
+        devices: of each the position of its rank; the last one is the driver, 0.
+        timeout_s: how long a rank waits for another one.
+
+    Attributes:
+        ring: of the ranks.
+        engines: of each rank.
+        errors: what each rank has raised in the last pass.
+    """
+
+    def __init__(
+        self, stages: Sequence[nn.Module], devices: Sequence[int], timeout_s: float = 30.0
+    ) -> None:
+        self.ring = MemoryRing(devices, timeout_s)
+        self.engines: dict[int, Engine] = {}
+        self.errors: dict[int, Exception] = {}
+        self._traffic: dict[CallKey, dict[int, list[Traffic]]] = {}
+        self._numbers = 0
+        for device in sorted(set(devices)):
+            own: Any = {n: stages[n] for n, owner in enumerate(devices) if owner == device}
+            self.engines[device] = Engine(
+                own,
+                devices,
+                Place(device, 1, max(devices) + 1),
+                self.ring.links(device),
+                Copies([], [], ALONE, Trace(device, "")),
+                CPU,
+                "gpipe",
+                0,
+                Trace(device, ""),
+                StageOptions(),
+            )
+
+    def open(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Call]:
+        """A call with these inputs per micro-batch, on each rank."""
+        specs = tuple(tuple(TensorSpec.of(value) for value in part) for part in parts)
+        numbers = tuple(() for _ in parts)
+        key = CallKey(0, specs, numbers, True, True, (), Precision.current(CPU))
+        exchange = key not in self._traffic
+        known = self._traffic.setdefault(
+            key, {d: [Traffic() for _ in e.owned] for d, e in self.engines.items()}
+        )
+        self._numbers += 1
+        return {
+            device: Call(
+                self._numbers, 0, key, exchange, False, known[device], [{} for _ in engine.owned]
+            )
+            for device, engine in self.engines.items()
+        }
+
+    def forward(self, calls: Mapping[int, Call], parts: Sequence[list[Tensor]]) -> Any:
+        """Run the forward pass on all ranks. Returns the driver's outputs, or raises its error."""
+        return self.together(
+            lambda device: self.engines[device].forward(calls[device], () if device else parts)
+        )
+
+    def backward(
+        self, calls: Mapping[int, Call], gradients: Sequence[Any], *, input_gradient: bool = False
+    ) -> Any:
+        """Likewise the backward pass; returns the gradients of the inputs."""
+        number = calls[0].number
+        exchange = calls[0].exchange
+        mode = Backward(0, number, 0, exchange, True, False, input_gradient, False)
+        return self.together(
+            lambda device: self.engines[device].backward(
+                calls[device], mode, () if device else gradients
+            )
+        )
+
+    def together(self, rank: Callable[[int], Any]) -> Any:
+        """Run all ranks at once. Returns what the driver returns, or raises what it raises."""
+        results: dict[int, Any] = {}
+        self.errors = {}
+
+        def run(device: int) -> None:
+            try:
+                results[device] = rank(device)
+            except Exception as error:
+                self.errors[device] = error
+
+        threads = [threading.Thread(target=run, args=(device,)) for device in self.engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank hangs"
+        if 0 in self.errors:
+            raise self.errors[0]
+        return results[0]

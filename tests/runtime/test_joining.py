@@ -1,0 +1,71 @@
+"""A process joins the others once, and again only where something has changed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.planning.cluster import Cluster, make_cluster
+from lightning_hybrid.planning.speed import look_at
+from lightning_hybrid.runtime import joining
+from lightning_hybrid.runtime.joining import Joined, Meeting, forget, join
+
+CPU = torch.device("cpu")
+SECONDS = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def _process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has joined nobody; the store is one of this process alone."""
+    process: Any = joining._Process
+    for name, value in {"store": dist.HashStore(), "joined": None, "key": ()}.items():
+        monkeypatch.setattr(process, name, value)
+    yield
+    if process.joined is not None:
+        process.joined.mesh.shutdown()
+
+
+def joined(survey: Callable[[Any], Cluster] | None = None, **how: Any) -> Joined:
+    usual = {"backend": "gloo", "timeout": SECONDS, "device": CPU}
+    meeting = Meeting("127.0.0.1", 0, 1, serve=True)
+    return join(Place(0, 1, 1), meeting, survey=survey, **(usual | how))
+
+
+def test_a_second_run_of_the_same_sizes_uses_the_same_groups() -> None:
+    assert joined() is joined()
+
+
+@pytest.mark.parametrize("how", [{"timeout": 2 * SECONDS}, {"capacity": (1.0,)}])
+def test_another_setting_makes_new_groups(how: dict[str, Any]) -> None:
+    first = joined()
+    second = joined(**how)
+    assert second is not first
+    with pytest.raises(RuntimeError, match="has left the run"):
+        first.mesh.world.size()
+    assert second.mesh.world.size() == 1
+
+
+def test_a_run_that_follows_a_failure_makes_new_groups() -> None:
+    first = joined()
+    forget()
+    assert joined() is not first
+
+
+def test_devices_are_looked_at_once_and_decide_who_stands_where() -> None:
+    looks = []
+
+    def survey(world: Any) -> Cluster:
+        looks.append(world.size())
+        return replace(make_cluster([look_at(CPU, (0.0, 0.0))], 1, 1, (1.0,)), order=(0,))
+
+    first = joined(survey)
+    assert joined(survey) is first
+    assert looks == [1]
+    assert first.cluster is not None
+    assert first.mesh.place.order == (0,)
+    assert joined().cluster is None
