@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_hybrid.compat import as_they_are
@@ -90,7 +91,9 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = [window._version for window in windows]
         result = func(*args, **kwargs)
         for window, version in zip(windows, before):
-            if window._version != version or func == _SET_DATA:
+            # (statistics are written without a word of the version)
+            written = func in _NORMS and not isinstance(window, RemoteParameter)
+            if written or window._version != version or func == _SET_DATA:
                 _behind(window).touch()
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(result)):
             _enter_graph(windows)
@@ -165,6 +168,10 @@ _LOOKS = {
 }
 """Operations that have nothing to do with the values."""
 
+_NORMS = {
+    *(F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm),
+    *(torch.native_batch_norm, torch.cudnn_batch_norm, torch.miopen_batch_norm),
+}
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 _GRADIENT: Any = Tensor.grad
 _GET_GRADIENT, _SET_GRADIENT = _GRADIENT.__get__, {_GRADIENT.__set__, _GRADIENT.__delete__}
