@@ -87,6 +87,16 @@ def test_a_parameter_stays_the_same_object_and_its_looks_ask_nobody(world: World
     assert world.owner.given == []
 
 
+def test_statistics_that_batch_normalisation_writes_here_reach_the_owner(world: World) -> None:
+    expected = copy.deepcopy(world.there)
+    x = torch.randn(5, 3)
+    world.here(x)
+    expected(x)
+    world.windows.flush()
+    assert torch.equal(world.there[1].running_mean, expected[1].running_mean)
+    assert torch.equal(world.there[1].running_var, expected[1].running_var)
+
+
 def test_reading_shows_what_the_owner_has(world: World) -> None:
     assert torch.equal(world.here[0].weight.sum(), world.there[0].weight.sum())
     assert world.owner.given == [["0.weight"]]
