@@ -26,7 +26,7 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
 
 # what TorchDynamo writes down for `with torch.autocast(...)`
@@ -307,6 +307,16 @@ def forward_derivatives() -> Iterator[None]:
     """Inside, derivatives in forward mode are there as ever: an autograd function has none."""
     with torch.autograd.forward_ad._set_fwd_grad_enabled(True):
         yield
+
+
+def recurrent_functions() -> Any:
+    """What `torch.nn.LSTM` and the like look their operations up in."""
+    return torch._VF
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor has a shape and no memory, and no other mode looks at it."""
+    return type(value) is FakeTensor
 
 
 set_gradients: Any = torch._C._set_grad_enabled

@@ -32,6 +32,7 @@ from lightning_hybrid.compat import (
 )
 from lightning_hybrid.network.cumulative import captured_averages
 from lightning_hybrid.network.graph import NetworkGraph
+from lightning_hybrid.network.recurrent import captured_recurrence
 from lightning_hybrid.network.structure import tensors_in
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
@@ -125,7 +126,7 @@ class Capture:
         self._given = {id(tensor) for tensor in given}
         free_first_size(given)
         try:
-            with capture_settings(), captured_averages():
+            with capture_settings(), captured_averages(), captured_recurrence():
                 return self._compiled(*args, **kwargs)
         except (
             TorchDynamoException,

@@ -11,6 +11,7 @@ network that is cut already and is then called in a way that cannot be captured,
 suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right.
 """
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -624,8 +625,12 @@ class Networks:
 
     def _say_again(self, found: _Found) -> None:
         reason = found.capture.reason
-        if reason is not None:
-            self._say(found, f"was captured again: {reason}")
+        if reason is None:
+            return
+        kind = found.name, re.sub(r"\d+", "", reason)  # a list that grows has another length now
+        if kind not in self._said:
+            self._said.add(kind)
+            self._how.say(f"{found.shown} was captured again: {reason}")
 
     def _say_plan(self, found: _Found, plan: Plan) -> None:
         self._how.say(f"{found.shown}: {plan.describe()}".rstrip())

@@ -91,8 +91,8 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = [window._version for window in windows]
         result = func(*args, **kwargs)
         for window, version in zip(windows, before):
-            uncounted = func == _SET_DATA or func in _WRITE_UNCOUNTED
-            if window._version != version or uncounted:
+            written = func in _NORMS and not isinstance(window, RemoteParameter)
+            if written or window._version != version or func == _SET_DATA:
                 _behind(window).touch()
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(result)):
             _enter_graph(windows)
@@ -167,10 +167,13 @@ _LOOKS = {
 }
 """Operations that have nothing to do with the values."""
 
+_NORMS = {
+    *(F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm),
+    *(torch.native_batch_norm, torch.cudnn_batch_norm, torch.miopen_batch_norm),
+}
+"""They change running statistics, and the version counters of these do not tell."""
+
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 _GRADIENT: Any = Tensor.grad
 _GET_GRADIENT, _SET_GRADIENT = _GRADIENT.__get__, {_GRADIENT.__set__, _GRADIENT.__delete__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-_WRITE_UNCOUNTED = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
-"""They change running statistics, and the version counters of these do not tell."""

@@ -231,6 +231,7 @@ class LooksWhereItLooked(Row):
     What comes before the hook is cut.
     """
 
+    cuts: ClassVar = {2: ["net.first.2"], 3: ["net.first.2", "net.first.4"]}
     fast = IN_REPLICAS
 
     def build(self) -> None:

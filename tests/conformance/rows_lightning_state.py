@@ -212,7 +212,6 @@ class RunsOverLengthsThatChange(ReadsLengthsThatChange):
     """A recurrent layer."""
 
     fast = (ONE_OF_TWO,)
-    captures = None  # TorchDynamo takes such a layer for one length only
 
     def build(self) -> None:
         super().build()

@@ -47,7 +47,7 @@ class RaisesToPowers(_Between):
             x = x**2 + 2**x + (x.abs() + 0.5) ** -0.5 + (x + 3) ** x + x**3.0 + pow(x, 2)
             x = x + torch.pow(0.5, x) + torch.pow(x, torch.tensor(2)) + x.square() ** 1
             x = x + torch.float_power(x.abs() + 1, 0.5) + 0.0 ** x.abs().ceil()
-            x = torch.tanh(x / 8)
+            x = 1 + torch.tanh(x / 8)
             x **= 2
             return x.pow_(2).sqrt()
 
@@ -481,6 +481,7 @@ class SeedsInForward(_Between):
     What comes before it is cut.
     """
 
+    cuts: ClassVar = {2: ["net.first.2"], 3: ["net.first.2", "net.first.4"]}
     control = False
 
     class Net(_Between.Net):

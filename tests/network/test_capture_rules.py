@@ -398,6 +398,29 @@ def test_a_cut_within_modes_leaves_and_enters_them() -> None:
         assert same(outputs_and_gradients(network, call, X), expected)
 
 
+RECURRENT = [
+    nn.GRU(4, 4, batch_first=True),
+    nn.LSTM(4, 2, 2, bidirectional=True),
+    nn.RNN(4, 4, nonlinearity="relu"),
+]
+
+
+@pytest.mark.parametrize("layer", RECURRENT, ids=lambda layer: type(layer).__name__)
+def test_recurrent_layers_are_captured_for_all_lengths(layer: nn.RNNBase) -> None:
+    def code(net: Any, x: Tensor) -> Tensor:
+        states, _ = net.layer(net.a(x))
+        return net.c(states).mean(1 if layer.batch_first else 0)
+
+    network = Net(code)
+    network.layer = layer
+    staged = Staged(network)
+    for length in (5, 6, 7, 9, 5):
+        x = torch.randn(3, length, 4)
+        found = outputs_and_gradients(network, staged, x)
+        assert same(found, outputs_and_gradients(network, network, x))
+    assert [len(codes) for codes in staged.codes.values()] == [3, 3]
+
+
 class OneRegion(nn.Module):
     """All that it computes is one checkpointed call, with two results."""
 

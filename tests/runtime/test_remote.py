@@ -88,6 +88,16 @@ def test_a_parameter_stays_the_same_object_and_its_looks_ask_nobody(world: World
     assert world.owner.given == []
 
 
+def test_statistics_that_batch_normalisation_writes_here_reach_the_owner(world: World) -> None:
+    expected = copy.deepcopy(world.there)
+    x = torch.randn(5, 3)
+    world.here(x)
+    expected(x)
+    world.windows.flush()
+    assert torch.equal(world.there[1].running_mean, expected[1].running_mean)
+    assert torch.equal(world.there[1].running_var, expected[1].running_var)
+
+
 def test_reading_shows_what_the_owner_has(world: World) -> None:
     assert torch.equal(world.here[0].weight.sum(), world.there[0].weight.sum())
     assert world.owner.given == [["0.weight"]]
@@ -259,12 +269,3 @@ def test_under_inference_mode_values_are_current_too(world: World) -> None:
     with torch.no_grad():
         world.here[0].weight.add_(1.0)
     assert world.same()
-
-
-def test_running_statistics_that_a_call_changes_reach_their_owner(world: World) -> None:
-    x = torch.randn(5, 3)
-    expected = copy.deepcopy(world.there)
-    expected(x)
-    world.here(x)
-    assert world.same()
-    assert torch.equal(world.there[1].running_var, expected[1].running_var)

@@ -1,0 +1,93 @@
+"""Recurrent layers as operations that are free in the length of their sequences.
+
+To find the shapes of their results TorchDynamo runs torch's own operations step by step, and so
+captures them for one length only. These take the place of torch's while a network is captured; they
+compute with them, and tell the shapes without running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.compat import is_fake, recurrent_functions
+
+_functions = recurrent_functions()
+
+
+@contextmanager
+def captured_recurrence() -> Iterator[None]:
+    """Inside, what captures a recurrent layer keeps the length of its sequences free."""
+    for name, function in _INSTEAD.items():
+        setattr(_functions, name, function)
+    try:
+        yield
+    finally:
+        for name in _INSTEAD:
+            delattr(_functions, name)
+
+
+_Original = Callable[..., Any]
+_ORIGINAL: dict[str, _Original] = {
+    name: getattr(_functions, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}
+
+
+@torch.compiler.allow_in_graph
+def lstm(*args: Any) -> Any:
+    """`torch.nn.LSTM`, with the arguments of torch's own operation."""
+    return _computed("lstm", args)
+
+
+@torch.compiler.allow_in_graph
+def gru(*args: Any) -> Any:
+    """`torch.nn.GRU`, likewise."""
+    return _computed("gru", args)
+
+
+@torch.compiler.allow_in_graph
+def rnn_tanh(*args: Any) -> Any:
+    """`torch.nn.RNN`, likewise."""
+    return _computed("rnn_tanh", args)
+
+
+@torch.compiler.allow_in_graph
+def rnn_relu(*args: Any) -> Any:
+    """`torch.nn.RNN(nonlinearity="relu")`, likewise."""
+    return _computed("rnn_relu", args)
+
+
+_INSTEAD: dict[str, _Original] = {
+    "lstm": lstm,
+    "gru": gru,
+    "rnn_tanh": rnn_tanh,
+    "rnn_relu": rnn_relu,
+}
+
+
+def _computed(name: str, args: tuple[Any, ...]) -> Any:
+    value, states, weights = args[:3]
+    # others: packed sequences; and what must be run to know of it, random numbers and half precision
+    if is_fake(value) and isinstance(weights, list | tuple) and not _draws(args):
+        if not torch.is_autocast_enabled(value.device.type):
+            return _shapes(value, states if name == "lstm" else [states], weights, args[7])
+    return _ORIGINAL[name](*args)
+
+
+def _draws(args: tuple[Any, ...]) -> bool:
+    _, _, _, _, layers, dropout, training, *_ = args
+    return bool(training and dropout and layers > 1)
+
+
+def _shapes(
+    value: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bidirectional: bool
+) -> tuple[Tensor, ...]:
+    """Outputs of all steps, and the last states, without numbers."""
+    size = states[0].shape[-1] * (2 if bidirectional else 1)
+    tie = 0 * (value.sum() + weights[0].sum() + states[0].sum())  # they have gradients if one has
+    results = [value.new_empty((*value.shape[:2], size)), *map(torch.empty_like, states)]
+    return tuple(result + tie for result in results)
