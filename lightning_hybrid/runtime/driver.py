@@ -128,12 +128,12 @@ class Driver:
         self._share, self._share_optimizers = share, False
         self._options = options
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
-        self._workers = range(1, mesh.place.stages)
+        self._workers = range(1, mesh.coordinates.ranks_per_replica)
         self._channels = {worker: mesh.channel(worker) for worker in self._workers}
         self._heartbeat: Heartbeat | None = None
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
-        self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
+        self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._networks: list[DrivenNetwork] = []
         self._optimizers: list[OptimizerLink] = []
         self._names = {id(p): name for name, p in module.named_parameters()}
@@ -144,7 +144,7 @@ class Driver:
         self._rest = self._copies_of_the_rest()
         self.synchronize = True  # off while gradients accumulate
         self._synchronized = True  # in the last step
-        self._has_state = mesh.place.replicas > 1 and bool(state_buffers(module))
+        self._has_state = mesh.coordinates.replicas > 1 and bool(state_buffers(module))
         self._batch = self._calls_in_step = self._evaluations = 0
         self._stale: set[int] = set()  # networks whose gradients are not averaged yet
         self._owner: dict[str, tuple[int, int]] = {}  # of remote tensors: network, worker
@@ -173,7 +173,7 @@ class Driver:
             network: the module.
             graph: its graph.
             codes: its stages.
-            devices: of each stage the position of its rank; the last one is 0, this rank.
+            devices: ``pp_rank`` of each stage; the last one is 0, this rank.
             parts: into how many slices a batch is split in calls of this graph.
             schedule: name of the schedule.
 
@@ -202,20 +202,20 @@ class Driver:
             for full in self._owner.keys() & set(remote[-1]):
                 self._sharers.setdefault(full, []).append(self._owner[full][1])
             self._owner |= dict.fromkeys(remote[-1], (number, worker))
-            leave_to_worker(tensors, remote[-1], self._mesh.place, worker)
+            leave_to_worker(tensors, remote[-1], self._mesh.coordinates, worker)
         stages = dict(zip(links, make_stages([codes[n] for n in links], network, self.device)))
         here = [*stages.values()]
         mine = [prefix + n for part in here for n in part.tensor_names]
-        Claim(self.module, mine, (), self._mesh.place).settle(())
+        Claim(self.module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self.device)
         own = own_parameters(here, borrowed[0])
         state = state_buffers(network)
-        copies = Copies(own, own_buffers(here), self._mesh.copies, self._trace, state)
+        copies = Copies(own, own_buffers(here), self._mesh.data_parallel, self._trace, state)
         engine = Engine(
             stages,
             devices,
-            self._mesh.place,
+            self._mesh.coordinates,
             links,
             copies,
             self.device,
@@ -244,7 +244,7 @@ class Driver:
             self._rest.broadcast_weights()
             if self._share_optimizers:
                 optimizers = [link.optimizer for link in self._optimizers]
-                share_optimizers(optimizers, self._names, self._mesh.copies, self.device)
+                share_optimizers(optimizers, self._names, self._mesh.data_parallel, self.device)
         return driven
 
     def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
@@ -338,7 +338,7 @@ class Driver:
             for tensor in (*parameters, *buffers):
                 tensor.data = tensor.data.to(self.device)
         state = state_buffers(self.module)
-        return Copies(parameters, buffers, self._mesh.copies, self._trace, state)
+        return Copies(parameters, buffers, self._mesh.data_parallel, self._trace, state)
 
     def settle(self) -> None:
         """No network is cut: all that waited for one is the driver's own."""
@@ -659,7 +659,7 @@ class Driver:
             owned = [name for network in self._networks for name in network.remote[worker - 1]]
             with as_they_are():
                 self._send_weights(worker, to_send(tensors, owned))
-            leave_to_worker(tensors, owned, self._mesh.place, worker)
+            leave_to_worker(tensors, owned, self._mesh.coordinates, worker)
         self.remote.adopt_fetched()
 
     # ------------------------------------------------------------------ what windows ask for
