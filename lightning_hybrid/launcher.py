@@ -24,7 +24,7 @@ from lightning.pytorch import Trainer
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_hybrid.comm.failure import Failure, told_text
-from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
 from lightning_hybrid.compat_lightning import (
     MultiProcessingLauncher,
@@ -98,15 +98,17 @@ def _raise_first(strategy: "HybridGabraStrategy", error: BaseException) -> NoRet
     if isinstance(error, KeyboardInterrupt | SystemExit):  # from outside: handled by the Trainer
         raise error
     if first is None and not lost:
-        error.add_note(f"(raised on {strategy.place})")
+        error.add_note(f"(raised on {strategy.coordinates})")
         raise error
     witness = first is None and not is_hearsay(error)
     if first is None:
         first = Failure(str(error).strip().splitlines()[0])
     raised = error if told_text(error) == first.text else first.exception()
     # a worker's traceback is printed by its driver, which it has told
-    told = raised is error and strategy.place.is_driver
-    _LastWords.prepare(raised, strategy.place, first.text, whole=told, at_once=told or witness)
+    told = raised is error and strategy.coordinates.is_driver
+    _LastWords.prepare(
+        raised, strategy.coordinates, first.text, whole=told, at_once=told or witness
+    )
     if raised is error:
         raise error
     raise raised from raised.__cause__  # and not from what this rank has noticed of it
@@ -181,7 +183,7 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
         start_method: Literal["spawn", "fork", "forkserver"],
     ) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._place_of = strategy.place_of
+        self._coordinates_of = strategy.coordinates_of
 
     def launch(
         self,
@@ -199,8 +201,8 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
             return super().launch(Part(function), *args, trainer=trainer, **kwargs)
         except ProcessExitedException as error:
             # torch ends the others before they can say whom they miss
-            place = self._place_of(error.error_index)
-            raise RemoteError(f"Lost {place}: {error}") from error
+            lost = self._coordinates_of(error.error_index)
+            raise RemoteError(f"Lost {lost}: {error}") from error
 
 
 def _exists(pid: int) -> bool:
@@ -272,24 +274,24 @@ class _LastWords:
 
     @classmethod
     def prepare(
-        cls, error: BaseException, place: Place, first: str, *, whole: bool, at_once: bool
+        cls, error: BaseException, here: Coordinates, first: str, *, whole: bool, at_once: bool
     ) -> None:
         """Should ``error`` stay uncaught: print it after the one that came first.
 
         Args:
             error: of this rank.
-            place: this rank.
+            here: this rank.
             first: the text of the first failure, a traceback.
             whole: print all of it; else another rank does, and a line reminds of it.
             at_once: do not wait for another rank to print first.
         """
         lines = first.strip().splitlines()
-        own = first.startswith(str(place))
+        own = first.startswith(str(here))
         if whole:
-            text = f"{first.strip()}\n({place} ends because of this.)"
+            text = f"{first.strip()}\n({here} ends because of this.)"
         else:
             short = " ".join(dict.fromkeys((lines[0], lines[-1])))
-            text = f"{place} ends because of {'its own error' if own else 'another'}: {short}"
+            text = f"{here} ends because of {'its own error' if own else 'another'}: {short}"
         cls.forget()
         sys.excepthook = cls(error, text, 0.0 if at_once else _ECHO_DELAY_S, sys.excepthook)
 

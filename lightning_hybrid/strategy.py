@@ -37,7 +37,7 @@ from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.comm.collectives import broadcast_object, meet
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.hosts import choose_interface
-from lightning_hybrid.comm.mesh import Mesh, Place
+from lightning_hybrid.comm.mesh import Coordinates, Mesh
 from lightning_hybrid.comm.signals import make_deferrable, restore_handlers, run_pending
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
@@ -276,26 +276,26 @@ class HybridGabraStrategy(DDPStrategy):
         return replicas, stages
 
     @property
-    def place(self) -> Place:
+    def coordinates(self) -> Coordinates:
         """Where this rank stands in the mesh of replicas and stages."""
-        if self._mesh is not None:  # ranks may have changed places
-            return self._mesh.place
-        return self._own_place
+        if self._mesh is not None:  # ranks may have got others
+            return self._mesh.coordinates
+        return self._own_coordinates
 
     @property
-    def _own_place(self) -> Place:
-        """The place of this rank before any have changed theirs."""
+    def _own_coordinates(self) -> Coordinates:
+        """Those of this rank before a survey of the devices."""
         environment = self.cluster_environment
-        return self._seat(environment.global_rank() if environment else 0)
+        return self._coordinates_at(environment.global_rank() if environment else 0)
 
-    def place_of(self, local_rank: int) -> Place:
-        """The place of a process of this host, before any have changed theirs."""
+    def coordinates_of(self, local_rank: int) -> Coordinates:
+        """Those of a process of this host, before a survey of the devices."""
         environment = self.cluster_environment
         node = environment.node_rank() if environment else 0
-        return self._seat(node * self.num_processes + local_rank)
+        return self._coordinates_at(node * self.num_processes + local_rank)
 
-    def _seat(self, rank: int) -> Place:
-        return Place(rank, *self._shape(), free=self._is_free)
+    def _coordinates_at(self, rank: int) -> Coordinates:
+        return Coordinates(rank, *self._shape(), free=self._is_free)
 
     @property
     def plan(self) -> Plan | None:
@@ -319,11 +319,11 @@ class HybridGabraStrategy(DDPStrategy):
 
     @property
     def global_rank(self) -> int:
-        return self.place.lightning_rank if self.parallel_devices else 0
+        return self.coordinates.lightning_rank if self.parallel_devices else 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_replicas, "rank": self.place.replica}
+        return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
 
     # ------------------------------------------------------------------ processes and groups
 
@@ -363,7 +363,7 @@ class HybridGabraStrategy(DDPStrategy):
             reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        environment, place = self.cluster_environment, self._own_place
+        environment, coordinates = self.cluster_environment, self._own_coordinates
         assert environment is not None
         agent_serves = (
             isinstance(environment, TorchElasticEnvironment)
@@ -372,8 +372,8 @@ class HybridGabraStrategy(DDPStrategy):
         address, port = environment.main_address, environment.main_port
         choose_interface(address, port, self.num_nodes)
         joined = join(
-            place,
-            Meeting(address, port, self.num_nodes, place.rank == 0 and not agent_serves),
+            coordinates,
+            Meeting(address, port, self.num_nodes, coordinates.rank == 0 and not agent_serves),
             backend=self._process_group_backend,
             timeout=self._timeout or timedelta(minutes=30),
             device=self.root_device,
@@ -381,7 +381,7 @@ class HybridGabraStrategy(DDPStrategy):
             capacity=self._capacity,
         )
         self._mesh, self._cluster = joined.mesh, joined.cluster
-        self._watch = Watch(str(self._mesh.place), self._mesh.store)
+        self._watch = Watch(str(self._mesh.coordinates), self._mesh.store)
         if self._cluster is not None:
             self.set_world_ranks()
         self._mesh.init_default_group(self._process_group_backend, self.root_device)
@@ -438,7 +438,7 @@ class HybridGabraStrategy(DDPStrategy):
             self.model = self.precision_plugin.convert_module(self.model)
         self._stopwatch = Stopwatch(self.root_device) if self._log_performance else None
         self._before = Snapshot(trainer)
-        if not self._mesh.place.is_driver:
+        if not self._mesh.coordinates.is_driver:
             raise Parted
         self._phase = _Phase.RUNNING
         self.accelerator.setup(trainer)
@@ -684,12 +684,12 @@ class HybridGabraStrategy(DDPStrategy):
             The failure that came first, on another rank; ``None``: it is this one.
         """
         self._stop_watching()
-        place = str(self.place)
-        first = first_fault(self._mesh, error, place)
-        self._failure = first or Failure.of(error, place)
+        rank = str(self.coordinates)
+        first = first_fault(self._mesh, error, rank)
+        self._failure = first or Failure.of(error, rank)
         if first is None and self._phase is _Phase.TOGETHER and not is_loss(error):
             say_at_next_meeting(self._mesh)
-        if self._mesh is not None and not self.place.is_driver:
+        if self._mesh is not None and not self.coordinates.is_driver:
             self._mesh.say_goodbye(self._failure)
         # whoever presses Ctrl-C may do so because a worker does not answer
         self._salvages = isinstance(error, Exception) and not is_loss(error)
@@ -906,7 +906,7 @@ class HybridGabraStrategy(DDPStrategy):
         if self._deferral is None or self._phase is not _Phase.TOGETHER:
             return super().load_checkpoint(checkpoint_path, weights_only)
         checkpoint = None
-        if self.place.rank == 0:
+        if self.coordinates.rank == 0:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         outlined = self.broadcast(None if checkpoint is None else outline(checkpoint))
         assert outlined is not None

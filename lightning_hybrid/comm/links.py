@@ -191,13 +191,13 @@ def link_stages(mesh: Mesh, devices: Sequence[int], device: torch.device) -> dic
 
     Args:
         mesh: the groups.
-        devices: of each stage the position of its rank.
+        devices: ``pp_rank`` of each stage.
         device: where received tensors live.
 
     Returns:
         The links of each stage that is here, in the order of the stages.
     """
-    here, stages = mesh.place.position, len(devices)
+    here, stages = mesh.coordinates.pp_rank, len(devices)
     groups = mesh.ring(devices)
     after: dict[int, Link] = {}
     before: dict[int, Link] = {}
@@ -210,7 +210,7 @@ def link_stages(mesh: Mesh, devices: Sequence[int], device: torch.device) -> dic
             after[edge], before[following] = LocalLink.pair()
             continue
         me = ends.index(here)  # the sender of the activations has index 0 in each group
-        peer = str(mesh.place.at(ends[1 - me]))
+        peer = str(mesh.coordinates.at(ends[1 - me]))
         words = mesh.channel(ends[1 - me], tag=1 + edge)
         activations, gradients = (GroupWire(group, 1 - me, peer) for group in groups[edge])
         if me == 0:

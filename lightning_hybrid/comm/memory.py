@@ -136,7 +136,7 @@ class MemoryRing:
     """The ring of a replica whose ranks are threads: stage 0 -> ... -> last stage -> stage 0.
 
     Args:
-        devices: of each stage the position of its rank.
+        devices: ``pp_rank`` of each stage.
         timeout_s: how long a rank waits for another one.
         capacity: of each link.
     """

@@ -1,12 +1,12 @@
-"""Who is who: the R x S mesh of ranks, and the process groups between them.
+"""The R x S mesh of ranks, and the process groups between them.
 
 ::
 
-                 position 0     position 1     position 2
+                 pp_rank 0      pp_rank 1      pp_rank 2
                  driver         worker         worker
                  last stage     stage 0        stage 1
-    replica 0    rank 0         rank 1         rank 2
-    replica 1    rank 3         rank 4         rank 5
+    dp_rank 0    rank 0         rank 1         rank 2
+    dp_rank 1    rank 3         rank 4         rank 5
 
 Here each rank has one stage. Under a free placement a rank has several, and more edges lead to
 other ranks: their groups are made when the network is cut (:meth:`Mesh.ring`).
@@ -62,64 +62,74 @@ class GroupHandle:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one rank stands in the mesh of ``replicas`` x ``stages`` ranks."""
+class Coordinates:
+    """Where a rank stands in the mesh of ``replicas`` x ``ranks_per_replica`` ranks.
+
+    Attributes:
+        rank: number of the process.
+        replicas: number of replicas.
+        ranks_per_replica: each has one stage, or several under a free placement.
+        order: the rank that has each index in the mesh, where that is not the index itself; see
+            :mod:`lightning_hybrid.planning.cluster`.
+        free: whether ranks may have several stages, so that coordinates do not tell which.
+    """
 
     rank: int
     replicas: int
-    stages: int
-    """ranks of a replica, each with one stage, or with several under a free placement"""
+    ranks_per_replica: int
     order: tuple[int, ...] = ()
-    """for each seat its rank, where ranks have changed places; see `planning.cluster`"""
     free: bool = False
-    """whether ranks may have several stages, so that a place does not tell which"""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.replicas * self.stages:
+        size = self.replicas * self.ranks_per_replica
+        if not 0 <= self.rank < size:
             raise PlanError(
-                f"rank {self.rank} is outside of replicas({self.replicas}) x stages({self.stages})"
-                f" = {self.replicas * self.stages} ranks."
+                f"rank {self.rank} is outside of replicas({self.replicas}) x "
+                f"stages({self.ranks_per_replica}) = {size} ranks."
             )
 
     @property
-    def seat(self) -> int:
-        """Index in the mesh, replica by replica: the rank, unless ranks have changed places."""
+    def index(self) -> int:
+        """Index in the mesh, replica by replica."""
         return self.order.index(self.rank) if self.order else self.rank
 
     @property
-    def replica(self) -> int:
-        return self.seat // self.stages
+    def dp_rank(self) -> int:
+        """Number of the replica."""
+        return self.index // self.ranks_per_replica
 
     @property
-    def position(self) -> int:
+    def pp_rank(self) -> int:
         """Index inside the replica: 0 is the driver, k a worker, in a chain that of stage k - 1."""
-        return self.seat % self.stages
+        return self.index % self.ranks_per_replica
 
-    def at(self, position: int) -> "Place":
-        """The place of another rank of this replica."""
-        seat = self.seat - self.position + position
-        return replace(self, rank=self.order[seat] if self.order else seat)
+    def at(self, pp_rank: int) -> "Coordinates":
+        """The coordinates of another rank of this replica."""
+        index = self.index - self.pp_rank + pp_rank
+        return replace(self, rank=self.order[index] if self.order else index)
 
     @property
     def is_driver(self) -> bool:
-        return self.position == 0
+        """Whether the rank runs the user's code."""
+        return self.pp_rank == 0
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """The positions of the stages where each rank has one: the driver has the last."""
-        return (*range(1, self.stages), 0)
+        """``pp_rank`` of each stage where every rank has one: the driver has the last."""
+        return (*range(1, self.ranks_per_replica), 0)
 
     @property
     def lightning_rank(self) -> int:
         """What Lightning sees: drivers are 0 .. R-1, workers R .. R*S-1; unique over all."""
         if self.is_driver:
-            return self.replica
-        return self.replicas + self.replica * (self.stages - 1) + self.position - 1
+            return self.dp_rank
+        workers = self.ranks_per_replica - 1
+        return self.replicas + self.dp_rank * workers + self.pp_rank - 1
 
     def __str__(self) -> str:
         role = "driver" if self.is_driver else "worker"
-        stage = "" if self.free else f", stage {(self.position - 1) % self.stages}"
-        return f"rank {self.rank} ({role}, replica {self.replica}{stage})"
+        stage = "" if self.free else f", stage {(self.pp_rank - 1) % self.ranks_per_replica}"
+        return f"rank {self.rank} ({role}, replica {self.dp_rank}{stage})"
 
 
 def make_group(
@@ -152,23 +162,24 @@ class Mesh:
     """The process groups of one rank. All ranks construct it together.
 
     Args:
-        place: this rank.
+        coordinates: this rank.
         store: one store for all ranks.
         world: the group of all ranks; see :func:`make_world`.
         backend: of the links and of the stage groups, ``"gloo"`` or ``"nccl"``.
         timeout: of all groups but ``world``.
 
     Attributes:
-        place: this rank.
+        coordinates: this rank.
         world: gloo over all ranks, for barriers before and after a run.
         control: gloo over the ranks of one replica; commands, answers, words.
         drivers: gloo over the drivers (``None`` on workers), for objects and CPU tensors.
-        copies: over the R copies of this rank's stages, for gradients and buffers.
+        data_parallel: over the ranks of all replicas with this ``pp_rank``, which have the same
+            stages; for gradients and buffers.
     """
 
     def __init__(
         self,
-        place: Place,
+        coordinates: Coordinates,
         store: dist.Store,
         world: GroupHandle,
         backend: str,
@@ -178,16 +189,17 @@ class Mesh:
         self.backend, self.timeout = backend, timeout
         self._groups = [world]
         self._statistics: Group = None
-        self.place = place
-        replica, position = place.replica, place.position
-        self.control = self._group(f"control{replica}", position, place.stages, "gloo")
-        self.copies = self._group(f"copies{position}", replica, place.replicas, backend)
+        self.coordinates = coordinates
+        dp_rank, pp_rank = coordinates.dp_rank, coordinates.pp_rank
+        ranks, replicas = coordinates.ranks_per_replica, coordinates.replicas
+        self.control = self._group(f"control{dp_rank}", pp_rank, ranks, "gloo")
+        self.data_parallel = self._group(f"data{pp_rank}", dp_rank, replicas, backend)
         self.drivers: Group = None
-        if place.is_driver:
-            self.drivers = self._group("drivers", replica, place.replicas, "gloo")
+        if coordinates.is_driver:
+            self.drivers = self._group("drivers", dp_rank, replicas, "gloo")
         self._channels: dict[tuple[int, int], Channel] = {}
         self._rings: dict[tuple[int, ...], Mapping[int, tuple[Group, Group]]] = {}
-        self.ring(place.chain)
+        self.ring(coordinates.chain)
 
     def ring(self, devices: Sequence[int]) -> Mapping[int, tuple[Group, Group]]:
         """The groups of the ring driver -> stage 0 -> ... -> last stage = driver, for a placement.
@@ -199,48 +211,46 @@ class Mesh:
         in rising order, so that no two ranks wait for each other.
 
         Args:
-            devices: of each stage the position of its rank.
+            devices: ``pp_rank`` of each stage.
 
         Returns:
             By number, the groups of the edges between this rank and another one.
         """
-        devices = tuple(devices)
+        devices, here = tuple(devices), self.coordinates
         if devices in self._rings:
             return self._rings[devices]
         placement = "-".join(map(str, devices))
         groups = {}
         for edge, ends in enumerate(zip(devices, (*devices[1:], devices[0]))):
-            if self.place.position in ends and ends[0] != ends[1]:
-                me = ends.index(self.place.position)  # the sender of the activations is 0
+            if here.pp_rank in ends and ends[0] != ends[1]:
+                me = ends.index(here.pp_rank)  # the sender of the activations is 0
                 activations, gradients = (
-                    self._group(
-                        f"{kind}{self.place.replica}.{placement}.{edge}", me, 2, self.backend
-                    )
+                    self._group(f"{kind}{here.dp_rank}.{placement}.{edge}", me, 2, self.backend)
                     for kind in ("activations", "gradients")
                 )
                 groups[edge] = activations, gradients
         self._rings[devices] = groups
         return groups
 
-    def channel(self, position: int, tag: int = 0) -> Channel:
+    def channel(self, pp_rank: int, tag: int = 0) -> Channel:
         """A channel to another rank of this replica: the same one whenever it is asked for.
 
         Args:
-            position: of the other rank.
+            pp_rank: of the other rank.
             tag: 0 for commands and answers; channels of other tags to the same rank are queues of
                 their own.
         """
-        if (position, tag) not in self._channels:
-            wire = GroupWire(self.control, position, str(self.place.at(position)), tag)
-            self._channels[position, tag] = Channel(wire)
-        return self._channels[position, tag]
+        if (pp_rank, tag) not in self._channels:
+            wire = GroupWire(self.control, pp_rank, str(self.coordinates.at(pp_rank)), tag)
+            self._channels[pp_rank, tag] = Channel(wire)
+        return self._channels[pp_rank, tag]
 
     def say_goodbye(self, failure: Failure) -> None:
         """This rank has failed: peers of this replica that wait for a message of it raise that.
 
         Peers that are gone themselves are passed over.
         """
-        if self.place.stages > 1 and not self.place.is_driver:
+        if self.coordinates.ranks_per_replica > 1 and not self.coordinates.is_driver:
             self.channel(0)  # the driver may wait for its first answer
         for channel in self._channels.values():
             with suppress(ConnectionLost):
@@ -252,22 +262,23 @@ class Mesh:
         return group
 
     def statistics(self) -> Group:
-        """A group like `copies`, for the statistics of batch normalisation; made on first use."""
+        """A group like `data_parallel`, for batch normalisation; made on first use."""
         if self._statistics is None:
-            replica, position = self.place.replica, self.place.position
-            name = f"statistics{position}"
-            self._statistics = self._group(name, replica, self.place.replicas, self.backend)
+            here = self.coordinates
+            name = f"statistics{here.pp_rank}"
+            self._statistics = self._group(name, here.dp_rank, here.replicas, self.backend)
         return self._statistics
 
     def init_default_group(self, backend: str, device: torch.device) -> None:
         """Make the default group of several drivers, by public API; nothing on a worker."""
-        if not self.place.is_driver or self.place.replicas == 1 or dist.is_initialized():
+        here = self.coordinates
+        if not here.is_driver or here.replicas == 1 or dist.is_initialized():
             return
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default", self.store),
-            rank=self.place.replica,
-            world_size=self.place.replicas,
+            rank=here.dp_rank,
+            world_size=here.replicas,
             timeout=self.timeout,
             device_id=None if device.type == "cpu" else device,
         )
@@ -285,10 +296,10 @@ class Mesh:
     def leave(self) -> None:
         """After a failure of this rank: wake the ranks of other replicas that wait for it.
 
-        They wait in collectives: of the drivers, or of the copies of a stage. (Ranks of the same
+        They wait in collectives: of the drivers, or of a data-parallel group. (Ranks of the same
         replica are told, since they listen.)
         """
-        groups = [group for group in (self.drivers, self.copies, self._statistics) if group]
+        groups = [group for group in (self.drivers, self.data_parallel, self._statistics) if group]
 
         def close() -> None:
             for group in groups:

@@ -173,7 +173,8 @@ class Networks:
         self._shared = {name: kind_of(value) for name, value in tensors_of(module).items()}
         self._logging_later = LoggingLater(module)
         self._watched: dict[str, nn.Module] = {}
-        if mesh.place.stages > 1 or (discovery.microbatches or 1) > 1 or discovery.compiled:
+        self._ranks = mesh.coordinates.ranks_per_replica
+        if self._ranks > 1 or (discovery.microbatches or 1) > 1 or discovery.compiled:
             self._watched = candidates(module, discovery.names)
         self._watch(self._watched, self._called)
 
@@ -197,7 +198,7 @@ class Networks:
             raise NetworkNotFoundError(
                 f"No call of a module {what} was seen in a whole step of "
                 f"{type(self._module).__name__}, so there is nothing to cut into "
-                f"{self._mesh.place.stages} stages. Call the network as a module (self(x), "
+                f"{self._ranks} stages. Call the network as a module (self(x), "
                 "self.net(x)), not by its weights; name it (HybridGabraStrategy(network='...')); "
                 f"or use strategy='ddp'.{why}"
             )
@@ -222,10 +223,10 @@ class Networks:
             unwatch(candidate)
         forward = own_forward(module)
         scripted = [n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
-        if self._mesh.place.stages == 1:
+        if self._ranks == 1:
             self._adopt_whole(name, module, forward)
             return module.forward(*arguments, **keywords)
-        if self._opened and len(_layers(module)) < self._mesh.place.stages:
+        if self._opened and len(_layers(module)) < self._ranks:
             self._keep(name, module, "is too small for the stages", quiet=True)
             return forward(*arguments, **keywords)
         if scripted:
@@ -242,7 +243,7 @@ class Networks:
         if hooked:
             reason = f"{hooked[0]!r} has a full backward hook\n{reason}"
         parts = {n: m for n, m in inner.items() if n != name}
-        if any(len(_layers(part)) >= self._mesh.place.stages for part in parts.values()):
+        if any(len(_layers(part)) >= self._ranks for part in parts.values()):
             self._open(found, parts, reason)
             return forward(*arguments, **keywords)
         self._opened[name] = _indented(reason)
@@ -391,7 +392,7 @@ class Networks:
         name, module = found.name, found.module
         refusal = self._cannot_cut(found, graph)
         partitions = network_partitions(graph)
-        stages = self._mesh.place.stages
+        stages = self._ranks
         if (
             refusal is None
             and len(partitions) < stages
@@ -450,7 +451,7 @@ class Networks:
     def _others_can_be_cut(self, name: str) -> bool:
         """Whether a network beside this one is, or by its size may be, cut into stages."""
         return bool(self._cut) or any(
-            len(_layers(module)) >= self._mesh.place.stages
+            len(_layers(module)) >= self._ranks
             for other, module in self._watched.items()
             if not _inside(other, name) and not _inside(name, other)
         )
@@ -559,11 +560,11 @@ class Networks:
         """The plan of replica 0, or its error, on all drivers."""
         if name not in self._plans:
             plan: Plan | HybridError | None = None
-            if self._mesh.place.replica == 0:
+            if self._mesh.coordinates.dp_rank == 0:
                 try:
                     plan = self._make_plan(found, graph, partitions, leaves)
                 except HybridError as error:
-                    if self._mesh.place.replicas == 1:
+                    if self._mesh.coordinates.replicas == 1:
                         raise
                     plan = error  # the other drivers wait for this
             assert self._mesh.drivers is not None
@@ -582,7 +583,7 @@ class Networks:
         partitions: Sequence[NetworkPartition],
         leaves: Sequence[Tensor],
     ) -> Plan:
-        stages = self._mesh.place.stages
+        stages = self._ranks
         if len(partitions) < stages:
             raise PlanError(
                 f"{found.shown} has {_count(len(partitions), 'network partition')}, fewer than "

@@ -140,12 +140,12 @@ class Driver:
         self._share, self._share_optimizers = share, False
         self._options = options
         self.module, self._mesh, self.device, self._seed = module, mesh, device, seed
-        self._workers = range(1, mesh.place.stages)
+        self._workers = range(1, mesh.coordinates.ranks_per_replica)
         self._channels = {worker: mesh.channel(worker) for worker in self._workers}
         self._heartbeat: Heartbeat | None = None
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
-        self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
+        self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._networks: list[DrivenNetwork] = []
         self._optimizers: list[OptimizerLink] = []
         self._names = {id(p): name for name, p in module.named_parameters()}
@@ -156,7 +156,7 @@ class Driver:
         self._rest = self._copies_of_the_rest()
         self.synchronize = True  # off while gradients accumulate
         self._synchronized = True  # in the last step
-        self._has_state = mesh.place.replicas > 1 and bool(state_buffers(module))
+        self._has_state = mesh.coordinates.replicas > 1 and bool(state_buffers(module))
         self._batch = self._calls_in_step = self._evaluations = 0
         self._stale: set[int] = set()  # networks whose gradients are not averaged yet
         self._owner: dict[str, tuple[int, int]] = {}  # of remote tensors: network, worker
@@ -186,7 +186,7 @@ class Driver:
             network: the module.
             graph: its graph.
             codes: its stages.
-            devices: of each stage the position of its rank; the last one is 0, this rank.
+            devices: ``pp_rank`` of each stage; the last one is 0, this rank.
             parts: into how many slices a batch is split in calls of this graph.
             schedule: name of the schedule.
             continues: whether the code around a call draws random numbers of the same stream.
@@ -216,21 +216,21 @@ class Driver:
             for full in self._owner.keys() & set(remote[-1]):
                 self._sharers.setdefault(full, []).append(self._owner[full][1])
             self._owner |= dict.fromkeys(remote[-1], (number, worker))
-            leave_to_worker(tensors, remote[-1], self._mesh.place, worker)
+            leave_to_worker(tensors, remote[-1], self._mesh.coordinates, worker)
         stages = dict(zip(links, make_stages([codes[n] for n in links], network, self.device)))
         here = [*stages.values()]
         mine = [prefix + n for part in here for n in part.tensor_names]
-        Claim(self.module, mine, (), self._mesh.place).settle(())
+        Claim(self.module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self.device)
         own = own_parameters(here, borrowed[0])
         state = partial(state_buffers, network)
         buffers = partial(own_buffers, here)
-        copies = Copies(own, buffers, self._mesh.copies, self._trace, state)
+        copies = Copies(own, buffers, self._mesh.data_parallel, self._trace, state)
         engine = Engine(
             stages,
             devices,
-            self._mesh.place,
+            self._mesh.coordinates,
             links,
             copies,
             self.device,
@@ -260,7 +260,7 @@ class Driver:
             self._rest.broadcast_weights()
             if self._share_optimizers:
                 optimizers = [link.optimizer for link in self._optimizers]
-                share_optimizers(optimizers, self._names, self._mesh.copies, self.device)
+                share_optimizers(optimizers, self._names, self._mesh.data_parallel, self.device)
         return driven
 
     def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
@@ -353,7 +353,9 @@ class Driver:
             for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self.device)
         state = partial(state_buffers, self.module)
-        return Copies(parameters, self._buffers_of_the_rest, self._mesh.copies, self._trace, state)
+        return Copies(
+            parameters, self._buffers_of_the_rest, self._mesh.data_parallel, self._trace, state
+        )
 
     def _buffers_of_the_rest(self) -> list[Tensor]:
         cut = {id(t) for network in self._networks for t in network.tensors()}
@@ -450,7 +452,7 @@ class Driver:
 
     def generators(self) -> Callable[[int], AbstractContextManager[None]]:
         """Of one call that is not run by stages: per micro-batch, inside, its generators."""
-        draw, replica = self.draw_number(torch.is_grad_enabled()), self._mesh.place.replica
+        draw, replica = self.draw_number(torch.is_grad_enabled()), self._mesh.coordinates.dp_rank
         return lambda microbatch: generators_of_microbatch(
             microbatch_seed(self._seed, replica, draw, microbatch), self.device
         )
@@ -685,7 +687,7 @@ class Driver:
             owned = [name for network in self._networks for name in network.remote[worker - 1]]
             with as_they_are():
                 self._send_weights(worker, to_send(tensors, owned))
-            leave_to_worker(tensors, owned, self._mesh.place, worker)
+            leave_to_worker(tensors, owned, self._mesh.coordinates, worker)
         self.remote.adopt_fetched()
 
     # ------------------------------------------------------------------ what windows ask for

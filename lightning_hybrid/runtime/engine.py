@@ -26,7 +26,7 @@ import torch
 from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import Arriving, Links
-from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.protocol import Backward, Header, Pattern, Status
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.comm.transport import Group
@@ -72,7 +72,7 @@ _Todo = tuple[tuple[int, str, int], ...]
 def _lists(
     name: str, devices: tuple[int, ...], here: int, microbatches: int, input_gradient: bool
 ) -> tuple[_Todo, _Todo]:
-    """The forward and the backward list of the rank at position ``here``."""
+    """The forward and the backward list of the rank with this ``pp_rank``."""
     schedule = _schedule(name, len(devices), microbatches, input_gradient)
     own = [stage for stage, device in enumerate(devices) if device == here]
     forward, backward = (
@@ -107,8 +107,8 @@ class Engine:
 
     Args:
         stages: this rank's stages of the network, by number.
-        devices: of each stage of the network the position of its rank.
-        place: this rank.
+        devices: ``pp_rank`` of each stage of the network.
+        coordinates: this rank.
         links: of each stage that is here, in their order.
         copies: averages the gradients of this rank's stages over the replicas.
         device: where the stages live.
@@ -126,7 +126,7 @@ class Engine:
         self,
         stages: Mapping[int, Stage],
         devices: Sequence[int],
-        place: Place,
+        coordinates: Coordinates,
         links: Mapping[int, Links],
         copies: Copies,
         device: torch.device,
@@ -135,7 +135,7 @@ class Engine:
         trace: Trace,
         options: StageOptions,
     ) -> None:
-        self.place, self.copies = place, copies
+        self.coordinates, self.copies = coordinates, copies
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: Failure | None = None
         self.owned = [
@@ -180,9 +180,9 @@ class Engine:
                 self.failure = self.failure or status.failure
             if not own.is_last:
                 # what the driver's own stages raise is the driver's to deal with
-                mine = self.place.is_driver and error is not None
+                mine = self.coordinates.is_driver and error is not None
                 own.links.next.send_word(Status(None if mine else self.failure))
-        if not self.place.is_driver:
+        if not self.coordinates.is_driver:
             return []
         self.owned[-1].links.next.flush()  # from here on the user may change the inputs
         self._raise(error)
@@ -211,7 +211,7 @@ class Engine:
             getattr(works[index], kind)(microbatch)
         if mode.reduce:
             self.copies.finish()
-        if self.place.is_driver:
+        if self.coordinates.is_driver:
             self._raise(next((work.error for work in works if work.error), None))
         return works[-1].inputs
 
@@ -221,7 +221,7 @@ class Engine:
             own.variants.append(stages[own.number])
 
     def _lists(self, key: CallKey, *, input_gradient: bool) -> tuple[_Todo, _Todo]:
-        here, microbatches = self.place.position, key.microbatches
+        here, microbatches = self.coordinates.pp_rank, key.microbatches
         return _lists(self._schedule_name, self._devices, here, microbatches, input_gradient)
 
     def schedule(self, key: CallKey, *, input_gradient: bool) -> Schedule:
@@ -243,8 +243,8 @@ class Engine:
 
     def fail(self, error: Exception, stage: int) -> None:
         """Note an error of a stage; from now on this rank only keeps its appointments."""
-        where = f"in stage {stage}" if self.place.free else ""
-        self.failure = self.failure or Failure.of(error, str(self.place), where)
+        where = f"in stage {stage}" if self.coordinates.free else ""
+        self.failure = self.failure or Failure.of(error, str(self.coordinates), where)
 
     def _raise(self, error: Exception | None) -> None:
         failure, self.failure = self.failure, None
@@ -351,7 +351,9 @@ class _Forward:
         with ExitStack() as stack:
             before: Values = []
             if call.draws:
-                seed = microbatch_seed(engine.seed, engine.place.replica, call.draw, microbatch)
+                seed = microbatch_seed(
+                    engine.seed, engine.coordinates.dp_rank, call.draw, microbatch
+                )
                 start = None if self._takes_states else seed
                 stack.enter_context(generators_of_microbatch(start, engine.device))
                 if self._takes_states:

@@ -69,7 +69,7 @@ def _let_the_nearest_speak(mesh: Mesh, peer: str | None) -> None:
     """
 
     def wait_if_it_lives() -> None:
-        mesh.store.set(f"here: {mesh.place}", "")
+        mesh.store.set(f"here: {mesh.coordinates}", "")
         time.sleep(_LATE_DELAY_S)
         if peer is None or mesh.store.check([f"here: {peer}"]):
             time.sleep(_WITNESS_DELAY_S)
@@ -108,12 +108,12 @@ class Watch:
     hour would be an orphan for as long.
 
     Args:
-        place: how to name this rank.
+        rank: how to name this rank.
         store: of the run.
     """
 
-    def __init__(self, place: str, store: Store) -> None:
-        self._place, self._store = place, store
+    def __init__(self, rank: str, store: Store) -> None:
+        self._rank, self._store = rank, store
         self._over = Event()
         self._thread = Thread(target=self._run, daemon=True, name="hybrid-watch")
         self._thread.start()
@@ -132,7 +132,7 @@ class Watch:
         if self._over.wait(GRACE_S):
             return
         print(
-            f"{self._place} is killed: it did not end within {GRACE_S:.0f} s of a failure "
+            f"{self._rank} is killed: it did not end within {GRACE_S:.0f} s of a failure "
             f"elsewhere: {cause.text.strip().splitlines()[-1]}",
             file=sys.stderr,
             flush=True,

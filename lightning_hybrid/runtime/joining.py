@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.hosts import bound_to
-from lightning_hybrid.comm.mesh import Mesh, Place, make_world
+from lightning_hybrid.comm.mesh import Coordinates, Mesh, make_world
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.runtime.survey import measure_links
@@ -69,7 +69,7 @@ class _Process:
 
 
 def join(
-    place: Place,
+    coordinates: Coordinates,
     meeting: Meeting,
     *,
     backend: str,
@@ -83,15 +83,15 @@ def join(
     All ranks run the same script, so all count the same generations and agree on the names.
 
     Args:
-        place: this rank.
+        coordinates: this rank.
         meeting: where the ranks meet.
         backend: ``"gloo"`` or ``"nccl"``, for tensors between stages and between replicas.
         timeout: of those tensors' links.
         device: of this rank.
-        survey: looks at the devices of all ranks, and may make ranks change places.
+        survey: looks at the devices of all ranks, and may give ranks other coordinates.
         capacity: what the survey was told; another one needs another mesh.
     """
-    key = (place, backend, timeout, survey is None, capacity)
+    key = (coordinates, backend, timeout, survey is None, capacity)
     if _Process.joined is not None and _Process.key == key:
         return _Process.joined
     if _Process.joined is not None:
@@ -103,24 +103,25 @@ def join(
         _Process.store = _store(meeting)
     _Process.generation += 1
     store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
-    _Process.joined = _join(place, store, backend, timeout, device, survey)
+    _Process.joined = _join(coordinates, store, backend, timeout, device, survey)
     _Process.key = key
     return _Process.joined
 
 
 def _join(
-    place: Place,
+    coordinates: Coordinates,
     store: dist.Store,
     backend: str,
     timeout: timedelta,
     device: torch.device,
     survey: Survey | None,
 ) -> Joined:
-    world = make_world(store, place.rank, place.replicas * place.stages)
+    size = coordinates.replicas * coordinates.ranks_per_replica
+    world = make_world(store, coordinates.rank, size)
     cluster = None if survey is None else survey(world)
     if cluster is not None:
-        place = replace(place, order=cluster.order)
-    mesh = Mesh(place, store, world, backend, timeout)
+        coordinates = replace(coordinates, order=cluster.order)
+    mesh = Mesh(coordinates, store, world, backend, timeout)
     if cluster is not None:
         cluster = measure_links(mesh, cluster, device)
     return Joined(mesh, cluster)
@@ -140,5 +141,5 @@ def forget() -> None:
     """After a failure the links hold half-sent messages: the next run makes new ones."""
     if _Process.joined is not None and _Process.key:
         _Process.key = ()
-        if _Process.joined.mesh.place.replicas > 1:
+        if _Process.joined.mesh.coordinates.replicas > 1:
             _Process.joined.mesh.leave()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm.collectives import broadcast_object
-from lightning_hybrid.comm.mesh import Mesh, Place
+from lightning_hybrid.comm.mesh import Coordinates, Mesh
 from lightning_hybrid.comm.protocol import Answer
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.compat import TorchDispatchMode
@@ -36,9 +36,9 @@ from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.staged import tensors_of
 
 
-def where(place: Place, position: int) -> str:
+def where(coordinates: Coordinates, pp_rank: int) -> str:
     """Says which rank of a replica owns something."""
-    return f"on {place.at(position)}"
+    return f"on {coordinates.at(pp_rank)}"
 
 
 def is_whole(module: nn.Module) -> bool:
@@ -64,12 +64,12 @@ def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Te
 
 
 def leave_to_worker(
-    tensors: Mapping[str, Tensor], names: Iterable[str], place: Place, position: int
+    tensors: Mapping[str, Tensor], names: Iterable[str], coordinates: Coordinates, pp_rank: int
 ) -> None:
     """On a driver: free what a worker owns from here on."""
     for name in names:
         if is_deferred(tensors[name]):
-            put_away(tensors[name], name, where(place, position))
+            put_away(tensors[name], name, where(coordinates, pp_rank))
 
 
 def refuse_tied(
@@ -103,19 +103,23 @@ class Claim:
         module: the LightningModule.
         names: of the weights and buffers of the stage.
         others: of those of the other stages.
-        place: this rank.
+        coordinates: this rank.
     """
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], others: Iterable[str], place: Place
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        others: Iterable[str],
+        coordinates: Coordinates,
     ) -> None:
         tensors = tensors_of(module)
         missing = {id(tensor) for tensor in claim(tensors[name] for name in names)}
         self._missing = [name for name in names if id(tensors[name]) in missing]
-        self._place = place
+        self._coordinates = coordinates
         for name in set(others) - set(names):
             if is_deferred(tensors[name]):
-                put_away(tensors[name], name, f"on another rank of replica {place.replica}")
+                put_away(tensors[name], name, f"on another rank of replica {coordinates.dp_rank}")
 
     def settle(self, arrived: Iterable[str]) -> None:
         """All that comes has come.
@@ -124,7 +128,7 @@ class Claim:
             DeferredError: a weight is on another rank still.
         """
         left = set(self._missing) - set(arrived)
-        if left and self._place.replica == 0:
+        if left and self._coordinates.dp_rank == 0:
             raise DeferredError(
                 f"{sorted(left)[0]!r} is on another rank: an earlier run has cut the network at "
                 "other places. Give this run the same plan (HybridGabraStrategy(plan=...)), or a "
@@ -208,10 +212,10 @@ def share_optimizers(
 
 def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """The weights of the other stages, on the driver of replica 0; all ranks call it together."""
-    if mesh.place.replica or mesh.place.stages == 1:
+    if mesh.coordinates.dp_rank or mesh.coordinates.ranks_per_replica == 1:
         return {}
     tensors = tensors_of(module)
-    if not mesh.place.is_driver:
+    if not mesh.coordinates.is_driver:
         mine = {n: t for n, t in tensors.items() if is_deferred(t) and not is_unmade(t)}
         _answer_driver(mesh, Answer(tensors=mine.items()))
         return {}
@@ -222,10 +226,10 @@ def gather_optimizer_after_run(
     module: nn.Module, optimizer: Optimizer, mesh: Mesh
 ) -> dict[str, Any]:
     """The state dict of one device, on the driver of replica 0; all ranks call it together."""
-    if mesh.place.replica:
+    if mesh.coordinates.dp_rank:
         return {}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    if not mesh.place.is_driver:
+    if not mesh.coordinates.is_driver:
         _answer_driver(mesh, Answer(value=state_of(optimizer, names)))
         return {}
     remote: dict[str, dict[str, Any]] = {}
@@ -243,4 +247,5 @@ def _answer_driver(mesh: Mesh, answer: Answer) -> None:
 
 
 def _hear_workers(mesh: Mesh) -> Iterator[Answer]:
-    return (mesh.channel(worker).receive(Answer) for worker in range(1, mesh.place.stages))
+    workers = range(1, mesh.coordinates.ranks_per_replica)
+    return (mesh.channel(worker).receive(Answer) for worker in workers)

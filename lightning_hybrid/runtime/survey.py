@@ -51,9 +51,9 @@ def measure_links(mesh: Mesh, cluster: Cluster, device: torch.device) -> Cluster
     of two at that, so that a plan does not change from run to run. Over gloo only: NCCL makes a
     communicator at the first use of a link, in an order that all neighbours must agree on.
     """
-    if mesh.place.stages == 1 or mesh.backend != "gloo":
+    if mesh.coordinates.ranks_per_replica == 1 or mesh.backend != "gloo":
         return cluster
-    [links] = link_stages(mesh, mesh.place.chain, device).values()
+    [links] = link_stages(mesh, mesh.coordinates.chain, device).values()
     load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     best_s = float("inf")
     for _ in range(LINK_REPEATS):

@@ -95,7 +95,7 @@ class Worker:
         self._options = options
         self._module, self._mesh, self._device = module, mesh, device
         self._channel = mesh.channel(DRIVER)
-        self._trace = Trace(mesh.place.rank, str(mesh.place), watch)
+        self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._reports = reports
         self._networks: list[StagedNetwork] = []
         self.optimizers: list[Optimizer] = []
@@ -178,7 +178,7 @@ class Worker:
 
     def _fail(self, error: Exception) -> None:
         """Note an error, for the next answer; the first one counts."""
-        self._failure = self._failure or Failure.of(error, str(self._mesh.place))
+        self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
     def _answer_only(self, _: Command) -> None:
         """All that there is to do: tell whether all went well up to here."""
@@ -198,16 +198,18 @@ class Worker:
         prefix = f"{order.name}." if order.name else ""
         names = [prefix + n for n in names_of(mine)]
         whole = [*network.named_parameters(), *network.named_buffers()]
-        self._claim = Claim(self._module, names, (prefix + n for n, _ in whole), self._mesh.place)
+        self._claim = Claim(
+            self._module, names, (prefix + n for n, _ in whole), self._mesh.coordinates
+        )
         for stage in mine:
             stage.move(self._device)
         own = own_parameters(mine, order.borrowed)
         state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
-        copies = Copies(own, buffers, self._mesh.copies, self._trace, state)
+        copies = Copies(own, buffers, self._mesh.data_parallel, self._trace, state)
         engine = Engine(
             stages,
             order.devices,
-            self._mesh.place,
+            self._mesh.coordinates,
             links,
             copies,
             self._device,
@@ -262,7 +264,7 @@ class Worker:
     def _share_weights(self, command: Share) -> None:
         self._networks[command.network].engine.copies.broadcast_weights()
         if command.optimizers:
-            share_optimizers(self.optimizers, self._names, self._mesh.copies, self._device)
+            share_optimizers(self.optimizers, self._names, self._mesh.data_parallel, self._device)
 
     # -- the optimizers
 

@@ -11,7 +11,7 @@ from ranks import together
 
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.mesh import Mesh, Place, make_world
+from lightning_hybrid.comm.mesh import Coordinates, Mesh, make_world
 from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.errors import PlanError, RemoteError
@@ -30,7 +30,7 @@ def meshes() -> Iterator[Callable[[int, int], list[Mesh]]]:
             together(
                 *(
                     lambda rank=rank: Mesh(
-                        Place(rank, replicas, stages),
+                        Coordinates(rank, replicas, stages),
                         store,
                         make_world(store, rank, replicas * stages),
                         "gloo",
@@ -50,10 +50,10 @@ def meshes() -> Iterator[Callable[[int, int], list[Mesh]]]:
 def test_driver_and_workers_have_a_channel_each(meshes: Any) -> None:
     driver, *workers = meshes(1, 3)
     assert driver.channel(1) is driver.channel(1)
-    for position, worker in enumerate(workers, start=1):
-        driver.channel(position).send(Check())
+    for pp_rank, worker in enumerate(workers, start=1):
+        driver.channel(pp_rank).send(Check())
         worker.channel(0).receive(Check)
-        worker.channel(0).send(Answer(value=position))
+        worker.channel(0).send(Answer(value=pp_rank))
     assert [driver.channel(p).receive(Answer).value for p in (2, 1)] == [2, 1]
 
 
@@ -82,13 +82,13 @@ def test_everyone_who_waits_for_a_rank_that_leaves_hears_why(meshes: Any) -> Non
         with pytest.raises(ValueError, match="on purpose") as found:
             wait()
         assert isinstance(found.value.__cause__, RemoteError)
-    assert second.place.position == 2
+    assert second.coordinates.pp_rank == 2
 
 
 def test_a_peer_that_is_gone_keeps_no_goodbye_from_the_others(meshes: Any) -> None:
     driver, first, second = meshes(1, 3)
-    for position, worker in ((1, first), (2, second)):
-        driver.channel(position).send(Check())
+    for pp_rank, worker in ((1, first), (2, second)):
+        driver.channel(pp_rank).send(Check())
         worker.channel(0).receive(Check)
     first.shutdown()
     driver.say_goodbye(Failure("failed"))
@@ -96,14 +96,16 @@ def test_a_peer_that_is_gone_keeps_no_goodbye_from_the_others(meshes: Any) -> No
         second.channel(0).receive(Message)
 
 
-def test_copies_of_a_stage_share_a_group_across_replicas(meshes: Any) -> None:
+def test_ranks_with_the_same_stages_share_a_group(meshes: Any) -> None:
     ranks = meshes(2, 2)
-    values = [torch.tensor([float(mesh.place.rank)]) for mesh in ranks]
-    together(*(lambda m=m, v=v: m.copies.allreduce([v]).wait() for m, v in zip(ranks, values)))
+    values = [torch.tensor([float(mesh.coordinates.rank)]) for mesh in ranks]
+    together(
+        *(lambda m=m, v=v: m.data_parallel.allreduce([v]).wait() for m, v in zip(ranks, values))
+    )
     assert [value.item() for value in values] == [2, 4, 2, 4]
     assert [mesh.drivers is not None for mesh in ranks] == [True, False, True, False]
 
 
 def test_a_rank_outside_of_the_mesh_is_refused() -> None:
     with pytest.raises(PlanError, match=r"rank 4 .* replicas\(2\) x stages\(2\) = 4"):
-        Place(4, 2, 2)
+        Coordinates(4, 2, 2)

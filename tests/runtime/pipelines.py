@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.memory import MemoryRing
-from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.runtime.calls import Call, Traffic
@@ -64,7 +64,7 @@ class Pipeline:
             self.engines[device] = Engine(
                 own,
                 devices,
-                Place(device, 1, max(devices) + 1),
+                Coordinates(device, 1, max(devices) + 1),
                 self.ring.links(device),
                 Copies([], [], ALONE, Trace(device, "")),
                 CPU,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 
@@ -28,7 +28,7 @@ class Watched:
             keep=lambda module: None,
             remote=SimpleNamespace(suspended=nullcontext),
         )
-        mesh: Any = SimpleNamespace(place=Place(0, 1, 3), drivers=None)
+        mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
         self.networks = Networks(
             self.module,
             driver,

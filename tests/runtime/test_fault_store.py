@@ -86,7 +86,7 @@ def test_a_closed_watch_has_no_thread() -> None:
 class Mesh:
     """As much of a mesh as is needed here."""
 
-    place = "rank 0"
+    coordinates = "rank 0"
 
     def __init__(self) -> None:
         self.store = dist.HashStore()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.speed import look_at
 from lightning_hybrid.runtime import joining
@@ -33,7 +33,7 @@ def _process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def joined(survey: Callable[[Any], Cluster] | None = None, **how: Any) -> Joined:
     usual = {"backend": "gloo", "timeout": SECONDS, "device": CPU}
     meeting = Meeting("127.0.0.1", 0, 1, serve=True)
-    return join(Place(0, 1, 1), meeting, survey=survey, **(usual | how))
+    return join(Coordinates(0, 1, 1), meeting, survey=survey, **(usual | how))
 
 
 def test_a_second_run_of_the_same_sizes_uses_the_same_groups() -> None:
@@ -67,5 +67,5 @@ def test_devices_are_looked_at_once_and_decide_who_stands_where() -> None:
     assert joined(survey) is first
     assert looks == [1]
     assert first.cluster is not None
-    assert first.mesh.place.order == (0,)
+    assert first.mesh.coordinates.order == (0,)
     assert joined().cluster is None

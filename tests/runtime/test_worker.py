@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.memory import memory_channels
-from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.protocol import (
     MESSAGES,
     Answer,
@@ -53,7 +53,7 @@ class Service:
         torch.manual_seed(0)
         self.module = nn.Linear(3, 2)
         mesh: Any = SimpleNamespace(
-            place=Place(1, 1, 2), channel=lambda _: there, timeout=timedelta(minutes=1)
+            coordinates=Coordinates(1, 1, 2), channel=lambda _: there, timeout=timedelta(minutes=1)
         )
         reports = {"name": lambda: "said", "broken": lambda: 1 / 0}
         self.worker = Worker(self.module, mesh, CPU, StageOptions(), None, reports)

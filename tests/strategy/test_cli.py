@@ -47,17 +47,17 @@ def test_the_class_and_its_arguments_from_a_file(tmp_path: Path) -> None:
     }
     strategy = {"class_path": CLASS, "init_args": arguments}
     made = strategy_of(f"--config={config(tmp_path, strategy=strategy)}")
-    assert (made.num_replicas, made.place.stages) == (2, 2)
+    assert (made.num_replicas, made.coordinates.ranks_per_replica) == (2, 2)
 
 
 def test_the_class_and_its_arguments_from_the_command_line() -> None:
     name = "--trainer.strategy"
     made = strategy_of(f"{name}={CLASS}", f"{name}.pipeline_parallel_size=2", f"{name}.seed=3")
-    assert (made.num_replicas, made.place.stages) == (2, 2)
+    assert (made.num_replicas, made.coordinates.ranks_per_replica) == (2, 2)
 
 
 def test_the_name(tmp_path: Path) -> None:
-    assert strategy_of("--trainer.strategy=hybrid_gabra").place.stages == 4
+    assert strategy_of("--trainer.strategy=hybrid_gabra").coordinates.ranks_per_replica == 4
     assert strategy_of(f"--config={config(tmp_path, strategy='hybrid_gabra')}").num_replicas == 1
 
 

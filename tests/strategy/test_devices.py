@@ -16,7 +16,7 @@ def test_ranks_that_change_places_train_as_one_device(tmp_path: Path) -> None:
     config = {**DEFAULTS, "dtype": "float64", "replicas": 2, "stages": 2, "steps": 6}
     losses, weights = one_device(config)
     ranks = Training(tmp_path, **config, device_capacity=[1, 1, 0.5, 0.5], after="best").run()
-    assert [rank["place"] for rank in ranks] == [
+    assert [rank["coordinates"] for rank in ranks] == [
         "rank 0 (driver, replica 0, stage 1)",
         "rank 1 (driver, replica 1, stage 1)",
         "rank 2 (worker, replica 0, stage 0)",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.launcher import _raise_first
@@ -25,7 +25,7 @@ def _hook() -> Iterator[None]:
 def raised(error: Exception) -> tuple[pytest.ExceptionInfo[Exception], list[BaseException]]:
     """What comes of an error that no other rank has reported, and what was reported of it."""
     reported: list[BaseException] = []
-    strategy: Any = SimpleNamespace(fail=reported.append, place=Place(0, 2, 1))
+    strategy: Any = SimpleNamespace(fail=reported.append, coordinates=Coordinates(0, 2, 1))
     with pytest.raises(Exception) as found:  # noqa: PT011  the kind is looked at by the tests
         _raise_first(strategy, error)
     return found, reported

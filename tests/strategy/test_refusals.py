@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
-from lightning_hybrid.comm.mesh import Place
+from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.runtime.discovery import Discovery, Networks
@@ -84,7 +84,7 @@ class OneReplica:
     """The mesh of a single driver, as far as planning needs it."""
 
     def __init__(self, stages: int) -> None:
-        self.place = Place(0, 1, stages)
+        self.coordinates = Coordinates(0, 1, stages)
         self.drivers = None
 
 

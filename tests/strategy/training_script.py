@@ -307,7 +307,7 @@ def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "best": trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path,
         "plan": str(getattr(trainer.strategy, "plan", None)),
-        "place": str(getattr(trainer.strategy, "place", "")),
+        "coordinates": str(getattr(trainer.strategy, "coordinates", "")),
         "cluster": getattr(getattr(trainer.strategy, "_mesh", None), "cluster", None),
     }
 
