@@ -22,7 +22,9 @@ WITH_LIGHTNING = {
     "lightning_hybrid/checkpoints.py",
     "lightning_hybrid/compat_lightning.py",
     "lightning_hybrid/performance_log.py",
+    "lightning_hybrid/refusals.py",
     "lightning_hybrid/results.py",
+    "lightning_hybrid/session.py",
 }
 WITH_PRIVATE_NAMES = {"lightning_hybrid/compat.py", "lightning_hybrid/compat_lightning.py"}
 # what each part may import of the others, from the inside out
