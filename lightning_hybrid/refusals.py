@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins import LayerSync
@@ -37,8 +37,9 @@ def refuse_layer_sync(layer_sync: LayerSync | None, *, compile_stages: bool) -> 
         )
 
 
-def refuse_callbacks(callbacks: Iterable[Callback], replicas: int, stages: int) -> None:
+def refuse_callbacks(trainer: Trainer, replicas: int, stages: int) -> None:
     """Callbacks that would decide, or change weights, on one rank alone."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, BatchSizeFinder) and replicas > 1:

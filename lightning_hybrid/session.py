@@ -7,152 +7,35 @@ after each there is :class:`BetweenRuns`.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_hybrid.building import DeferredModule, WholeModule
 from lightning_hybrid.compat import replace_unscaling
-from lightning_hybrid.config import Config
 from lightning_hybrid.performance_log import (
-    Measurement,
-    NoMeasurement,
     NoPerformanceLog,
     PerformanceLog,
 )
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.results import Results, Snapshot, adopt_results, collect_results
+from lightning_hybrid.results import Results, adopt_results, collect_results
+from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery, Networks, Planner
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.engine import StageOptions
 from lightning_hybrid.runtime.failure import Failure
 from lightning_hybrid.runtime.faults import is_loss
-from lightning_hybrid.runtime.large import make_what_no_network_owns, whole
-from lightning_hybrid.runtime.replicas import broadcast_module
 from lightning_hybrid.runtime.signals import let_in
 from lightning_hybrid.runtime.transport import broadcast_object
 from lightning_hybrid.runtime.worker import Worker
-from lightning_hybrid.world import NoWorld, Phase, World
+from lightning_hybrid.world import Phase
 
 _DEVICE = "device"  # name of a worker's report
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a session is made from, on drivers and workers alike.
-
-    Attributes:
-        config: what the user has asked for.
-        trainer: Lightning's.
-        module: the LightningModule.
-        world: all ranks.
-        device: of this rank.
-        accelerator: Lightning's.
-        precision: Lightning's.
-        fitting: whether the run trains.
-        synchronised: whether batch statistics are taken over the replicas.
-        building: who has the weights of the module.
-        measurement: measures this rank, or nothing.
-        before: plain data of the script before drivers and workers part.
-        plans: the plans in force, by name of the network; networks that are cut add theirs.
-    """
-
-    config: Config
-    trainer: Trainer
-    module: LightningModule
-    world: World
-    device: torch.device
-    accelerator: Accelerator
-    precision: Precision
-    fitting: bool
-    synchronised: bool
-    building: WholeModule | DeferredModule
-    measurement: Measurement | NoMeasurement
-    before: Snapshot
-    plans: dict[str, Plan]
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this rank is the driver of replica 0, which logs and saves."""
-        return self.world.place.lightning_rank == 0
-
-    def stage_options(self) -> StageOptions:
-        """How stages compute. On every rank alike: it may make a group."""
-        statistics = self.world.mesh.statistics() if self.synchronised else None
-        return StageOptions(self.config.compile_stages, statistics)
-
-    def device_stats(self) -> dict[str, Any]:
-        """What DeviceStatsMonitor logs of this rank's device."""
-        # not by the instance, which on a driver asks the workers too
-        return type(self.accelerator).get_device_stats(self.accelerator, self.device)
-
-    def share_weights(self) -> None:
-        """On drivers: let all replicas begin with the weights of replica 0, on the CPU."""
-        make_what_no_network_owns(self.module)
-        broadcast_module(self.module, self.world.mesh.drivers)
-
-
-class BetweenRuns:
-    """Before the first run, and after each: nothing is driven, and ranks call things together.
-
-    Args:
-        ranks: all ranks.
-        building: who has the weights of the module.
-    """
-
-    def __init__(self, ranks: World | NoWorld, building: WholeModule | DeferredModule) -> None:
-        self._ranks, self._building = ranks, building
-
-    def loading(self, module: LightningModule) -> AbstractContextManager[None]:
-        """Inside, weights are written to the module."""
-        return self._building.loading(module)
-
-    def state_dict(self, module: LightningModule, *, here: bool) -> dict[str, Any]:
-        """The state dict of the whole module.
-
-        Args:
-            module: the LightningModule.
-            here: whether this rank is the one that gets it; the others get nothing.
-        """
-        if self._building.deferred:
-            return self.full_state_dict(module, here=here)
-        return module.state_dict() if here else {}
-
-    def full_state_dict(self, module: LightningModule, *, here: bool) -> dict[str, Any]:
-        """The same, with what other ranks hold; all ranks call it together."""
-        values = self._ranks.gather_weights(module)
-        if not here:
-            return {}
-        with whole(module, values):
-            return module.state_dict()
-
-    def optimizer_state(
-        self, module: LightningModule, optimizer: Optimizer, *, here: bool
-    ) -> dict[str, Any]:
-        """The state dict of one device, with what other ranks hold; all ranks call it together."""
-        state = self._ranks.optimizer_state(module, optimizer)
-        return state if here else {}
-
-    def fail(self, failure: Failure, error: BaseException) -> None:
-        """No worker waits for this rank."""
-
-    def abort(self) -> None:
-        """No worker waits for this rank."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class DriverSession:
@@ -450,10 +333,3 @@ class WorkerSession:
             optimizer.state.update(state)
         adopt_results(self._run.trainer, results, self._run.before)
         return results
-
-
-def scalers_of(precision: Precision) -> list[GradScaler]:
-    """The scaler of the loss, if there is one."""
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        return [precision.scaler]
-    return []

@@ -6,70 +6,46 @@ strategy does the work: :mod:`lightning_hybrid.config` says what was asked for,
 replica or serves it, :mod:`lightning_hybrid.planning` decides where stages go.
 """
 
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.building import DeferredModule, WholeModule
-from lightning_hybrid.checkpoints import AtomicCheckpointIO
-from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
+from lightning_hybrid.building import BetweenRuns, DeferredModule, WholeModule, move_module
+from lightning_hybrid.checkpoints import with_atomic_writes
 from lightning_hybrid.config import Config, Count
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.launcher import (
-    HybridMultiProcessingLauncher,
-    HybridSubprocessLauncher,
-    Parted,
-)
-from lightning_hybrid.performance_log import Measurement, NoMeasurement
+from lightning_hybrid.launcher import Parted
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.ranks import ReplicaStrategy, given
 from lightning_hybrid.refusals import (
     refuse_accelerator,
     refuse_callbacks,
     refuse_layer_sync,
     refuse_optimizers,
 )
-from lightning_hybrid.results import Results, Snapshot
+from lightning_hybrid.results import Results
+from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.runtime.failure import Failure
-from lightning_hybrid.runtime.hosts import choose_interface
-from lightning_hybrid.runtime.mesh import Place, join_mesh
 from lightning_hybrid.runtime.signals import make_impatient
-from lightning_hybrid.runtime.survey import survey
-from lightning_hybrid.session import BetweenRuns, DriverSession, Run, WorkerSession, scalers_of
-from lightning_hybrid.world import NoWorld, Phase, World
-
-NAMES = {
-    "hybrid_gabra": "popen",
-    "hybrid_gabra_spawn": "spawn",
-    "hybrid_gabra_fork": "fork",
-    "hybrid_gabra_notebook": "fork",
-}
-"""Registered names, and how each starts its processes."""
-
-T = TypeVar("T")
+from lightning_hybrid.session import DriverSession, WorkerSession
+from lightning_hybrid.world import NoWorld, Phase
 
 
-class HybridGabraStrategy(DDPStrategy):
+class HybridGabraStrategy(ReplicaStrategy):
     """Trains replicas of a chain of stages; a genetic algorithm places the stages.
 
     The LightningModule stays as it is. Its network is found at its first call, traced, cut into
@@ -144,7 +120,7 @@ class HybridGabraStrategy(DDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        self._config = Config.resolve(
+        config = Config.resolve(
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             num_microbatches=num_microbatches,
@@ -159,11 +135,8 @@ class HybridGabraStrategy(DDPStrategy):
             log_performance=log_performance,
             seed=seed,
         )
-        self._plans: dict[str, Plan] = {}
-        self._building: WholeModule | DeferredModule = WholeModule()
-        self._world: World | NoWorld = NoWorld()
-        self._session: BetweenRuns | DriverSession = BetweenRuns(self._world, self._building)
         super().__init__(
+            config,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -173,162 +146,30 @@ class HybridGabraStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-
-    # ------------------------------------------------------------------ sizes, ranks
-
-    def _shape(self) -> tuple[int, int]:
-        """Replicas and devices of each, for the devices that there are."""
-        return self._config.shape(self.num_nodes, self.num_processes)
-
-    @property
-    def place(self) -> Place:
-        """Where this rank stands in the mesh of replicas and stages."""
-        if isinstance(self._world, World):  # ranks may have changed places
-            return self._world.place
-        return self._own_place
-
-    @property
-    def _own_place(self) -> Place:
-        """The place of this rank before any have changed theirs."""
-        environment = self.cluster_environment
-        return self._place_at(environment.global_rank() if environment else 0)
-
-    def place_of(self, local_rank: int) -> Place:
-        """The place of a process of this host, before any have changed theirs."""
-        return self._place_at(self.node_rank * self.num_processes + local_rank)
-
-    def _place_at(self, rank: int) -> Place:
-        return Place(rank, *self._shape(), free=self._config.several_stages_per_device)
+        self._plans: dict[str, Plan] = {}
+        self._building: WholeModule | DeferredModule = WholeModule()
+        self._rest()
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force; of the first network, if there are several. ``None`` before it."""
         return next(iter(self._plans.values()), self._config.plan)
 
-    @property
-    def num_replicas(self) -> int:
-        """Over how many replicas the data is divided: what ``world_size`` is under DDP."""
-        return self._shape()[0]
-
-    @property
-    def world_size(self) -> int:
-        # Lightning's handler of SIGTERM would wait for the other drivers
-        return 1 if self._world.phase is Phase.ALONE else self.num_replicas
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether the data is divided: with one replica it is not, whatever its stages."""
-        return self.num_replicas > 1
-
-    @property
-    def global_rank(self) -> int:
-        return self.place.lightning_rank if self.parallel_devices else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_replicas, "rank": self.place.replica}
-
-    # ------------------------------------------------------------------ processes and groups
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``hybrid_gabra`` and its variants."""
-        for name, start_method in NAMES.items():
-            strategy_registry.register(
-                name,
-                cls,
-                description=f"Stages placed by GABRA, in replicas (start method {start_method})",
-                override=True,
-                start_method=start_method,
-            )
+    # ------------------------------------------------------------------ a run
 
     def _configure_launcher(self) -> None:
-        # complain now, before any process is started
-        self._config.check_devices(self.num_nodes, self.num_processes)
         refuse_layer_sync(self._layer_sync, compile_stages=self._config.compile_stages)
-        if self._start_method == "popen":
-            environment = _given(self.cluster_environment, "cluster_environment")
-            self._launcher = HybridSubprocessLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
-        else:
-            self._launcher = HybridMultiProcessingLauncher(
-                self, self._start_method, place_of=self.place_of
-            )
+        super()._configure_launcher()
 
     def setup_distributed(self) -> None:
-        refuse_accelerator(_given(self.accelerator, "accelerator"))
-        if self.num_replicas > 1:  # drivers start alike, as under DDP; one goes on like one device
-            reset_seed()
-        self.set_world_ranks()
-        self._world = self._join()
+        refuse_accelerator(given(self.accelerator, "accelerator"))
+        super().setup_distributed()
         self._rest()
-        self.set_world_ranks()  # ranks may have changed places
-        self._world.open(self.root_device)
-        refuse_callbacks(_callbacks(self._module.trainer), *self._shape())
-
-    def _join(self) -> World:
-        """Meet all other ranks."""
-        environment = _given(self.cluster_environment, "cluster_environment")
-        place, (replicas, stages) = self._own_place, self._shape()
-        look = partial(
-            survey,
-            device=self.root_device,
-            replicas=replicas,
-            stages=stages,
-            given=self._config.capacity,
-        )
-        agent_serves = (
-            isinstance(environment, TorchElasticEnvironment)
-            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )
-        self._process_group_backend = self._get_process_group_backend()
-        choose_interface(environment.main_address, environment.main_port)
-        mesh = join_mesh(
-            place,
-            environment.main_address,
-            environment.main_port,
-            serve=place.rank == 0 and not agent_serves,
-            backend=self._process_group_backend,
-            timeout=self._timeout or timedelta(minutes=30),
-            survey=look if self._config.needs_survey(stages) else None,
-            capacity=self._config.capacity,
-        )
-        return World(mesh)
-
-    @property
-    def _joined(self) -> World:
-        if isinstance(self._world, World):
-            return self._world
-        raise HybridError(
-            "This process has not met the other ranks yet; the strategy does so at the start of "
-            "trainer.fit, validate, test or predict. Call this from a hook, or after a run."
-        )
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._world.phase is Phase.RUNNING:
-            super().barrier(*args, **kwargs)
-        else:
-            self._world.barrier()
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._world.phase is Phase.RUNNING:
-            return super().broadcast(obj, src)
-        return self._world.broadcast(obj, src)
-
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        """One replica is one device, whose tensors get no dimension of devices."""
-        if self.num_replicas == 1:
-            return tensor
-        return super().all_gather(tensor, group, sync_grads)
-
-    # ------------------------------------------------------------------ a run
+        refuse_callbacks(self._module.trainer, *self._shape())
 
     @property
     def _module(self) -> LightningModule:
-        return _given(self.lightning_module, "lightning_module")
+        return given(self.lightning_module, "lightning_module")
 
     @property
     def _driving(self) -> DriverSession:
@@ -345,62 +186,36 @@ class HybridGabraStrategy(DDPStrategy):
         )
 
     def _rest(self) -> None:
-        self._session = BetweenRuns(self._world, self._building)
+        self._session: BetweenRuns | DriverSession = BetweenRuns(self._world, self._building)
 
     def setup(self, trainer: Trainer) -> None:
         """Part: workers leave from here and serve; drivers go on as under DDP."""
         with self._building.building(self._module):
-            self.model = self.precision_plugin.convert_module(_given(self.model, "model"))
-        run = self._make_run(trainer)
+            self.model = self.precision_plugin.convert_module(given(self.model, "model"))
+        run = Run.of(
+            trainer,
+            self._config,
+            self._joined,
+            self._building,
+            self._plans,
+            synchronise=self._layer_sync is not None,
+        )
         if not run.world.place.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
         run.world.phase = Phase.RUNNING
         run.accelerator.setup(trainer)
         run.share_weights()
         self.model_to_device()
-        self._session = DriverSession.begin(run, self._make_plan)
+        self._session = DriverSession.begin(run, partial(self._make_plan, run))
         if run.fitting:
             self.setup_optimizers(trainer)
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, self._shape()[1], scaled=scaled)
         self.setup_precision_plugin()
 
-    def _make_run(self, trainer: Trainer) -> Run:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        device, measures = self.root_device, self._config.log_performance
-        return Run(
-            config=self._config,
-            trainer=trainer,
-            module=self._module,
-            world=self._joined,
-            device=device,
-            accelerator=_given(self.accelerator, "accelerator"),
-            precision=self.precision_plugin,
-            fitting=fitting,
-            synchronised=fitting and self._layer_sync is not None and self.num_replicas > 1,
-            building=self._building,
-            measurement=Measurement(device) if measures else NoMeasurement(),
-            before=Snapshot(trainer),
-            plans=self._plans,
-        )
-
-    def _make_plan(self, *arguments: Any, chosen: bool) -> Plan:
+    def _make_plan(self, run: Run, *arguments: Any, chosen: bool) -> Plan:
         """The plan of a network; see :class:`lightning_hybrid.runtime.discovery.Planner`."""
-        config, world = self._config, self._joined
-        if config.plan is not None and not chosen:
-            return config.plan
-        replicas, stages = self._shape()
-        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        return make_plan(
-            *arguments,
-            settings=replace(config.settings, allocation="exact") if chosen else config.settings,
-            replicas=replicas,
-            stages=stages,
-            backend=world.mesh.backend,
-            device=self.root_device,
-            cluster=world.cluster,
-            optimizers=self.optimizers if fitting else None,
-        )
+        return run.make_plan(*arguments, chosen=chosen, optimizers=self.optimizers)
 
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""
@@ -456,36 +271,18 @@ class HybridGabraStrategy(DDPStrategy):
         if module is not None and self._world.phase is Phase.TOGETHER:
             trainer = module.trainer
             if trainer.state.status == TrainerStatus.RUNNING:
-                self._defer(trainer)
+                stages = self._shape()[1]
+                self._building = self._building.deferred_if_apart(trainer, self.root_device, stages)
+                self._rest()
                 building = self._building.building(module)
         with building, super().tensor_init_context(empty_init):
             yield
 
-    def _defer(self, trainer: Trainer) -> None:
-        """Have weights made by their owners from now on, where there are several."""
-        # a callback that averages weights needs all of them on its rank
-        averages = any(isinstance(callback, WeightAveraging) for callback in _callbacks(trainer))
-        if self._shape()[1] > 1 and not self._building.deferred and not averages:
-            self._building = DeferredModule(self.root_device)
-            self._rest()
-
     # ------------------------------------------------------------------ a step
 
     def model_to_device(self) -> None:
-        """One stage: the whole module moves. More: only what no network can own.
-
-        Modules with parameters wait on the CPU until they are called for the first time.
-        """
-        module = self._module
-        if self._shape()[1] == 1:
-            module.to(self.root_device)
-            return
-        for part in module.modules():
-            if part is not module and next(part.parameters(), None) is None:
-                part.to(self.root_device)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor.data = tensor.data.to(self.root_device)
-        set_module_device(module, self.root_device)
+        """All of it, or only what no network can own."""
+        move_module(self._module, self.root_device, all_of_it=self._shape()[1] == 1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         step: STEP_OUTPUT = self._driving.step(partial(super().training_step, *args, **kwargs))
@@ -513,7 +310,7 @@ class HybridGabraStrategy(DDPStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        ReplicaStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         if isinstance(self._session, DriverSession):
             self._session.connect_optimizers(optimizers)
             for wrapper, optimizer in zip(self._lightning_optimizers, optimizers):
@@ -554,12 +351,8 @@ class HybridGabraStrategy(DDPStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's, else one that writes a file whole or not at all."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
-            # as in Lightning: one that was made around another keeps that one
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
-        return self._checkpoint_io
+        self._checkpoint_io = io = with_atomic_writes(self._checkpoint_io)
+        return io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
@@ -604,22 +397,3 @@ class HybridGabraStrategy(DDPStrategy):
         ranks, building = NoWorld(), WholeModule()
         session = BetweenRuns(ranks, building)
         return state | {"_world": ranks, "_building": building, "_session": session}
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
-
-
-def _given(value: T | None, name: str) -> T:
-    """An attribute that Lightning declares as optional, and sets before it calls a strategy.
-
-    Raises:
-        HybridError: it is not set yet.
-    """
-    if value is None:
-        raise HybridError(
-            f"strategy.{name} is not set: a Trainer does so when it is made, or when its fit, "
-            "validate, test or predict begins. Give the strategy to a Trainer first."
-        )
-    return value

@@ -84,7 +84,7 @@ class _DriverAtBothEnds(HybridGabraStrategy):
 
     row: type[Row]
 
-    def _make_plan(self, name: str, *arguments: Any, chosen: bool) -> Plan:
+    def _make_plan(self, run: Any, name: str, *arguments: Any, chosen: bool) -> Plan:
         return Plan(
             replicas=self.num_replicas,
             stages=3,
