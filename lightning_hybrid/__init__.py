@@ -8,7 +8,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.compat_lightning import ask_strategy_whether_distributed
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.strategy import NAMES, HybridGabraStrategy
+from lightning_hybrid.ranks import NAMES
+from lightning_hybrid.strategy import HybridGabraStrategy
 from lightning_hybrid.wrong_package import refuse_in_pytorch_lightning
 
 __all__ = ["HybridGabraStrategy", "Plan"]

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import CheckpointIO
+
+from lightning_hybrid.compat_lightning import WrappingCheckpointIO
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -41,3 +44,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
+
+
+def with_atomic_writes(io: CheckpointIO | None) -> CheckpointIO:
+    """The user's checkpoint IO, else one that writes a file whole or not at all."""
+    if io is None:
+        return AtomicCheckpointIO()
+    if isinstance(io, WrappingCheckpointIO):
+        # as in Lightning: one that was made around another keeps that one
+        io.checkpoint_io = AtomicCheckpointIO()
+    return io

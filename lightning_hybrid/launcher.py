@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_hybrid.comm.failure import Failure, told_text
@@ -35,17 +36,41 @@ from lightning_hybrid.compat_lightning import (
     set_num_threads,
 )
 from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.results import Results
 from lightning_hybrid.runtime.faults import GRACE_S, is_hearsay, is_loss
-
-if TYPE_CHECKING:
-    from lightning_hybrid.strategy import HybridGabraStrategy
 
 _LOOK_EVERY_S = 0.2
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
 
 class Parted(BaseException):
-    """Takes a worker from ``strategy.setup`` to its launcher; no ``except Exception`` stops it."""
+    """Takes a worker from ``strategy.setup`` to its launcher; no ``except Exception`` stops it.
+
+    Args:
+        serve: serves the driver until the run is over, and returns its results.
+    """
+
+    def __init__(self, serve: Callable[[], Results]) -> None:
+        super().__init__("this rank serves a driver")
+        self.serve = serve
+
+
+class Launched(Protocol):
+    """What the launchers ask of a strategy."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands."""
+
+    def finish(self, returned: Any) -> None:
+        """On a driver: end the run, in which the Trainer has returned this."""
+
+    def fail(self, error: BaseException) -> Failure | None:
+        """This rank fails: tell the others.
+
+        Returns:
+            The failure that came first, on another rank; ``None``: it is this one.
+        """
 
 
 class Part:
@@ -63,31 +88,29 @@ class Part:
         """Run the function, or serve the driver that does."""
         _LastWords.forget()
         trainer = cast(Trainer, cast(MethodType, self._function).__self__)
-        strategy = cast("HybridGabraStrategy", trainer.strategy)
+        strategy = cast(Launched, trainer.strategy)
         try:
             return self._run(trainer, strategy, arguments, keywords)
         except BaseException as error:
             _raise_first(strategy, error)
 
-    def _run(
-        self, trainer: Trainer, strategy: "HybridGabraStrategy", arguments: Any, keywords: Any
-    ) -> Any:
-        result, parted = None, False
+    def _run(self, trainer: Trainer, strategy: Launched, arguments: Any, keywords: Any) -> Any:
+        result, serve = None, None
         try:
             result = self._function(*arguments, **keywords)
-        except Parted:
-            parted = True
+        except Parted as parted:
+            serve = parted.serve
         except TunerExit:  # no fault: a tuner has seen enough
             end_run(trainer)
-        if parted:
-            results = strategy.serve()
+        if serve is not None:
+            results = serve()
             call_teardown_hooks(trainer)
             return results.value()
         strategy.finish(result)
         return result
 
 
-def _raise_first(strategy: "HybridGabraStrategy", error: BaseException) -> NoReturn:
+def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
     """Raise ``error``, or what came first if that was on another rank."""
     if is_loss(error) and not isinstance(error, ConnectionLost):
         # from a collective of Lightning or torchmetrics: the backend's own text is for nobody
@@ -175,15 +198,22 @@ def _leave_nobody() -> None:
 
 
 class HybridMultiProcessingLauncher(MultiProcessingLauncher):
-    """Spawns or forks one process per device."""
+    """Spawns or forks one process per device.
+
+    Args:
+        strategy: what is launched.
+        start_method: how processes are made.
+        coordinates_of: where the process of this local rank stands.
+    """
 
     def __init__(
         self,
-        strategy: "HybridGabraStrategy",
+        strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
+        coordinates_of: Callable[[int], Coordinates],
     ) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._coordinates_of = strategy.coordinates_of
+        self._coordinates_of = coordinates_of
 
     def launch(
         self,

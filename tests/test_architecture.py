@@ -19,10 +19,15 @@ WITH_LIGHTNING = {
     "lightning_hybrid/__init__.py",  # only to register the names
     "lightning_hybrid/strategy.py",
     "lightning_hybrid/launcher.py",
+    "lightning_hybrid/building.py",
     "lightning_hybrid/checkpoints.py",
     "lightning_hybrid/compat_lightning.py",
     "lightning_hybrid/performance_log.py",
+    "lightning_hybrid/ranks.py",
+    "lightning_hybrid/refusals.py",
     "lightning_hybrid/results.py",
+    "lightning_hybrid/run.py",
+    "lightning_hybrid/session.py",
 }
 WITH_PRIVATE_NAMES = {"lightning_hybrid/compat.py", "lightning_hybrid/compat_lightning.py"}
 # what each part may import of the others, from the inside out
@@ -100,6 +105,10 @@ def test_only_comm_and_the_runtime_import_torch_distributed() -> None:
 def test_pure_data_needs_no_torch(place: str) -> None:
     assert inside(place)
     assert importers(inside(place), "torch") == set()
+
+
+def test_the_strategy_is_on_top() -> None:
+    assert importers(FILES, "lightning_hybrid.strategy") == {"lightning_hybrid/__init__.py"}
 
 
 @pytest.mark.parametrize("part", LAYERS)

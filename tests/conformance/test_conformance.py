@@ -83,9 +83,8 @@ class _DriverAtBothEnds(HybridGabraStrategy):
     """Two devices per replica, of which the driver's has the first and the last of three stages."""
 
     row: type[Row]
-    _is_free = True
 
-    def _make_plan(self, name: str, *arguments: Any) -> Plan:
+    def _make_plan(self, run: Any, name: str, *arguments: Any, chosen: bool) -> Plan:
         return Plan(
             replicas=self.num_replicas,
             stages=3,
@@ -106,7 +105,11 @@ class TestFreePlacement(Conformance):
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> HybridGabraStrategy:
-        defaults = {"pipeline_parallel_size": cls.stages, "num_microbatches": row.microbatches}
+        defaults = {
+            "pipeline_parallel_size": cls.stages,
+            "num_microbatches": row.microbatches,
+            "contiguous": False,
+        }
         strategy = _DriverAtBothEnds(**{**defaults, **row.arguments})
         strategy.row = row
         return strategy

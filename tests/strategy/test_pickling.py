@@ -3,16 +3,19 @@
 import pickle
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.runtime.batchnorm import Synchronised
 
 
-def test_the_group_of_batch_statistics_stays_behind() -> None:
+@pytest.mark.parametrize("part", ["_world", "_session", "_building"])
+def test_groups_stay_behind(part: str) -> None:
     strategy = HybridGabraStrategy(pipeline_parallel_size=2)
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
-    strategy._statistics = Synchronised(group)
+    vars(strategy)[part] = group
     copy = pickle.loads(pickle.dumps(strategy))
-    with copy._statistics:  # it is of no replicas
-        pass
+    copy.connect(LightningModule())
+    assert copy.lightning_module_state_dict() == {}
+    assert copy.broadcast("alone") == "alone"

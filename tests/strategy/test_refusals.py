@@ -14,8 +14,8 @@ from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.ranks import NAMES
 from lightning_hybrid.runtime.discovery import Discovery, Networks
-from lightning_hybrid.strategy import NAMES
 from lightning_hybrid.wrong_package import refuse_in_pytorch_lightning
 
 # Lightning's advice on unused devices and loggers

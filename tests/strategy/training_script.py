@@ -308,7 +308,7 @@ def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
         "best": trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path,
         "plan": str(getattr(trainer.strategy, "plan", None)),
         "coordinates": str(getattr(trainer.strategy, "coordinates", "")),
-        "cluster": getattr(getattr(trainer.strategy, "_mesh", None), "cluster", None),
+        "cluster": getattr(getattr(trainer.strategy, "_world", None), "cluster", None),
     }
 
 

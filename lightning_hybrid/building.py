@@ -1,0 +1,197 @@
+"""Who has the weights of the LightningModule while it is built, restored and saved.
+
+A network that is made in ``__init__`` is whole on every rank before a run. One that is made in
+``configure_model`` is whole on none: each rank notes down how weights are made, and makes those of
+its own stages; see :mod:`lightning_hybrid.network.deferred`. Its checkpoint is read by rank 0, and
+the other ranks get an outline of it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.compat_lightning import set_module_device
+from lightning_hybrid.network.deferred import Deferral
+from lightning_hybrid.runtime.large import Unfilled, outline, whole
+from lightning_hybrid.world import NoWorld, Phase, World
+
+Checkpoint = dict[str, Any]
+
+
+class WholeModule:
+    """Every rank has all weights, or is to make them as on one device."""
+
+    deferred = False
+    """Whether each rank makes the weights of its own stages only."""
+    outlined = False
+    """Whether the checkpoint that this rank has read last is an outline."""
+
+    def deferred_if_apart(
+        self, trainer: Trainer, device: torch.device, stages: int
+    ) -> "WholeModule | DeferredModule":
+        """What takes its place in ``configure_model``, where weights may be made by their owners.
+
+        Args:
+            trainer: Lightning's.
+            device: where one device would make them.
+            stages: number of devices of a replica.
+        """
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # a callback that averages weights needs all of them on its rank
+        averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+        return DeferredModule(device) if stages > 1 and not averages else self
+
+    def building(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, weights are made and changed as ever."""
+        return nullcontext()
+
+    def loading(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, weights of a checkpoint are written as ever."""
+        return nullcontext()
+
+    def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
+        """What ``read`` gives: every rank reads for itself."""
+        return read()
+
+    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint, from which every rank loads its optimizers."""
+        return checkpoint
+
+
+class DeferredModule:
+    """Weights are made by the ranks that own them.
+
+    Args:
+        device: where one device would make them.
+
+    Attributes:
+        outlined: whether the checkpoint that this rank has read last is an outline.
+    """
+
+    deferred = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._deferral = Deferral(device)
+        self.outlined = False
+
+    def deferred_if_apart(
+        self, trainer: Trainer, device: torch.device, stages: int
+    ) -> "DeferredModule":
+        """Once deferred, weights stay with their owners."""
+        return self
+
+    def building(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, what is done to weights that are not made yet is noted down."""
+        return self._deferral.building(module)
+
+    @contextmanager
+    def loading(self, module: nn.Module) -> Iterator[None]:
+        """Inside, weights of a checkpoint are kept for their owners; an outline has none."""
+        if not self.outlined:
+            with self._deferral.building(module, loading=True):
+                yield
+            return
+        with self._deferral.building(module), Unfilled():  # type: ignore[no-untyped-call]
+            yield
+
+    def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
+        """Before a run rank 0 alone reads, and the others get an outline; all ranks call it.
+
+        Args:
+            read: reads all of it.
+            ranks: all ranks.
+        """
+        self.outlined = False
+        if not isinstance(ranks, World) or ranks.phase is not Phase.TOGETHER:
+            return read()
+        if ranks.coordinates.rank == 0:
+            checkpoint = read()
+            ranks.broadcast(outline(checkpoint))
+            return checkpoint
+        self.outlined = True
+        return ranks.broadcast({})
+
+    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint, without the states that an outline has no numbers of."""
+        if not self.outlined:
+            return checkpoint
+        states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+        return {**checkpoint, "optimizer_states": states}
+
+
+class BetweenRuns:
+    """Before the first run, and after each: nothing is driven, and ranks call things together.
+
+    Args:
+        ranks: all ranks.
+        building: who has the weights of the module.
+    """
+
+    def __init__(self, ranks: World | NoWorld, building: WholeModule | DeferredModule) -> None:
+        self._ranks, self._building = ranks, building
+
+    def loading(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, weights are written to the module."""
+        return self._building.loading(module)
+
+    def state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
+        """The state dict of the whole module.
+
+        Args:
+            module: the LightningModule.
+            here: whether this rank is the one that gets it; the others get nothing.
+        """
+        if self._building.deferred:
+            return self.full_state_dict(module, here=here)
+        return module.state_dict() if here else {}
+
+    def full_state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
+        """The same, with what other ranks hold; all ranks call it together."""
+        values = self._ranks.gather_weights(module)
+        if not here:
+            return {}
+        with whole(module, values):
+            return module.state_dict()
+
+    def optimizer_state(
+        self, module: nn.Module, optimizer: Optimizer, *, here: bool
+    ) -> dict[str, Any]:
+        """The state dict of one device, with what other ranks hold; all ranks call it together."""
+        state = self._ranks.optimizer_state(module, optimizer)
+        return state if here else {}
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        """No worker waits for this rank."""
+
+    def abort(self) -> None:
+        """No worker waits for this rank."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def move_module(module: LightningModule, device: torch.device, *, all_of_it: bool) -> None:
+    """Bring a LightningModule to the device of its rank.
+
+    Args:
+        module: the LightningModule.
+        device: of this rank.
+        all_of_it: else only what no network can own moves, and modules with parameters wait on the
+            CPU until they are called for the first time.
+    """
+    if all_of_it:
+        module.to(device)
+        return
+    for part in module.modules():
+        if part is not module and next(part.parameters(), None) is None:
+            part.to(device)
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.data = tensor.data.to(device)
+    set_module_device(module, device)

@@ -1,0 +1,169 @@
+"""What the user has asked for, checked: the arguments of the strategy as one record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.cluster import given_speeds
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.planner import PlanSettings
+
+Count = int | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The arguments of :class:`HybridGabraStrategy` that are not Lightning's.
+
+    What was left to us (``"auto"``) is ``None``. With a plan, the sizes are those of the plan.
+
+    Attributes:
+        replicas: number of replicas; ``None``: devices / stages.
+        stages: number of devices of a replica; ``None``: devices / replicas.
+        microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
+        names: dotted names of the modules to cut; ``None``: they are found.
+        settings: what a plan is made by.
+        capacity: relative speeds of the devices, one per rank; ``None``: measured.
+        compile_stages: run each stage through ``torch.compile``.
+        plan: the user's; ``None``: one is made.
+        log_performance: whether the loggers get step times and the plan.
+    """
+
+    replicas: int | None
+    stages: int | None
+    microbatches: int | None
+    names: tuple[str, ...] | None
+    settings: PlanSettings
+    capacity: tuple[float, ...] | None
+    compile_stages: bool
+    plan: Plan | None
+    log_performance: bool
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        data_parallel_size: Count = "auto",
+        pipeline_parallel_size: Count = "auto",
+        num_microbatches: Count = "auto",
+        schedule: Literal["auto", "gpipe"] = "auto",
+        allocation: Literal["gabra", "exact"] | list[str] = "gabra",
+        objective: Literal["step", "makespan", "profit"] = "step",
+        contiguous: bool = True,
+        network: str | list[str] | None = None,
+        device_capacity: Literal["auto"] | Sequence[float] = "auto",
+        compile_stages: bool = False,
+        plan: Plan | str | Path | None = None,
+        log_performance: bool = False,
+        seed: int = 0,
+    ) -> "Config":
+        """Check the arguments of the strategy, which documents them, and load the plan.
+
+        Raises:
+            PlanError: the sizes contradict each other or the plan, or the plan cannot be read.
+        """
+        loaded = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        replicas, stages = _sizes(data_parallel_size, pipeline_parallel_size, loaded)
+        if num_microbatches != "auto" and num_microbatches < 1:
+            raise PlanError(f"num_microbatches={num_microbatches} must be at least 1 or 'auto'.")
+        if not (contiguous or isinstance(allocation, str)):
+            raise PlanError(
+                f"allocation={allocation} are cut points, which give each device one stage, and "
+                "contiguous=False lets GABRA give it several. Leave one of them out, or give "
+                "plan=Plan(..., devices=...), which says where each stage goes."
+            )
+        names = [network] if isinstance(network, str) else network
+        return cls(
+            replicas=replicas,
+            stages=stages,
+            microbatches=None if num_microbatches == "auto" else num_microbatches,
+            names=None if names is None else tuple(names),
+            settings=PlanSettings(
+                schedule="gpipe" if schedule == "auto" else schedule,
+                allocation=allocation if isinstance(allocation, str) else tuple(allocation),
+                objective=objective,
+                seed=seed,
+                contiguous=contiguous,
+            ),
+            capacity=None if device_capacity == "auto" else tuple(device_capacity),
+            compile_stages=compile_stages,
+            plan=loaded,
+            log_performance=log_performance,
+        )
+
+    def shape(self, nodes: int, devices_per_node: int) -> tuple[int, int]:
+        """Replicas, and devices of each, for the devices that there are.
+
+        Args:
+            nodes: number of hosts.
+            devices_per_node: number of devices of each.
+
+        Raises:
+            PlanError: the sizes do not use all devices.
+        """
+        devices = nodes * devices_per_node
+        replicas, stages = self.replicas, self.stages
+        if stages is None:
+            stages = devices // (replicas or 1)
+        if replicas is None:
+            replicas = devices // max(stages, 1)
+        if replicas * stages != devices:
+            raise PlanError(
+                f"data_parallel_size({replicas}) x pipeline_parallel_size({stages}) = "
+                f"{replicas * stages} != {devices} devices"
+                f"{f' ({nodes} nodes)' if nodes > 1 else ''}: the number of "
+                f"devices must be divisible by the number of stages. Set Trainer(devices=...) to a "
+                f"multiple of {self.stages or self.replicas}, or change the sizes."
+            )
+        return replicas, stages
+
+    def check_devices(self, nodes: int, devices_per_node: int) -> None:
+        """Complain about devices that do not suit the sizes or the capacities.
+
+        Raises:
+            PlanError: see :meth:`shape`; or the capacities are not one positive number per device.
+        """
+        self.shape(nodes, devices_per_node)
+        if self.capacity is not None:
+            given_speeds(self.capacity, nodes * devices_per_node)
+
+    @property
+    def several_stages_per_device(self) -> bool:
+        """Whether a device may have several stages, so that its rank does not tell which."""
+        if self.plan is not None:
+            return self.plan.devices != (*range(1, self.plan.stages), 0)
+        return not self.settings.contiguous
+
+    def needs_survey(self, stages: int) -> bool:
+        """Whether there is anything to decide for which the devices must be known.
+
+        Args:
+            stages: number of devices of a replica, as :meth:`shape` gives it.
+        """
+        given = self.plan is not None or not isinstance(self.settings.allocation, str)
+        return stages > 1 and (self.capacity is not None or not given)
+
+
+def _sizes(replicas: Count, stages: Count, plan: Plan | None) -> tuple[int | None, int | None]:
+    """Number of replicas and of the devices of each; ``None``: by the number of devices."""
+    for name, value in (
+        ("data_parallel_size", replicas),
+        ("pipeline_parallel_size", stages),
+    ):
+        if value != "auto" and (not isinstance(value, int) or value < 1):
+            raise PlanError(f"{name}={value!r} must be a positive number or 'auto'.")
+    if plan is None:
+        return (
+            None if replicas == "auto" else replicas,
+            None if stages == "auto" else stages,
+        )
+    size = plan.devices_per_replica
+    if replicas not in ("auto", plan.replicas) or stages not in ("auto", size):
+        what = "stages" if size == plan.stages else f"devices with {plan.stages} stages"
+        raise PlanError(
+            f"data_parallel_size={replicas} x pipeline_parallel_size={stages} contradict the "
+            f"plan: {plan.replicas} replicas x {size} {what}. Give one or the other."
+        )
+    return plan.replicas, size

@@ -1,0 +1,148 @@
+"""What a run is made from, on drivers and workers alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_hybrid.building import DeferredModule, WholeModule
+from lightning_hybrid.config import Config
+from lightning_hybrid.performance_log import Measurement, NoMeasurement
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.results import Snapshot
+from lightning_hybrid.runtime.engine import StageOptions
+from lightning_hybrid.runtime.large import make_what_no_network_owns
+from lightning_hybrid.runtime.replicas import broadcast_module
+from lightning_hybrid.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``, as this rank sees it.
+
+    Attributes:
+        config: what the user has asked for.
+        trainer: Lightning's.
+        module: the LightningModule.
+        world: all ranks.
+        device: of this rank.
+        accelerator: Lightning's.
+        precision: Lightning's.
+        fitting: whether the run trains.
+        synchronised: whether batch statistics are taken over the replicas.
+        building: who has the weights of the module.
+        measurement: measures this rank, or nothing.
+        before: plain data of the script before drivers and workers part.
+        plans: the plans in force, by name of the network; networks that are cut add theirs.
+    """
+
+    config: Config
+    trainer: Trainer
+    module: LightningModule
+    world: World
+    device: torch.device
+    accelerator: Accelerator
+    precision: Precision
+    fitting: bool
+    synchronised: bool
+    building: WholeModule | DeferredModule
+    measurement: Measurement | NoMeasurement
+    before: Snapshot
+    plans: dict[str, Plan]
+
+    @classmethod
+    def of(
+        cls,
+        trainer: Trainer,
+        config: Config,
+        world: World,
+        building: WholeModule | DeferredModule,
+        plans: dict[str, Plan],
+        *,
+        synchronise: bool,
+    ) -> "Run":
+        """The run that a Trainer is about to begin; see the attributes.
+
+        Args:
+            trainer: Lightning's, which has set up the accelerator and the module.
+            config: what the user has asked for.
+            world: all ranks.
+            building: who has the weights.
+            plans: in force.
+            synchronise: whether the user wants batch statistics of all replicas.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        device = trainer.strategy.root_device
+        return cls(
+            config=config,
+            trainer=trainer,
+            module=trainer.lightning_module,
+            world=world,
+            device=device,
+            accelerator=trainer.accelerator,
+            precision=trainer.precision_plugin,
+            fitting=fitting,
+            synchronised=fitting and synchronise and world.coordinates.replicas > 1,
+            building=building,
+            measurement=Measurement(device) if config.log_performance else NoMeasurement(),
+            before=Snapshot(trainer),
+            plans=plans,
+        )
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank is the driver of replica 0, which logs and saves."""
+        return self.world.coordinates.lightning_rank == 0
+
+    def stage_options(self) -> StageOptions:
+        """How stages compute. On every rank alike: it may make a group."""
+        statistics = self.world.mesh.statistics() if self.synchronised else None
+        return StageOptions(self.config.compile_stages, statistics)
+
+    def device_stats(self) -> dict[str, Any]:
+        """What DeviceStatsMonitor logs of this rank's device."""
+        # not by the instance, which on a driver asks the workers too
+        return type(self.accelerator).get_device_stats(self.accelerator, self.device)
+
+    def make_plan(self, *arguments: Any, chosen: bool, optimizers: Sequence[Optimizer]) -> Plan:
+        """The plan of a network: the user's, or one that is made.
+
+        Args:
+            arguments: see :class:`lightning_hybrid.runtime.discovery.Planner`.
+            chosen: see there.
+            optimizers: the user's, which need memory if the run trains.
+        """
+        given, settings = self.config.plan, self.config.settings
+        if given is not None and not chosen:
+            return given
+        coordinates = self.world.coordinates
+        return make_plan(
+            *arguments,
+            settings=replace(settings, allocation="exact") if chosen else settings,
+            replicas=coordinates.replicas,
+            stages=coordinates.ranks_per_replica,
+            backend=self.world.mesh.backend,
+            device=self.device,
+            cluster=self.world.cluster,
+            optimizers=optimizers if self.fitting else None,
+        )
+
+    def share_weights(self) -> None:
+        """On drivers: let all replicas begin with the weights of replica 0, on the CPU."""
+        make_what_no_network_owns(self.module)
+        broadcast_module(self.module, self.world.mesh.drivers)
+
+
+def scalers_of(precision: Precision) -> list[GradScaler]:
+    """The scaler of the loss, if there is one."""
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        return [precision.scaler]
+    return []

@@ -1,0 +1,335 @@
+"""A run on one rank, from ``strategy.setup`` to its end: it drives a replica, or it serves one.
+
+Sessions are created complete, so that nothing in them is ever missing. Before the first run and
+after each there is :class:`BetweenRuns`.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm.collectives import broadcast_object
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.signals import run_pending
+from lightning_hybrid.compat import replace_unscaling
+from lightning_hybrid.performance_log import (
+    NoPerformanceLog,
+    PerformanceLog,
+)
+from lightning_hybrid.results import Results, adopt_results, collect_results
+from lightning_hybrid.run import Run, scalers_of
+from lightning_hybrid.runtime.batchnorm import Synchronised
+from lightning_hybrid.runtime.discovery import Discovery, Networks, Planner
+from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.faults import is_loss
+from lightning_hybrid.runtime.worker import Worker
+from lightning_hybrid.world import Phase
+
+_DEVICE = "device"  # name of a worker's report
+
+T = TypeVar("T")
+
+
+class DriverSession:
+    """A run on the driver of a replica.
+
+    Args:
+        run: what it is made from.
+        driver: drives the workers.
+        networks: finds and cuts the networks.
+        statistics: entered wherever layers may compute.
+        performance: logs step times, or nothing.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        driver: Driver,
+        networks: Networks,
+        statistics: AbstractContextManager[Any],
+        performance: PerformanceLog | NoPerformanceLog,
+    ) -> None:
+        self._run, self._driver, self._networks = run, driver, networks
+        self._statistics, self._performance = statistics, performance
+        self._failure = Failure("this rank has failed")
+        self._salvages = False  # whether the workers can be asked for their weights
+        self._intercept()
+
+    @classmethod
+    def begin(cls, run: Run, make_plan: Planner) -> "DriverSession":
+        """Take charge of a replica. The weights are shared, and the module is on its device.
+
+        Args:
+            run: what the session is made from.
+            make_plan: makes the plan of a network that was found.
+        """
+        mesh, config = run.world.mesh, run.config
+        options = run.stage_options()
+        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+        driver = Driver(
+            run.module,
+            mesh,
+            run.device,
+            broadcast_object(mesh.drivers, seed),
+            options,
+            run.measurement.stopwatch,
+            share=run.building.deferred,
+            say=rank_zero_info,
+        )
+        discovery = Discovery(
+            config.names,
+            config.microbatches,
+            make_plan,
+            training=run.fitting,
+            compiled=config.compile_stages,
+            automatic=config.stages is None,
+            say=rank_zero_info,
+        )
+        performance: PerformanceLog | NoPerformanceLog = NoPerformanceLog()
+        if run.fitting and run.is_global_zero:
+            replicas = mesh.coordinates.replicas
+            performance = run.measurement.log(run.trainer, run.plans, replicas, driver.reports)
+        statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
+        try:
+            networks = Networks(run.module, driver, mesh, discovery, run.plans)
+        except BaseException as error:  # a name that the user has given; the workers serve already
+            driver.abort(Failure.of(error, str(mesh.coordinates)))
+            driver.close()
+            raise
+        return cls(run, driver, networks, statistics, performance)
+
+    def _intercept(self) -> None:
+        """Let Lightning's plugins speak of all stages, where they know of one device."""
+        # clipping by a norm needs the gradients of all stages
+        vars(self._run.precision).update(
+            clip_grad_by_norm=self._driver.clip_norm, clip_grad_by_value=self._driver.clip_values
+        )
+        if self._run.world.coordinates.ranks_per_replica == 1:
+            return
+        vars(self._run.accelerator)["get_device_stats"] = self._device_stats
+        for scaler in scalers_of(self._run.precision):
+            replace_unscaling(scaler, self._driver.unscale)
+
+    def _release(self) -> None:
+        """Undo :meth:`_intercept`."""
+        vars(self._run.precision).pop("clip_grad_by_norm", None)
+        vars(self._run.precision).pop("clip_grad_by_value", None)
+        vars(self._run.accelerator).pop("get_device_stats", None)
+        for scaler in scalers_of(self._run.precision):
+            replace_unscaling(scaler, None)
+
+    def _device_stats(self, device: Any) -> dict[str, Any]:
+        """What DeviceStatsMonitor logs: the driver's, and each worker's by its stage or device."""
+        stats = self._run.device_stats()
+        several = self._run.config.several_stages_per_device
+        for stage, others in enumerate(self._driver.reports(_DEVICE)):
+            worker = f"device{stage + 1}" if several else f"stage{stage}"
+            stats |= {f"{worker}.{name}": value for name, value in others.items()}
+        return stats
+
+    def __deepcopy__(self, memo: object) -> "DriverSession":
+        """Copies of a Trainer, and of what it has patched, belong to the same run."""
+        return self
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self, train: Callable[[], T]) -> T:
+        """A training step.
+
+        Args:
+            train: runs the user's step.
+
+        Raises:
+            NetworkNotFoundError: no network was called in it.
+        """
+        self._driver.begin_step(self._run.trainer.fit_loop.epoch_loop.total_batch_idx)
+        with self._statistics:
+            output = train()
+        if output is not None:
+            self._networks.require()
+        return output
+
+    def backward(self, compute: Callable[[], None]) -> None:
+        """A backward pass, after which the gradients of all replicas are averaged.
+
+        Args:
+            compute: runs autograd.
+        """
+        self._driver.before_backward()
+        with self._statistics:  # activation checkpointing runs layers again here
+            compute()
+        self._driver.after_backward()
+        if not self._run.is_global_zero and self._driver.synchronize:
+            run_pending(hold=True)  # the first driver has been here too
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, gradients stay those of each replica."""
+        self._driver.synchronize = False
+        try:
+            yield
+        finally:
+            self._driver.synchronize = True
+
+    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step on all ranks."""
+        self._driver.connect_optimizers(optimizers)
+
+    def batch_starts(self, batch: Any) -> None:
+        """A training batch is about to be trained on."""
+        if not self._run.is_global_zero:
+            run_pending(hold=True)
+        self._performance.batch_starts(batch)
+
+    def training_ends(self) -> None:
+        """All batches are trained on."""
+        run_pending(hold=False)
+        self._performance.end()
+
+    def validation_starts(self) -> None:
+        """All replicas validate with the buffers of replica 0."""
+        self._driver.broadcast_buffers()
+        self._performance.pause()
+
+    def validation_ends(self) -> None:
+        """Training goes on, if there is any."""
+        self._performance.resume()
+
+    # ------------------------------------------------------------------ states
+
+    def state_dict(self, module: LightningModule, *, here: bool) -> dict[str, Any]:
+        """The state dict of the whole module (collective over the drivers).
+
+        Args:
+            module: the LightningModule.
+            here: whether this rank is the one that gets it; the others get nothing.
+        """
+        # else a callback saves what is left after a failure
+        if self._run.world.phase is Phase.RUNNING:
+            self._driver.check()
+            self._driver.broadcast_buffers()
+        if not here:
+            return {}
+        with self._driver.whole():
+            return module.state_dict()
+
+    full_state_dict = state_dict
+
+    def optimizer_state(
+        self, module: LightningModule, optimizer: Optimizer, *, here: bool
+    ) -> dict[str, Any]:
+        """The state dict of one device."""
+        return optimizer.state_dict() if here else {}
+
+    @contextmanager
+    def loading(self, module: LightningModule) -> Iterator[None]:
+        """Inside, weights are written to the module; then the workers get those of their stages."""
+        if self._run.building.outlined:
+            with self._run.building.loading(module):
+                yield
+            return
+        with self._driver.remote.suspended(), self._run.building.loading(module):
+            yield
+        self._driver.scatter_weights()
+
+    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint from which this rank is to load its optimizers."""
+        if self._run.building.deferred:
+            self._driver.expect_optimizers()
+        return self._run.building.optimizer_states(checkpoint)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """The Trainer is done: bring the trained weights here, and leave all as it was."""
+        self._networks.close()
+        went_well = self._run.trainer.state.status != TrainerStatus.INTERRUPTED
+        if went_well and self._run.fitting and self._run.world.phase is Phase.RUNNING:
+            self._driver.check()
+            self._driver.broadcast_buffers()
+            self._driver.gather_weights()
+        self._driver.close()
+        self._release()
+
+    def end(self, returned: Any) -> None:
+        """End the run on the workers too.
+
+        Args:
+            returned: what the Trainer returns.
+        """
+        results = collect_results(self._run.trainer, returned, self._run.before)
+        results.plans.update(self._run.plans)
+        self._driver.end(results, weights=self._run.fitting)
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        """Remember what :meth:`abort` is to tell.
+
+        Args:
+            failure: what came first.
+            error: what was raised on this rank.
+        """
+        self._failure = failure
+        # whoever presses Ctrl-C may do so because a worker does not answer
+        self._salvages = isinstance(error, Exception) and not is_loss(error)
+
+    def abort(self) -> None:
+        """Tell the workers that the run has failed, and save what they have trained."""
+        if self._salvages and self._run.fitting:
+            self._salvages = False
+            with suppress(Exception):  # the first error is what counts
+                self._driver.salvage()
+        self._driver.abort(self._failure)
+
+
+class WorkerSession:
+    """A run on a worker.
+
+    Args:
+        run: what it is made from.
+        worker: obeys the driver.
+    """
+
+    def __init__(self, run: Run, worker: Worker) -> None:
+        self._run, self._worker = run, worker
+
+    @classmethod
+    def begin(cls, run: Run) -> "WorkerSession":
+        """Get ready to serve."""
+        reports = {_DEVICE: run.device_stats, **run.measurement.reports}
+        options, watch = run.stage_options(), run.measurement.stopwatch
+        return cls(run, Worker(run.module, run.world.mesh, run.device, options, watch, reports))
+
+    @property
+    def fitting(self) -> bool:
+        """Whether the run trains."""
+        return self._run.fitting
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's, with the state of what this rank owns."""
+        return self._worker.optimizers
+
+    def serve(self) -> Results:
+        """Obey the driver until the run is over. Returns its results, which are adopted here.
+
+        Raises:
+            Exception: the driver's, which has failed; caused by a RemoteError.
+            ConnectionLost: the driver was lost.
+        """
+        self._run.world.stop_watching()  # what becomes of its driver, a worker hears from it
+        results: Results = self._worker.serve()
+        self._run.plans.update(results.plans)
+        self._run.module.cpu()
+        for optimizer in self.optimizers if self.fitting else ():
+            state = move_data_to_device(dict(optimizer.state), torch.device("cpu"))
+            optimizer.state.update(state)
+        adopt_results(self._run.trainer, results, self._run.before)
+        return results

@@ -1,0 +1,191 @@
+"""All ranks of a run: who may wait for whom, before, during and after it.
+
+Between ``setup_distributed`` and the parting of drivers and workers in ``setup``, and again after
+the end of a run, barriers and broadcasts are over all ranks. During the run they are over the
+drivers, by Lightning's own means.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm.collectives import broadcast_object, meet
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.mesh import Coordinates
+from lightning_hybrid.comm.signals import make_deferrable, run_pending
+from lightning_hybrid.runtime.faults import (
+    Watch,
+    first_fault,
+    is_loss,
+    read_fault,
+    say_at_next_meeting,
+)
+from lightning_hybrid.runtime.joining import Joined, forget
+from lightning_hybrid.runtime.large import gather_after_run, gather_optimizer_after_run
+
+T = TypeVar("T")
+
+
+class Phase(Enum):
+    """Whom a barrier or a broadcast speaks to."""
+
+    APART = "nobody: this process has no groups yet"
+    TOGETHER = "all ranks: before the setup of a run, and after its end"
+    RUNNING = "the drivers"
+    ALONE = "nobody: this driver handles a signal, and others may wait for it"
+    FAILED = "nobody: the others may be gone"
+
+
+class World:
+    """The groups of a run as all ranks share them.
+
+    Args:
+        joined: the groups, and the devices.
+
+    Attributes:
+        mesh: the groups.
+        cluster: the devices of all ranks; ``None``: nobody has looked.
+        phase: whom a barrier speaks to now.
+    """
+
+    def __init__(self, joined: Joined) -> None:
+        self.mesh, self.cluster, self.phase = joined.mesh, joined.cluster, Phase.TOGETHER
+        self._watch = Watch(str(self.coordinates), self.mesh.store)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands; a survey of the devices may have changed it."""
+        return self.mesh.coordinates
+
+    def open(self, device: torch.device) -> None:
+        """Make the group of the drivers.
+
+        Args:
+            device: of this rank.
+        """
+        self.mesh.init_default_group(self.mesh.backend, device)
+
+    def barrier(self) -> None:
+        """Wait for all ranks, in phase TOGETHER.
+
+        Raises:
+            Exception: of the first rank that has failed.
+        """
+        if self.phase is Phase.TOGETHER:
+            self._meet()
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The value of one rank on all ranks, in phase TOGETHER; else that of this rank.
+
+        Raises:
+            Exception: of the first rank that has failed.
+        """
+        if self.phase is not Phase.TOGETHER:
+            return value
+        self._meet()
+        same: T = broadcast_object(self.mesh.world, value, source)
+        return same
+
+    def end_run(self) -> None:
+        """The end of a run, on all ranks: no script ends, and no store with it, while others run.
+
+        One replica may predict for longer than the others.
+
+        Raises:
+            Exception: of the first rank that has failed.
+        """
+        self.phase = Phase.TOGETHER
+        self._meet()
+
+    def _meet(self) -> None:
+        if not meet(self.mesh.world):
+            raise read_fault(self.mesh).exception()
+
+    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """After a run: what other ranks have of a module, on rank 0. All ranks call it."""
+        return gather_after_run(module, self.mesh)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """After a run: the state dict of one device, on rank 0. All ranks call it."""
+        return gather_optimizer_after_run(module, optimizer, self.mesh)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        before, self.phase = self.phase, Phase.ALONE
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def defer_signals(self) -> None:
+        """From now on handlers of signals wait until no messages are under way.
+
+        While one runs, this rank is ALONE: the other drivers may be waiting for it.
+        """
+        make_deferrable(self._alone)
+        run_pending(hold=False)
+
+    def stop_watching(self) -> None:
+        """This rank ends by itself, or is told by others: it need not be killed."""
+        self._watch.close()
+
+    def fail(self, error: BaseException, rank: str) -> Failure | None:
+        """Tell other ranks of a failure of this one.
+
+        Args:
+            error: what was raised.
+            rank: this one, as messages name it.
+
+        Returns:
+            The failure that came first, on another rank; ``None``: it is this one.
+        """
+        self.stop_watching()
+        first = first_fault(self.mesh, error, rank)
+        if first is None and self.phase is Phase.TOGETHER and not is_loss(error):
+            say_at_next_meeting(self.mesh)
+        if not self.coordinates.is_driver:
+            self.mesh.say_goodbye(first or Failure.of(error, rank))
+        self.phase = Phase.FAILED
+        return first
+
+    def leave(self) -> None:
+        """After a failure: talk to nobody any more, and wake those who wait for this rank."""
+        self.phase = Phase.FAILED
+        forget()
+
+
+class NoWorld:
+    """Before the first run of a process there are no groups: it knows nobody."""
+
+    phase = Phase.APART
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The value of this rank."""
+        return value
+
+    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """Nothing is on other ranks."""
+        return {}
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """All of it is here."""
+        return optimizer.state_dict()
+
+    def stop_watching(self) -> None:
+        """Nobody watches."""
+
+    def fail(self, error: BaseException, rank: str) -> Failure | None:
+        """Nobody can be told; another rank may have told this one before."""
+        return first_fault(None, error, rank)
+
+    def leave(self) -> None:
+        """A mesh of an earlier Trainer is not used again."""
+        forget()

@@ -1,0 +1,99 @@
+"""The strategy's arguments as one record: what they mean for the devices that there are."""
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_hybrid import Plan
+from lightning_hybrid.config import Config
+from lightning_hybrid.errors import PlanError
+
+CHAIN = Plan(replicas=2, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
+LOOP = Plan(
+    replicas=1, stages=3, microbatches=2, schedule="gpipe", cuts=("b", "c"), devices=(0, 1, 0)
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "shape"),
+    [
+        ({}, 4, (1, 4)),
+        ({"data_parallel_size": 2}, 6, (2, 3)),
+        ({"pipeline_parallel_size": 2}, 6, (3, 2)),
+        ({"data_parallel_size": 2, "pipeline_parallel_size": 3}, 6, (2, 3)),
+        ({"plan": CHAIN}, 4, (2, 2)),
+        ({"plan": LOOP}, 2, (1, 2)),
+    ],
+)
+def test_all_devices_are_used(
+    arguments: dict[str, Any], devices: int, shape: tuple[int, int]
+) -> None:
+    assert Config.resolve(**arguments).shape(1, devices) == shape
+
+
+def test_devices_of_all_nodes_count() -> None:
+    config = Config.resolve(pipeline_parallel_size=4)
+    assert config.shape(nodes=3, devices_per_node=4) == (3, 4)
+    with pytest.raises(PlanError, match=r"!= 6 devices \(3 nodes\).*multiple of 4"):
+        config.shape(nodes=3, devices_per_node=2)
+
+
+@pytest.mark.parametrize("capacity", [(1.0, 2.0, 3.0), (1.0, -1.0)])
+def test_capacities_are_one_positive_number_per_device(capacity: tuple[float, ...]) -> None:
+    config = Config.resolve(device_capacity=capacity)
+    with pytest.raises(PlanError, match="device_capacity"):
+        config.check_devices(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "several"),
+    [
+        ({}, False),
+        ({"contiguous": False}, True),
+        ({"plan": CHAIN}, False),
+        ({"plan": CHAIN, "contiguous": False}, False),  # a plan says it all
+        ({"plan": LOOP}, True),
+    ],
+)
+def test_whether_a_device_may_have_several_stages(arguments: dict[str, Any], several: bool) -> None:
+    assert Config.resolve(**arguments).several_stages_per_device is several
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stages", "needed"),
+    [
+        ({}, 2, True),
+        ({}, 1, False),
+        ({"allocation": ["b"]}, 2, False),
+        ({"plan": CHAIN}, 2, False),
+        ({"plan": CHAIN, "device_capacity": (1.0, 2.0)}, 2, True),  # who sits where
+    ],
+)
+def test_devices_are_looked_at_where_it_decides_something(
+    arguments: dict[str, Any], stages: int, needed: bool
+) -> None:
+    assert Config.resolve(**arguments).needs_survey(stages) is needed
+
+
+def test_a_plan_comes_from_a_file(tmp_path: Path) -> None:
+    CHAIN.save(tmp_path / "plan.json")
+    config = Config.resolve(plan=str(tmp_path / "plan.json"))
+    assert config.plan == CHAIN
+    assert (config.replicas, config.stages) == (2, 2)
+
+
+def test_what_is_automatic_is_none() -> None:
+    config = Config.resolve()
+    assert (config.replicas, config.stages, config.microbatches) == (None, None, None)
+    assert (config.names, config.capacity, config.plan) == (None, None, None)
+    assert config.settings.schedule == "gpipe"
+    assert Config.resolve(network="net").names == ("net",)
+    assert Config.resolve(allocation=["b", "c"]).settings.allocation == ("b", "c")
+
+
+def test_it_cannot_be_changed() -> None:
+    config = Config.resolve()
+    with pytest.raises(FrozenInstanceError):
+        config.stages = 2
