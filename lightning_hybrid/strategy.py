@@ -47,6 +47,7 @@ from lightning_hybrid.performance_log import PerformanceLog
 from lightning_hybrid.planning.cluster import Cluster, given_speeds
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.progress import StartProgress, display_of
 from lightning_hybrid.results import Results, Snapshot, adopt_results, collect_results
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery, Networks
@@ -223,6 +224,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._log_performance = log_performance
         self._stopwatch: Stopwatch | None = None
         self._performance: PerformanceLog | None = None
+        self._progress: StartProgress | None = None
 
     # ------------------------------------------------------------------ sizes, ranks
 
@@ -460,6 +462,9 @@ class HybridGabraStrategy(DDPStrategy):
             share=self._deferral is not None,
             say=rank_zero_info,
         )
+        self._progress = StartProgress(
+            display_of(trainer, rank_zero_info) if self.is_global_zero else None
+        )
         self._networks = Networks(
             self.lightning_module,
             self._driver,
@@ -472,6 +477,7 @@ class HybridGabraStrategy(DDPStrategy):
                 compiled=self._compile_stages,
                 automatic=self._sizes[1] is None,
                 say=rank_zero_info,
+                progress=self._progress,
             ),
             self._plans,
         )
@@ -525,7 +531,7 @@ class HybridGabraStrategy(DDPStrategy):
             stats |= {f"{worker}.{name}": value for name, value in others.items()}
         return stats
 
-    def _make_plan(self, *arguments: Any, chosen: bool) -> Plan:
+    def _make_plan(self, name: str, *arguments: Any, chosen: bool) -> Plan:
         if self._given_plan is not None and not chosen:
             return self._given_plan
         replicas, stages = self._shape()
@@ -533,7 +539,14 @@ class HybridGabraStrategy(DDPStrategy):
         assert self._mesh is not None
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+        def advance(number: int, count: int) -> None:
+            assert self._progress is not None
+            what = f"profiling {number} of {count} partitions of {name or 'self'!r}"
+            self._progress.doing(what, number, count)
+
         return make_plan(
+            name,
             *arguments,
             settings=replace(self._settings, allocation="exact") if chosen else self._settings,
             replicas=replicas,
@@ -542,6 +555,7 @@ class HybridGabraStrategy(DDPStrategy):
             device=self.root_device,
             cluster=self._mesh.cluster,
             optimizers=self.optimizers if fitting else None,
+            advance=advance,
         )
 
     def _refuse_what_cannot_work(self) -> None:
@@ -727,7 +741,7 @@ class HybridGabraStrategy(DDPStrategy):
                 self._driver.gather_weights()
             self._driver.close()
             vars(self.accelerator).pop("get_device_stats", None)
-            self._performance = None
+            self._performance = self._progress = None
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
             vars(self.precision_plugin).pop("clip_grad_by_value", None)
             if self._scaler is not None:
@@ -944,6 +958,7 @@ class HybridGabraStrategy(DDPStrategy):
             "_watch": None,
             "_stopwatch": None,
             "_performance": None,
+            "_progress": None,
             "_statistics": nullcontext(),
             "_deferral": None,
         }

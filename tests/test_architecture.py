@@ -22,6 +22,7 @@ WITH_LIGHTNING = {
     "lightning_hybrid/checkpoints.py",
     "lightning_hybrid/compat_lightning.py",
     "lightning_hybrid/performance_log.py",
+    "lightning_hybrid/progress.py",
     "lightning_hybrid/results.py",
 }
 WITH_PRIVATE_NAMES = {"lightning_hybrid/compat.py", "lightning_hybrid/compat_lightning.py"}

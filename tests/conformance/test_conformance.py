@@ -85,7 +85,7 @@ class _DriverAtBothEnds(HybridGabraStrategy):
     row: type[Row]
     _is_free = True
 
-    def _make_plan(self, name: str, *arguments: Any) -> Plan:
+    def _make_plan(self, name: str, *arguments: Any, chosen: bool) -> Plan:
         return Plan(
             replicas=self.num_replicas,
             stages=3,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
+from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.runtime.mesh import Place
 
@@ -41,6 +42,7 @@ class Watched:
                 compiled=False,
                 automatic=automatic,
                 say=self.lines.append,
+                progress=StartProgress(None),
             ),
             {},
         )
