@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.performance_log import Measurement, NoMeasurement
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.progress import StartProgress, display_of
 from lightning_hybrid.results import Snapshot
 from lightning_hybrid.runtime.engine import StageOptions
 from lightning_hybrid.runtime.large import make_what_no_network_owns
@@ -42,6 +44,7 @@ class Run:
         measurement: measures this rank, or nothing.
         before: plain data of the script before drivers and workers part.
         plans: the plans in force, by name of the network; networks that are cut add theirs.
+        progress: shows what is done before the first step.
     """
 
     config: Config
@@ -57,6 +60,7 @@ class Run:
     measurement: Measurement | NoMeasurement
     before: Snapshot
     plans: dict[str, Plan]
+    progress: StartProgress
 
     @classmethod
     def of(
@@ -81,6 +85,7 @@ class Run:
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         device = trainer.strategy.root_device
+        is_zero = world.coordinates.lightning_rank == 0
         return cls(
             config=config,
             trainer=trainer,
@@ -95,6 +100,7 @@ class Run:
             measurement=Measurement(device) if config.log_performance else NoMeasurement(),
             before=Snapshot(trainer),
             plans=plans,
+            progress=StartProgress(display_of(trainer, rank_zero_info) if is_zero else None),
         )
 
     @property
@@ -112,10 +118,13 @@ class Run:
         # not by the instance, which on a driver asks the workers too
         return type(self.accelerator).get_device_stats(self.accelerator, self.device)
 
-    def make_plan(self, *arguments: Any, chosen: bool, optimizers: Sequence[Optimizer]) -> Plan:
+    def make_plan(
+        self, name: str, *arguments: Any, chosen: bool, optimizers: Sequence[Optimizer]
+    ) -> Plan:
         """The plan of a network: the user's, or one that is made.
 
         Args:
+            name: of the network.
             arguments: see :class:`lightning_hybrid.runtime.discovery.Planner`.
             chosen: see there.
             optimizers: the user's, which need memory if the run trains.
@@ -124,7 +133,13 @@ class Run:
         if given is not None and not chosen:
             return given
         coordinates = self.world.coordinates
+
+        def advance(number: int, count: int) -> None:
+            what = f"profiling {number} of {count} partitions of {name or 'self'!r}"
+            self.progress.doing(what, number, count)
+
         return make_plan(
+            name,
             *arguments,
             settings=replace(settings, allocation="exact") if chosen else settings,
             replicas=coordinates.replicas,
@@ -133,6 +148,7 @@ class Run:
             device=self.device,
             cluster=self.world.cluster,
             optimizers=optimizers if self.fitting else None,
+            advance=advance,
         )
 
     def share_weights(self) -> None:

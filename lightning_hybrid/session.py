@@ -92,6 +92,7 @@ class DriverSession:
             compiled=config.compile_stages,
             automatic=config.stages is None,
             say=rank_zero_info,
+            progress=run.progress,
         )
         performance: PerformanceLog | NoPerformanceLog = NoPerformanceLog()
         if run.fitting and run.is_global_zero:

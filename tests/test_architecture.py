@@ -25,6 +25,7 @@ WITH_LIGHTNING = {
     "lightning_hybrid/performance_log.py",
     "lightning_hybrid/ranks.py",
     "lightning_hybrid/refusals.py",
+    "lightning_hybrid/progress.py",
     "lightning_hybrid/results.py",
     "lightning_hybrid/run.py",
     "lightning_hybrid/session.py",

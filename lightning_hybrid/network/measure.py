@@ -24,6 +24,8 @@ from lightning_hybrid.network.profile import PartitionProfile, Profile, paramete
 from lightning_hybrid.network.stage import Stage, cut
 
 Clock = Callable[[], float]
+Advance = Callable[[int, int], None]
+"""Hears how much is done, and how much there is to do."""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -50,6 +52,7 @@ def measure(
     *,
     repeats: int = 3,
     device: torch.device | None = None,
+    advance: Advance | None = None,
 ) -> Profile:
     """Run each partition, forward and backward, on a real micro-batch.
 
@@ -63,6 +66,7 @@ def measure(
         leaves: the tensors of `NetworkGraph.bind` for one micro-batch.
         repeats: measurements after one that warms up; their median counts.
         device: where to measure; by default where the inputs are. Partitions go there one by one.
+        advance: called before each partition with its number, from 1, and that of all.
     """
     device = device or next((leaf.device for leaf in leaves), torch.device("cpu"))
     forked = [device] if device.type == "cuda" else []
@@ -71,7 +75,7 @@ def measure(
         torch.random.fork_rng(devices=forked),
         torch.enable_grad(),
     ):
-        return _measure(graph, partitions, leaves, repeats, device)
+        return _measure(graph, partitions, leaves, repeats, device, advance)
 
 
 def _measure(
@@ -80,6 +84,7 @@ def _measure(
     leaves: Sequence[Tensor],
     repeats: int,
     device: torch.device,
+    advance: Advance | None,
 ) -> Profile:
     batch = graph.batch_of(leaves) or 1
     scale = batch / (graph.batch or batch)
@@ -91,7 +96,10 @@ def _measure(
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
     known: dict[Hashable, tuple[tuple[float, float, float], int]] = {}
     profiles = []
-    for partition, code in zip(partitions, cut(graph, partitions, range(1, len(partitions)))):
+    codes = cut(graph, partitions, range(1, len(partitions)))
+    for number, (partition, code) in enumerate(zip(partitions, codes), 1):
+        if advance is not None:
+            advance(number, len(partitions))
         stage = Stage(code, graph.network, device)
         tensors = [_own(state[name], device) for name in code.tensors]
         key = code.code.shape(), code.layers[0] == 0, _sizes((*tensors, *values))

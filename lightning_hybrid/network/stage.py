@@ -260,7 +260,8 @@ class _Copier:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._as_numbers: dict[fx.Node, fx.Node] = {}
         used = set(outputs)
-        for node in (*nodes, *outputs):
+        # a tensor that only passes through is not computed here, a number is
+        for node in (*nodes, *filter(graph.is_scalar, outputs)):
             used |= graph.behind(node)
         self.tensors = [node for node in graph.tensors if node in used]
         self.numbers = [node for node in graph.numbers if node in used]

@@ -1,6 +1,6 @@
 """From a traced network to a plan: profile its partitions, choose the cuts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,6 +61,7 @@ def make_plan(
     device: torch.device,
     cluster: Cluster | None = None,
     optimizers: Sequence[Optimizer] | None = None,
+    advance: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
 
@@ -80,6 +81,7 @@ def make_plan(
         cluster: the devices; None: they are taken to be equal, and large enough.
         optimizers: that will train it; None: it is not trained in this run, so that it needs room
             for its parameters alone.
+        advance: hears which partition is measured, from 1, and how many there are.
 
     Raises:
         NetworkError: a cut point is unknown, or the network may not be cut there.
@@ -97,7 +99,7 @@ def make_plan(
     else:
         first, method = None, settings.allocation
         profile = cached(
-            lambda: measure(graph, partitions, leaves, device=device),
+            lambda: measure(graph, partitions, leaves, device=device, advance=advance),
             graph,
             partitions,
             leaves,

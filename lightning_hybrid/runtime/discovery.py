@@ -89,6 +89,19 @@ class Planner(Protocol):
         """
 
 
+class Progress(Protocol):
+    """Hears what is being done before a network's first step."""
+
+    def begin(self, what: str, /) -> None:
+        """The first piece of work begins."""
+
+    def doing(self, what: str, /) -> None:
+        """What is being done now, if something has begun."""
+
+    def over(self) -> None:
+        """All is done."""
+
+
 @dataclass(frozen=True)
 class Discovery:
     """How networks are found and cut.
@@ -102,6 +115,7 @@ class Discovery:
         automatic: whether the number of stages was not asked for: then a network that cannot be
             cut is no error, and runs on the driver.
         say: prints a line, once for all replicas.
+        progress: hears what is being done.
     """
 
     names: tuple[str, ...] | None
@@ -111,6 +125,7 @@ class Discovery:
     compiled: bool
     automatic: bool
     say: Callable[[str], None]
+    progress: Progress
 
 
 @dataclass(eq=False)
@@ -270,6 +285,9 @@ class Networks:
         remote = self._driver.remote
         with ExitStack() as stack:
             stack.enter_context(self._logging_later())
+            if not found.driven:
+                self._how.progress.begin(f"capturing {found.name or 'self'!r}")
+                stack.callback(self._how.progress.over)
             stack.enter_context(without_mode(Synchronised))
             stack.enter_context(own_saved_tensors())
             stack.enter_context(remote.suspended())
@@ -318,6 +336,10 @@ class Networks:
             driven = self._driven(found, graph)
             if driven is None and not self._waits(found, graph):
                 driven = self._adopt(found, graph, values)
+            if found.whole:
+                self._how.progress.over()
+            else:  # what follows may be another graph
+                self._doing(found, "capturing")
             if driven is None:
                 return _here(graph, values)
             if not driven[0].knows(graph):
@@ -410,18 +432,22 @@ class Networks:
         with _as_if_alone():
             leaves = _where_the_network_is(module, graph.bind(values))
             with _named(found):
+                self._doing(found, "planning")
                 plan = self._plan(key, found, graph, partitions, leaves)
                 boundaries = [find_boundary(partitions, first) for first in plan.cuts]
                 codes = cut(graph, partitions, boundaries, self._driver.device)
                 if self._is_here(found):
+                    self._doing(found, "checking the stages of")
                     check(graph, codes, leaves)
+            parts = self._parts(found, graph, leaves, plan.microbatches)
+            self._doing(found, "handing out the stages of")
             driven = self._driver.add_network(
                 name,
                 module,
                 graph,
                 codes,
                 devices=plan.devices,
-                parts=self._parts(found, graph, leaves, plan.microbatches),
+                parts=parts,
                 schedule=plan.schedule,
                 continues=not found.whole,
             )
@@ -535,6 +561,7 @@ class Networks:
     ) -> str | None:
         key = id(graph), wanted
         if key not in found.why_whole:
+            self._doing(found, "trying to split batches of")
             found.why_whole[key] = (
                 "it was captured as several graphs, between which its Python runs for the whole "
                 "batch, and this one draws random numbers or has batch normalisation"
@@ -611,6 +638,9 @@ class Networks:
             return make(found.name, graph, partitions, slices[0], wanted, chosen=True)
 
     # ------------------------------------------------------------------ what is said
+
+    def _doing(self, found: _Found, what: str) -> None:
+        self._how.progress.doing(f"{what} {found.name or 'self'!r}")
 
     def _say(self, found: _Found, text: str) -> None:
         if (found.name, text) not in self._said:

@@ -1,12 +1,13 @@
+import sys
 from typing import Any
 
 import pytest
 import torch
 from captured_networks import ResNet
 from capturing import graph_of
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_hybrid.network import Profile, count, measure, network_partitions
+from lightning_hybrid.network import NetworkGraph, Profile, count, measure, network_partitions
 
 
 def test_counted_profile_has_the_loads_of_the_partitions() -> None:
@@ -70,6 +71,39 @@ def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
     first, second = profile.partitions
     assert (first.optimizer_bytes, second.optimizer_bytes) == (64, 128)
     assert second.memory_bytes(3) == 2 * 72 + 128 + 3 * second.activation_bytes
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.relu(self.norm(self.one(x))))
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, graph: NetworkGraph) -> tuple[int, int]:
+    """How many partitions there are, and how many of them were timed."""
+    timed: list[Any] = []
+
+    def note(*_: Any) -> tuple[tuple[float, float, float], int]:
+        timed.append(None)
+        return (0.1, 0.2, 0.3), 8
+
+    # (the package's `measure` is the function)
+    monkeypatch.setattr(sys.modules["lightning_hybrid.network.measure"], "_timed", note)
+    partitions = network_partitions(graph)
+    measure(graph, partitions, [torch.ones(3, 4)])
+    return len(partitions), len(timed)
+
+
+def test_equal_partitions_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = graph_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(30))), torch.ones(6, 4))
+    # the first one has no gradient for its input
+    assert measured(monkeypatch, layers) == (30, 2)
+    # two in a block, through the first of which a skip connection passes
+    blocks = graph_of(nn.Sequential(*(Skips() for _ in range(10))), torch.ones(6, 4))
+    assert measured(monkeypatch, blocks) == (20, 3)
 
 
 def test_no_hook_runs_while_measuring() -> None:

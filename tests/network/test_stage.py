@@ -93,6 +93,26 @@ def test_numbers_that_follow_from_sizes_do_not_cross() -> None:
     assert torch.equal(chain[1](values, numbers)[0], found.returned[0])
 
 
+def test_a_stage_takes_no_weights_of_a_tensor_that_only_passes_through_it() -> None:
+    graph = graph_of(SkipsOneLayer(), torch.ones(3, 4))
+    codes = cut(graph, network_partitions(graph), [1, 2])
+    assert [set(code.tensors) for code in codes] == [
+        {"one.weight", "one.bias"},
+        {"two.weight", "two.bias"},
+        {"three.weight", "three.bias"},
+    ]
+
+
+class SkipsOneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return self.three(self.two(x)) + x
+
+
 def test_parameter_read_directly_belongs_to_the_stage_that_reads_it() -> None:
     first, second = staged_pair(FirstScaled(), torch.ones(3, 4))
     assert first.parameter_names == ("one.weight", "one.bias", "scale")

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
+from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 
 X = torch.ones(4, 6)
@@ -41,6 +42,7 @@ class Watched:
                 compiled=False,
                 automatic=automatic,
                 say=self.lines.append,
+                progress=StartProgress(None),
             ),
             {},
         )

@@ -14,6 +14,7 @@ from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.ranks import NAMES
 from lightning_hybrid.runtime.discovery import Discovery, Networks
 from lightning_hybrid.wrong_package import refuse_in_pytorch_lightning
@@ -101,7 +102,16 @@ def test_more_stages_than_partitions() -> None:
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
     remote = SimpleNamespace(suspended=nullcontext)
     driver = SimpleNamespace(device=torch.device("cpu"), remote=remote)  # as far as it is asked
-    discovery = Discovery(None, 2, plan, training=True, compiled=False, automatic=False, say=print)
+    discovery = Discovery(
+        None,
+        2,
+        plan,
+        training=True,
+        compiled=False,
+        automatic=False,
+        say=print,
+        progress=StartProgress(None),
+    )
     networks = Networks(module, driver, OneReplica(stages), discovery, {})
     with pytest.raises(PlanError, match=r"3 network partitions, fewer than pipe.*=50"):
         module.net(torch.zeros(4, 6))
