@@ -21,6 +21,7 @@ from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.performance_log import NoMeasurement, NoPerformanceLog
+from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.results import Snapshot, collect_results
 from lightning_hybrid.run import Run
 from lightning_hybrid.session import DriverSession, WorkerSession
@@ -86,6 +87,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "measurement": NoMeasurement(),
         "before": Snapshot(trainer),
         "plans": {"net": PLAN},
+        "progress": StartProgress(None),
     }
     return Run(**{**fields, **changes})
 
