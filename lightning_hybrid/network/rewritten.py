@@ -29,7 +29,6 @@ def _checkpoint_sequential(
     **options: Any,
 ) -> Any:
     """Each segment but the last in a checkpointed region of its own, as torch has it."""
-
     parts = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
 
     def run_from(start: int, stop: int) -> Callable[[Any], Any]:
