@@ -223,12 +223,12 @@ def capture_settings() -> Iterator[None]:
     with dynamo_config.patch(_CAPTURE), shape_config.patch({"use_duck_shape": False}):
         # where code looks at an optimizer (its learning rate), TorchDynamo would make constants of
         # its parameters, and set `capturable` in it: it is prepared for code that steps
-        looks: Any = OptimizerVariable.var_getattr
-        OptimizerVariable.var_getattr = UserDefinedObjectVariable.var_getattr
+        kind: Any = OptimizerVariable
+        looks, kind.var_getattr = kind.var_getattr, UserDefinedObjectVariable.var_getattr
         try:
             yield
         finally:
-            OptimizerVariable.var_getattr = looks
+            kind.var_getattr = looks
 
 
 def free_first_size(tensors: Iterable[Tensor]) -> None:

@@ -32,8 +32,8 @@ def captured_averages() -> Iterator[None]:
 def _forward(self: BatchNorm, input: Tensor) -> Tensor:
     average = self.momentum is None and self.training and self.track_running_stats
     count, mean, variance = self.num_batches_tracked, self.running_mean, self.running_var
-    known = count is not None and mean is not None and variance is not None
-    if not (average and known and torch.compiler.is_compiling()):
+    captured = average and torch.compiler.is_compiling()
+    if not captured or count is None or mean is None or variance is None:
         result: Tensor = _original(self, input)
         return result
     self._check_input_dim(input)

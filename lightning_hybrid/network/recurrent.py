@@ -32,30 +32,31 @@ def captured_recurrence() -> Iterator[None]:
 
 
 _Original = Callable[..., Any]
+_in_graph: Callable[[_Original], _Original] = torch.compiler.allow_in_graph
 _ORIGINAL: dict[str, _Original] = {
     name: getattr(_functions, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 }
 
 
-@torch.compiler.allow_in_graph
+@_in_graph
 def lstm(*args: Any) -> Any:
     """`torch.nn.LSTM`, with the arguments of torch's own operation."""
     return _computed("lstm", args)
 
 
-@torch.compiler.allow_in_graph
+@_in_graph
 def gru(*args: Any) -> Any:
     """`torch.nn.GRU`, likewise."""
     return _computed("gru", args)
 
 
-@torch.compiler.allow_in_graph
+@_in_graph
 def rnn_tanh(*args: Any) -> Any:
     """`torch.nn.RNN`, likewise."""
     return _computed("rnn_tanh", args)
 
 
-@torch.compiler.allow_in_graph
+@_in_graph
 def rnn_relu(*args: Any) -> Any:
     """`torch.nn.RNN(nonlinearity="relu")`, likewise."""
     return _computed("rnn_relu", args)
@@ -71,16 +72,17 @@ _INSTEAD: dict[str, _Original] = {
 
 def _computed(name: str, args: tuple[Any, ...]) -> Any:
     value, states, weights = args[:3]
-    # others: packed sequences; and what must be run to know of it, random numbers and half precision
-    if is_fake(value) and isinstance(weights, list | tuple) and not _draws(args):
-        if not torch.is_autocast_enabled(value.device.type):
-            return _shapes(value, states if name == "lstm" else [states], weights, args[7])
-    return _ORIGINAL[name](*args)
+    packed = not isinstance(weights, list | tuple)
+    if packed or not is_fake(value) or _must_run(args):
+        return _ORIGINAL[name](*args)
+    return _shapes(value, states if name == "lstm" else [states], weights, args[7])
 
 
-def _draws(args: tuple[Any, ...]) -> bool:
-    _, _, _, _, layers, dropout, training, *_ = args
-    return bool(training and dropout and layers > 1)
+def _must_run(args: tuple[Any, ...]) -> bool:
+    """Whether more than shapes is to be known: random numbers are drawn, types may change."""
+    value, _, _, _, layers, dropout, training, *_ = args
+    draws = training and dropout and layers > 1
+    return bool(draws or torch.is_autocast_enabled(value.device.type))
 
 
 def _shapes(

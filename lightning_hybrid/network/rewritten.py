@@ -6,7 +6,7 @@ They take the place of the originals in captured code alone (`torch.compiler.sub
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
 
 @torch.compiler.substitute_in_graph(checkpoint_sequential, skip_signature_check=True)
 def _checkpoint_sequential(
-    functions: nn.Sequential | Sequence[Callable[..., Any]],
-    segments: int,
+    functions: Any,
+    segments: Any,
     input: Any,
-    use_reentrant: bool = True,
-    preserve_rng_state: bool = True,
+    use_reentrant: Any = True,
+    **options: Any,
 ) -> Any:
     """Each segment but the last in a checkpointed region of its own, as torch has it."""
+    parts = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
 
     def run_from(start: int, stop: int) -> Callable[[Any], Any]:
         def run(value: Any) -> Any:
@@ -38,14 +39,13 @@ def _checkpoint_sequential(
 
         return run
 
-    parts = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     size, start = len(parts) // segments, 0
     for _ in range(segments - 1):
         input = checkpoint(
             run_from(start, start + size),
             input,
             use_reentrant=use_reentrant,
-            preserve_rng_state=preserve_rng_state,
+            **options,
         )
         start += size
     return run_from(start, len(parts))(input)

@@ -28,11 +28,16 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 early."""
 
 
+_SPARSE = 256.0
+"""More than a gradient that is dense counts on all replicas together."""
+
+
 class _Bucket:
     """Gradients of some parameters in one flat tensor, kept between steps.
 
-    Behind them stands one element per parameter: how many replicas had a gradient for it. A
-    parameter that no replica used keeps ``grad is None``, as on one device.
+    Behind them stands one element per parameter: how many replicas had a gradient for it, and
+    whether that is sparse. A parameter that no replica used keeps ``grad is None``, as on one
+    device.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
@@ -50,20 +55,30 @@ class _Bucket:
         gradient = self.parameters[index].grad
         if gradient is None:
             self.views[index].zero_()
+        elif gradient.is_sparse:
+            torch.mul(gradient.to_dense(), scale, out=self.views[index])
         else:
             torch.mul(gradient, scale, out=self.views[index])
-        self.counts[index] = float(gradient is not None)
+        self.counts[index] = 0.0 if gradient is None else _SPARSE if gradient.is_sparse else 1.0
         self.missing.discard(index)
 
-    def empty(self) -> None:
-        """Hand the averages back to the parameters."""
+    def empty(self) -> list[tuple[Parameter, Tensor]]:
+        """Hand the averages back to the parameters.
+
+        Returns:
+            The parameters whose gradients are sparse, with the averages; on all replicas the same.
+        """
+        sparse = []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
-            if parameter.grad is not None:
+            if parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad.copy_(view)
-            elif self.counts[index] > 0:  # asks the device, but only for unused parameters
+            elif self.counts[index] >= _SPARSE:  # asks the device, but only for unused parameters
+                sparse.append((parameter, view))
+            elif self.counts[index] > 0:
                 parameter.grad = view.clone()
         self.missing = set(range(len(self.parameters)))
         self.work = None
+        return sparse
 
 
 class Copies:
@@ -124,7 +139,20 @@ class Copies:
         for bucket in self._buckets:
             assert bucket.work is not None
             wait(bucket.work, ANOTHER_REPLICA)
-            bucket.empty()
+            for parameter, average in bucket.empty():
+                self._hand_out_rows(parameter, average)
+
+    def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
+        """A sparse gradient has the rows that some replica has used, zeros among them too."""
+        used = average.new_zeros(len(average))
+        if parameter.grad is not None:
+            used[parameter.grad.coalesce().indices()[0]] = 1
+        work = start(self._group.allreduce, [used], peer=ANOTHER_REPLICA)
+        wait(work, ANOTHER_REPLICA)
+        [rows] = used.nonzero(as_tuple=True)
+        parameter.grad = torch.sparse_coo_tensor(
+            rows[None], average[rows], average.shape, is_coalesced=True
+        )
 
     def reduce(self) -> None:
         """Average what has accumulated, without overlap."""
