@@ -35,9 +35,10 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.comm.collectives import broadcast_object, meet
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.hosts import choose_interface
-from lightning_hybrid.comm.mesh import Coordinates, Mesh
+from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.signals import make_deferrable, restore_handlers, run_pending
 from lightning_hybrid.compat import replace_unscaling, unscales_by_itself
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO, set_module_device
