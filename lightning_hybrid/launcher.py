@@ -24,8 +24,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure, told_text
-from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
 from lightning_hybrid.compat_lightning import (
     MultiProcessingLauncher,

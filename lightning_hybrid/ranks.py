@@ -14,8 +14,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import choose_interface
-from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.launcher import HybridMultiProcessingLauncher, HybridSubprocessLauncher

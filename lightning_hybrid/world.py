@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm.collectives import broadcast_object, meet
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.signals import make_deferrable, run_pending
 from lightning_hybrid.runtime.faults import (
     Watch,

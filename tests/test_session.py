@@ -15,8 +15,8 @@ from torch.optim import SGD
 import lightning_hybrid.session as sessions
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.building import BetweenRuns, DeferredModule, WholeModule
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError

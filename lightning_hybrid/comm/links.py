@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.channel import Channel
-from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.lines import Lines
 from lightning_hybrid.comm.protocol import Word
 from lightning_hybrid.comm.specs import TensorSpec
-from lightning_hybrid.comm.transport import GroupWire, Transfer, Wire
+from lightning_hybrid.comm.transport import Transfer, Wire
 from lightning_hybrid.errors import HybridError
 
 CAPACITY = 64
@@ -186,19 +186,22 @@ class Links:
     next: Link
 
 
-def link_stages(mesh: Mesh, devices: Sequence[int], device: torch.device) -> dict[int, Links]:
+def link_stages(
+    lines: Lines, devices: Sequence[int], device: torch.device, capacity: int = CAPACITY
+) -> dict[int, Links]:
     """Link the stages of this rank; all ranks of the replica call it together.
 
     Args:
-        mesh: the groups.
+        lines: of this rank.
         devices: ``pp_rank`` of each stage.
         device: where received tensors live.
+        capacity: of each link, in messages.
 
     Returns:
         The links of each stage that is here, in the order of the stages.
     """
-    here, stages = mesh.coordinates.pp_rank, len(devices)
-    groups = mesh.ring(devices)
+    here, stages = lines.coordinates.pp_rank, len(devices)
+    wires = lines.wires(devices)
     after: dict[int, Link] = {}
     before: dict[int, Link] = {}
     for edge in range(stages):
@@ -209,12 +212,11 @@ def link_stages(mesh: Mesh, devices: Sequence[int], device: torch.device) -> dic
         if ends[0] == ends[1]:
             after[edge], before[following] = LocalLink.pair()
             continue
-        me = ends.index(here)  # the sender of the activations has index 0 in each group
-        peer = str(mesh.coordinates.at(ends[1 - me]))
-        words = mesh.channel(ends[1 - me], tag=1 + edge)
-        activations, gradients = (GroupWire(group, 1 - me, peer) for group in groups[edge])
-        if me == 0:
-            after[edge] = PeerLink(words, activations, gradients, device)
+        activations, gradients = wires[edge]
+        if ends[0] == here:
+            words = lines.channel(ends[1], tag=1 + edge)
+            after[edge] = PeerLink(words, activations, gradients, device, capacity)
         else:
-            before[following] = PeerLink(words, gradients, activations, device)
+            words = lines.channel(ends[0], tag=1 + edge)
+            before[following] = PeerLink(words, gradients, activations, device, capacity)
     return {stage: Links(before[stage], after[stage]) for stage in sorted(after)}

@@ -9,21 +9,19 @@ end never takes place.
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from time import monotonic
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.channel import Channel
-from lightning_hybrid.comm.links import CAPACITY, Links, LocalLink, PeerLink
-from lightning_hybrid.comm.transport import Transfer, connection_lost
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.lines import Lines
+from lightning_hybrid.comm.transport import Transfer, Wire, connection_lost
 
 TIMEOUT_S = 30.0
 """How long a rank waits for another one: longer than any test."""
-
-CPU = torch.device("cpu")
 
 
 class _Connection:
@@ -132,41 +130,55 @@ def memory_channels(
     return Channel(here), Channel(there)
 
 
-class MemoryRing:
-    """The ring of a replica whose ranks are threads: stage 0 -> ... -> last stage -> stage 0.
+class MemoryReplica:
+    """The ranks of one replica, as threads of one process.
 
     Args:
-        devices: ``pp_rank`` of each stage.
+        ranks: how many.
         timeout_s: how long a rank waits for another one.
-        capacity: of each link.
     """
 
-    def __init__(
-        self, devices: Sequence[int], timeout_s: float = TIMEOUT_S, capacity: int = CAPACITY
-    ) -> None:
-        self._wires: dict[int, list[MemoryWire]] = {device: [] for device in devices}
-        before: dict[int, PeerLink | LocalLink] = {}
-        after: dict[int, PeerLink | LocalLink] = {}
+    def __init__(self, ranks: int, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._wires: dict[tuple[Hashable, int, int], tuple[MemoryWire, MemoryWire]] = {}
+        self.lines = [MemoryLines(self, Coordinates(rank, 1, ranks)) for rank in range(ranks)]
+
+    def wire(self, name: Hashable, here: int, there: int) -> MemoryWire:
+        """This rank's end of the wire of this name to another rank."""
+        first, second = sorted((here, there))
+        key = name, first, second
+        with self._lock:
+            if key not in self._wires:
+                names = f"rank {first}", f"rank {second}"
+                self._wires[key] = MemoryWire.pair(names, self._timeout_s)
+            return self._wires[key][here == second]
+
+    def kill(self, rank: int) -> None:
+        """A rank is gone: the others notice."""
+        with self._lock:
+            for (_, *ends), (wire, _) in self._wires.items():
+                if rank in ends:
+                    wire.close()
+
+
+class MemoryLines(Lines):
+    """The lines of one rank of a :class:`MemoryReplica`."""
+
+    def __init__(self, replica: MemoryReplica, coordinates: Coordinates) -> None:
+        super().__init__(coordinates)
+        self._replica = replica
+
+    def wires(self, devices: Sequence[int]) -> Mapping[int, tuple[Wire, Wire]]:
+        here, found = self.coordinates.pp_rank, {}
         for edge, ends in enumerate(zip(devices, (*devices[1:], devices[0]))):
-            following = (edge + 1) % len(devices)
-            if ends[0] == ends[1]:
-                after[edge], before[following] = LocalLink.pair()
-                continue
-            names = f"rank {ends[0]}", f"rank {ends[1]}"
-            words, along, against = (MemoryWire.pair(names, timeout_s) for _ in range(3))
-            for end, device in enumerate(ends):
-                self._wires[device] += [words[end], along[end], against[end]]
-            after[edge] = PeerLink(Channel(words[0]), along[0], against[0], CPU, capacity)
-            before[following] = PeerLink(Channel(words[1]), against[1], along[1], CPU, capacity)
-        self._links = {stage: Links(before[stage], after[stage]) for stage in before}
-        self._devices = tuple(devices)
+            if here in ends and ends[0] != ends[1]:
+                there = ends[1 - ends.index(here)]
+                found[edge] = (
+                    self._replica.wire(("activations", *devices, edge), here, there),
+                    self._replica.wire(("gradients", *devices, edge), here, there),
+                )
+        return found
 
-    def links(self, device: int) -> dict[int, Links]:
-        """The links of the stages of a rank, as :func:`lightning_hybrid.comm.links.link_stages`."""
-        stages = (stage for stage, owner in enumerate(self._devices) if owner == device)
-        return {stage: self._links[stage] for stage in stages}
-
-    def kill(self, device: int) -> None:
-        """A rank is gone: its neighbours notice."""
-        for wire in self._wires[device]:
-            wire.close()
+    def wire(self, pp_rank: int, tag: int) -> Wire:
+        return self._replica.wire(tag, self.coordinates.pp_rank, pp_rank)

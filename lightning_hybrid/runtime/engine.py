@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from lightning_hybrid.comm.call_key import CallKey
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import Arriving, Links
-from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.protocol import Backward, Header, Pattern, Status
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.comm.transport import Group

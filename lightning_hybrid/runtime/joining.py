@@ -13,8 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import bound_to
-from lightning_hybrid.comm.mesh import Coordinates, Mesh, make_world
+from lightning_hybrid.comm.mesh import Mesh, make_world
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.runtime.survey import measure_links

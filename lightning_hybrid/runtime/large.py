@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm.collectives import broadcast_object
-from lightning_hybrid.comm.mesh import Coordinates, Mesh
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.protocol import Answer
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.compat import TorchDispatchMode

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from ranks import together
 
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.mesh import Coordinates, Mesh, make_world
+from lightning_hybrid.comm.mesh import Mesh, make_world
 from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
 from lightning_hybrid.comm.specs import TensorSpec
-from lightning_hybrid.errors import PlanError, RemoteError
+from lightning_hybrid.errors import RemoteError
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((1,), torch.float32)
@@ -104,8 +105,3 @@ def test_ranks_with_the_same_stages_share_a_group(meshes: Any) -> None:
     )
     assert [value.item() for value in values] == [2, 4, 2, 4]
     assert [mesh.drivers is not None for mesh in ranks] == [True, False, True, False]
-
-
-def test_a_rank_outside_of_the_mesh_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"rank 4 .* replicas\(2\) x stages\(2\) = 4"):
-        Coordinates(4, 2, 2)

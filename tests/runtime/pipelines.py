@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.call_key import CallKey, Precision
-from lightning_hybrid.comm.memory import MemoryRing
-from lightning_hybrid.comm.mesh import Coordinates
+from lightning_hybrid.comm.links import link_stages
+from lightning_hybrid.comm.memory import MemoryReplica
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.runtime.calls import Call, Traffic
@@ -46,7 +46,7 @@ class Pipeline:
         timeout_s: how long a rank waits for another one.
 
     Attributes:
-        ring: of the ranks.
+        replica: its ranks.
         engines: of each rank.
         errors: what each rank has raised in the last pass.
     """
@@ -54,7 +54,7 @@ class Pipeline:
     def __init__(
         self, stages: Sequence[nn.Module], devices: Sequence[int], timeout_s: float = 30.0
     ) -> None:
-        self.ring = MemoryRing(devices, timeout_s)
+        self.replica = MemoryReplica(max(devices) + 1, timeout_s)
         self.engines: dict[int, Engine] = {}
         self.errors: dict[int, Exception] = {}
         self._traffic: dict[CallKey, dict[int, list[Traffic]]] = {}
@@ -64,8 +64,8 @@ class Pipeline:
             self.engines[device] = Engine(
                 own,
                 devices,
-                Coordinates(device, 1, max(devices) + 1),
-                self.ring.links(device),
+                self.replica.lines[device].coordinates,
+                link_stages(self.replica.lines[device], devices, CPU),
                 Copies([], [], ALONE, Trace(device, "")),
                 CPU,
                 "gpipe",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.comm.mesh import Coordinates
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
 from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.runtime.discovery import Discovery, Networks

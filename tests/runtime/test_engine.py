@@ -150,12 +150,12 @@ def test_a_lost_rank_is_named_by_its_neighbours(killed: int, steady: bool) -> No
 
     def rank(device: int) -> Any:
         if device == killed:
-            pipeline.ring.kill(killed)
+            pipeline.replica.kill(killed)
             return None
         try:
             return pipeline.engines[device].forward(calls[device], () if device else parts)
         except ConnectionLost:
-            pipeline.ring.kill(device)  # its process ends
+            pipeline.replica.kill(device)  # its process ends
             raise
 
     with pytest.raises(ConnectionLost):

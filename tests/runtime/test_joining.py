@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.mesh import Coordinates
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.speed import look_at
 from lightning_hybrid.runtime import joining

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.memory import memory_channels
-from lightning_hybrid.comm.mesh import Coordinates
 from lightning_hybrid.comm.protocol import (
     MESSAGES,
     Answer,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hybrid.comm.mesh import Coordinates
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.launcher import _raise_first

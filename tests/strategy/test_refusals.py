@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
-from lightning_hybrid.comm.mesh import Coordinates
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.progress import StartProgress

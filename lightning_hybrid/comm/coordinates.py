@@ -1,0 +1,87 @@
+"""Where a rank stands in the mesh of replicas and stages.
+
+::
+
+                 pp_rank 0      pp_rank 1      pp_rank 2
+                 driver         worker         worker
+                 last stage     stage 0        stage 1
+    dp_rank 0    rank 0         rank 1         rank 2
+    dp_rank 1    rank 3         rank 4         rank 5
+
+Here each rank has one stage; under a free placement a rank has several.
+"""
+
+from dataclasses import dataclass, replace
+
+from lightning_hybrid.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in the mesh of ``replicas`` x ``ranks_per_replica`` ranks.
+
+    Attributes:
+        rank: number of the process.
+        replicas: number of replicas.
+        ranks_per_replica: each has one stage, or several under a free placement.
+        order: the rank that has each index in the mesh, where that is not the index itself; see
+            :mod:`lightning_hybrid.planning.cluster`.
+        free: whether ranks may have several stages, so that coordinates do not tell which.
+    """
+
+    rank: int
+    replicas: int
+    ranks_per_replica: int
+    order: tuple[int, ...] = ()
+    free: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.replicas * self.ranks_per_replica
+        if not 0 <= self.rank < size:
+            raise PlanError(
+                f"rank {self.rank} is outside of replicas({self.replicas}) x "
+                f"stages({self.ranks_per_replica}) = {size} ranks."
+            )
+
+    @property
+    def index(self) -> int:
+        """Index in the mesh, replica by replica."""
+        return self.order.index(self.rank) if self.order else self.rank
+
+    @property
+    def dp_rank(self) -> int:
+        """Number of the replica."""
+        return self.index // self.ranks_per_replica
+
+    @property
+    def pp_rank(self) -> int:
+        """Index inside the replica: 0 is the driver, k a worker, in a chain that of stage k - 1."""
+        return self.index % self.ranks_per_replica
+
+    def at(self, pp_rank: int) -> "Coordinates":
+        """The coordinates of another rank of this replica."""
+        index = self.index - self.pp_rank + pp_rank
+        return replace(self, rank=self.order[index] if self.order else index)
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether the rank runs the user's code."""
+        return self.pp_rank == 0
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """``pp_rank`` of each stage where every rank has one: the driver has the last."""
+        return (*range(1, self.ranks_per_replica), 0)
+
+    @property
+    def lightning_rank(self) -> int:
+        """What Lightning sees: drivers are 0 .. R-1, workers R .. R*S-1; unique over all."""
+        if self.is_driver:
+            return self.dp_rank
+        workers = self.ranks_per_replica - 1
+        return self.replicas + self.dp_rank * workers + self.pp_rank - 1
+
+    def __str__(self) -> str:
+        role = "driver" if self.is_driver else "worker"
+        stage = "" if self.free else f", stage {(self.pp_rank - 1) % self.ranks_per_replica}"
+        return f"rank {self.rank} ({role}, replica {self.dp_rank}{stage})"
