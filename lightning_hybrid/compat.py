@@ -216,19 +216,28 @@ _CAPTURE: dict[str, Any] = {
 }
 
 
+# `patch` makes a class and looks at each setting, in every step; torch has this for such places
+_PATCHES = (
+    dynamo_config._make_closure_patcher(**_CAPTURE),
+    # sizes are equal if the code says so, not because they happen to be
+    shape_config._make_closure_patcher(use_duck_shape=False),
+)
+
+
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Inside, TorchDynamo captures as this package needs it; its settings are process-wide."""
-    # sizes are equal if the code says so, not because they happen to be
-    with dynamo_config.patch(_CAPTURE), shape_config.patch({"use_duck_shape": False}):
-        # where code looks at an optimizer (its learning rate), TorchDynamo would make constants of
-        # its parameters, and set `capturable` in it: it is prepared for code that steps
-        kind: Any = OptimizerVariable
-        looks, kind.var_getattr = kind.var_getattr, UserDefinedObjectVariable.var_getattr
-        try:
-            yield
-        finally:
-            kind.var_getattr = looks
+    """Inside, TorchDynamo captures as this package needs it; its settings are the thread's."""
+    reverts = [patch() for patch in _PATCHES]
+    # where code looks at an optimizer (its learning rate), TorchDynamo would make constants of
+    # its parameters, and set `capturable` in it: it is prepared for code that steps
+    kind: Any = OptimizerVariable
+    looks, kind.var_getattr = kind.var_getattr, UserDefinedObjectVariable.var_getattr
+    try:
+        yield
+    finally:
+        kind.var_getattr = looks
+        for revert in reverts:
+            revert()
 
 
 def free_first_size(tensors: Iterable[Tensor]) -> None:

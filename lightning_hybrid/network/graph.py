@@ -244,13 +244,21 @@ class NetworkGraph:
 
     def sizes(self, leaves: Sequence[Tensor]) -> dict[Any, int]:
         """The values of the size symbols in a call or a micro-batch."""
-        found: dict[Any, int] = {}
-        for leaf, tensor in zip(self.leaves, leaves):
+        return {
+            symbol: leaves[number].shape[dimension]
+            for symbol, (number, dimension) in self._where_sizes_are.items()
+        }
+
+    @cached_property
+    def _where_sizes_are(self) -> dict[Any, tuple[int, int]]:
+        """Per size symbol the first leaf and dimension that it is the size of."""
+        found: dict[Any, tuple[int, int]] = {}
+        for number, leaf in enumerate(self.leaves):
             example = leaf.node.meta.get("example_value")
             if isinstance(example, Tensor):
-                for size, real in zip(example.shape, tensor.shape):
+                for dimension, size in enumerate(example.shape):
                     if _is_symbol(size):
-                        found.setdefault(symbols_in(size)[0], real)
+                        found.setdefault(symbols_in(size)[0], (number, dimension))
         return found
 
     def values_of_numbers(self, sizes: Sizes) -> tuple[Any, ...]:

@@ -263,6 +263,11 @@ class Networks:
             return forward(*arguments, **keywords)
         self._opened[name] = _indented(reason)
         found = self._prepare(name, module, forward, whole=False)
+        self._say(
+            found,
+            "becomes several graphs, with its own Python between them on the driver, since it "
+            f"cannot be captured as one:\n{_indented(reason)}",
+        )
         return self._captured(found, arguments, keywords)
 
     def _prepare(

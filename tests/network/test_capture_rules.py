@@ -319,6 +319,17 @@ def test_a_hook_put_on_an_inner_module_between_calls_runs() -> None:
     assert torch.equal(staged(X), network(X))
 
 
+def test_settings_of_torch_compile_are_the_user_s_again_after_a_call() -> None:
+    config: Any = torch._dynamo.config
+    with config.patch(recompile_limit=3, allow_rnn=False):
+        network = nn.LSTM(2, 2)  # followed by our settings alone
+        assert len(graph_of(network, torch.ones(3, 1, 2)).layers) > 0
+        assert (config.recompile_limit, config.allow_rnn) == (3, False)
+        with pytest.raises(NotCaptured):
+            captured(ValueControl(), torch.ones(2, 4))
+        assert (config.recompile_limit, config.allow_rnn) == (3, False)
+
+
 def test_the_reason_names_the_line_of_the_user() -> None:
     with pytest.raises(NotCaptured, match=r"captured_networks.py.*\n.*if x.sum\(\) > 0"):
         Staged(ValueControl())(X)

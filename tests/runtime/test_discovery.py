@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
@@ -28,6 +28,7 @@ class Watched:
             settle=self.settle,
             keep=lambda module: None,
             remote=SimpleNamespace(suspended=nullcontext),
+            generators=lambda: lambda microbatch: nullcontext(),
         )
         mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
         self.networks = Networks(
@@ -83,6 +84,27 @@ def test_a_small_network_before_a_large_one_stays_on_the_driver(automatic: bool)
     assert line.endswith("it stays on the driver.")
     with pytest.raises(PlanError, match="asked for a plan of net"):
         watched.module["net"](hidden)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x = self.two(x) if x.sum() > 0 else -self.two(x)
+        return self.three(x)
+
+
+def test_a_chain_of_graphs_is_announced_with_the_line_that_makes_it_one() -> None:
+    network = Branches()
+    expected = network(X)
+    watched = Watched(automatic=True, net=network)
+    assert torch.equal(watched.module["net"](X), expected)
+    [line] = watched.lines
+    assert line.startswith("Network 'net' (Branches) becomes several graphs")
+    assert "self.two(x) if x.sum() > 0" in line
 
 
 def test_a_large_network_that_is_never_called_is_missed() -> None:
