@@ -1,0 +1,162 @@
+"""A driver and its workers train a network that is really cut, in one process."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from driven import Model, Replica
+from torch import Tensor, nn
+
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.errors import RemoteError
+
+DEVICES = [(1, 0), (1, 2, 0), (1, 2, 1, 0)]
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.Tanh())]
+    return Model(nn.Sequential(*layers)).double()
+
+
+def batches(count: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.fixture
+def replicas() -> Iterator[Any]:
+    made: list[Replica] = []
+
+    def make(module: Model, devices: tuple[int, ...]) -> Replica:
+        made.append(Replica(module, batches(1)[0], devices))
+        return made[-1]
+
+    yield make
+    for replica in made:
+        if len(replica.results) < len(replica.modules):
+            replica.driver.abort(Failure("the test is over"))
+            replica.close()
+
+
+def loss_of(module: Model, output: Tensor) -> Tensor:
+    return (module.scale * output).square().mean()
+
+
+def train_one_device(module: Model, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for value in batches():
+        optimizer.zero_grad()
+        loss = loss_of(module, torch.cat([module.net(part) for part in value.chunk(2)]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(replica: Replica, optimizer: torch.optim.Optimizer) -> list[float]:
+    replica.driver.connect_optimizers([optimizer])
+    losses = []
+    for step, value in enumerate(batches()):
+        replica.driver.begin_step(step)
+        optimizer.zero_grad()
+        loss = loss_of(replica.model, replica(value))
+        replica.driver.before_backward()
+        loss.backward()
+        replica.driver.after_backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_losses_and_weights_are_those_of_one_device(
+    replicas: Any, devices: tuple[int, ...], kind: Any
+) -> None:
+    module = model()
+    reference = deepcopy(module)
+    expected = train_one_device(reference, kind(reference.parameters(), lr=0.1))
+    replica = replicas(module, devices)
+    assert train(replica, kind(module.parameters(), lr=0.1)) == pytest.approx(expected, abs=1e-12)
+    replica.end("results")
+    for found in (module, *replica.modules.values()):  # workers get the whole network
+        for name, value in found.state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=1e-12)
+    assert set(replica.results.values()) == {"results"}
+
+
+def test_weights_and_gradients_of_workers_are_read_and_changed_as_ones_own(replicas: Any) -> None:
+    module = model()
+    reference, [value] = deepcopy(module), batches(1)
+    loss_of(reference, reference.net(value)).backward()
+    replica = replicas(module, (1, 2, 0))
+    loss_of(module, replica(value)).backward()
+    for mine, theirs in zip(module.parameters(), reference.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            mine.mul_(2)
+            theirs.mul_(2)
+    torch.testing.assert_close(replica(value), reference.net(value), rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_of_another_rank_may_be_in_the_loss(replicas: Any) -> None:
+    module = model()
+    reference, [value] = deepcopy(module), batches(1)
+
+    def loss(module: Model, output: Tensor) -> Tensor:
+        return output.square().mean() + sum(p.square().sum() for p in module.net.parameters())
+
+    loss(reference, reference.net(value)).backward()
+    replica = replicas(module, (1, 0))
+    replica.driver.begin_step(0)
+    loss(module, replica(value)).backward()
+    replica.driver.after_backward()
+    for mine, theirs in zip(module.parameters(), reference.parameters()):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_unscaled_gradients_are_not_those_that_were_read_before(replicas: Any) -> None:
+    module, [value] = model(), batches(1)
+    replica = replicas(module, (1, 0))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    replica.driver.connect_optimizers([optimizer])
+    loss_of(module, replica(value)).backward()
+    before = [parameter.grad.clone() for parameter in module.net.parameters()]
+    assert not replica.driver.unscale(optimizer, torch.tensor(0.5, dtype=torch.float64))
+    for parameter, gradient in zip(module.net.parameters(), before):
+        assert torch.equal(parameter.grad, gradient / 2)  # type: ignore[arg-type]
+
+
+def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
+    module = model()
+    replica = replicas(module, (1, 2, 0))
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("on purpose")
+
+    replica.modules[2].net[4].weight.register_hook(lambda _: refuse())
+    loss_of(module, replica(batches(1)[0])).backward()
+    with pytest.raises(ValueError, match="on purpose") as found:
+        replica.driver.gradient_names()
+    assert isinstance(found.value.__cause__, RemoteError)
+    assert "rank 2 (worker, replica 0, stage 1) failed" in str(found.value.__cause__)
+
+
+def test_all_workers_hear_of_an_error_of_the_driver(replicas: Any) -> None:
+    replica = replicas(model(), (1, 2, 0))
+    replica.driver.abort(Failure.of(KeyError("on purpose"), "rank 0"))
+    replica.close()
+    assert [type(error) for error in replica.results.values()] == [KeyError, KeyError]
+
+
+def test_a_lost_worker_keeps_an_error_from_no_other(replicas: Any) -> None:
+    replica = replicas(model(), (1, 2, 0))
+    replica.ranks.kill(1)
+    replica.driver.abort(Failure.of(KeyError("on purpose"), "rank 0"))
+    replica.close()
+    assert type(replica.results[2]) is KeyError
+    assert "Lost" in str(replica.results[1])
