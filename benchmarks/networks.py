@@ -2,23 +2,26 @@
 
 Run: python benchmarks/networks.py [--write docs/networks.md] [NAME ...]
 
-For each network, once in training and once in evaluation: it is captured and cut in two where
-its counted load divides best; a batch of another size than the captured one goes forward and
-backward through the network and through its two stages, with the same random numbers. Between the
-stages gradients are handed on as between two ranks. Compared are the outputs, the gradients of all
-parameters and of the input, and the buffers (running statistics, codebooks) afterwards. What is
-not equal bit for bit in float32 is compared again in float64, and the largest difference is shown,
-relative to the largest value; it must be below 1e-10. A network counts as split if neither stage
-holds more than 75 % of the load.
+For each network, once in training and once in evaluation: it is captured, as one graph or else as a
+chain of them, and its heaviest graph is cut in two where its counted load divides best; a batch of
+another size than the captured one goes forward and backward through the network and through its two
+stages, with the same random numbers. Between the stages gradients are handed on as between two
+ranks. Compared are the outputs, the gradients of all parameters and of the input, and the buffers
+(running statistics, codebooks) afterwards. What is not equal bit for bit in float32 is compared
+again in float64, and the largest difference is shown, relative to the largest value; it must be
+below 1e-10. A network counts as split if neither stage holds more than 75 % of the load.
 
-The rows of `transformers` need that library (pip install transformers); they are made from a
-configuration, nothing is downloaded.
+The rows of `transformers` and PEFT need these libraries (pip install transformers peft); models are
+made from configurations, nothing is downloaded. Small networks with habits of their own are those
+of `tests/conformance/rows_zoo.py`, where they also train in processes of their own.
 """
 
 import argparse
+import sys
+import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -46,6 +49,9 @@ from lightning_hybrid.network import (
 )
 from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.network.structure import rebuild, tensors_in
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "conformance"))
+import rows_zoo as zoo
 
 LIMIT = 0.75
 ROUNDING = 1e-10
@@ -261,10 +267,86 @@ TRANSFORMERS = {
     "GPT2Model": sequences(gpt2),
     "ViTModel": images(hugging_face_vit, 3, 32, 32),
 }
+
+
+def of_words(row: type[zoo.Row], **more: Callable[[Tensor], Tensor]) -> Case:
+    """The network of a row, and a call of it with words, and with more that is made of them."""
+
+    def arguments(batch: int) -> Arguments:
+        words = torch.randint(16, (batch, 6))
+        return (), {"input_ids": words, **{name: make(words) for name, make in more.items()}}
+
+    return Case(lambda: row().net, arguments)
+
+
+def of_sounds(batch: int) -> Arguments:
+    return (), {
+        "input_features": torch.randn(batch, 4, 12),
+        "labels": torch.randint(16, (batch, 6)),
+    }
+
+
+if find_spec("transformers"):
+    TRANSFORMERS |= {
+        "GPT2LMHeadModel, labels": of_words(zoo.TrainsGPT2, labels=torch.clone),
+        "T5, labels": of_words(zoo.TrainsT5, labels=lambda words: words.flip(1)),
+        "Whisper, labels": Case(lambda: zoo.TrainsWhisper().net, of_sounds),
+    }
+if find_spec("peft"):
+    TRANSFORMERS["GPT2LMHeadModel, LoRA of PEFT, labels"] = of_words(
+        zoo.TrainsLoRA, labels=torch.clone
+    )
+
+
+def of_features(make: Callable[[], nn.Module]) -> Case:
+    return images(make, 6)
+
+
+def boxes(batch: int) -> Arguments:
+    """Features, and another number of boxes for each sample."""
+    x = torch.randn(batch, 6)
+    return (x, [{"boxes": row[: 1 + number % 2]} for number, row in enumerate(x)]), {}
+
+
+def graph_of_rings(batch: int) -> zoo.Graph:
+    """One ring of six nodes per sample."""
+    start = torch.arange(batch)[:, None] * 6 + torch.arange(6)
+    edges = torch.stack([start.flatten(), start.roll(1, 1).flatten()])
+    return zoo.Graph(torch.randn(6 * batch, 1), edges, torch.arange(batch).repeat_interleave(6))
+
+
+def graph_in_tensors(batch: int) -> Arguments:
+    graph = graph_of_rings(batch)
+    return (graph.nodes, graph.edges, graph.of, graph.count), {}
+
+
+OTHERS = {
+    "mixture of experts, tokens routed by value": of_features(zoo.MixesExperts.Net),
+    "mixture of experts, all see all": of_features(zoo.MixesExpertsDensely.Net),
+    "masked autoencoder, random masks": of_features(zoo.MasksAtRandom.Net),
+    "detection head, loss within": Case(zoo.DetectsObjects.Net, boxes),
+    "graph network, a graph object": Case(
+        zoo.PassesMessages.Net, lambda batch: ((graph_of_rings(batch),), {})
+    ),
+    "graph network, tensors": Case(zoo.PassesMessagesInTensors.Net, graph_in_tensors),
+    "two towers, each with each (CLIP)": Case(
+        zoo.ComparesTwoTowers.Net,
+        lambda batch: ((torch.randn(batch, 6), torch.randn(batch, 6)), {}),
+    ),
+    "student and frozen teacher": of_features(zoo.HasATeacherInside.Net),
+    "normalising flow": of_features(zoo.Flows.Net),
+    "vector quantisation": of_features(zoo.QuantisesVectors.Net),
+    "output classes of its own": of_features(zoo.ReturnsItsOwnClasses.Net),
+    "a buffer that grows": of_features(zoo.ResizesABuffer.Net),
+    "sparse gradients": Case(
+        zoo.HasSparseGradients.Net, lambda batch: ((torch.randint(16, (batch, 6)),), {})
+    ),
+}
 NETWORKS = {
     "MONAI 1.6": MONAI,
     "torch 2.13": TORCH,
-    **({"transformers 5": TRANSFORMERS} if find_spec("transformers") else {}),
+    **({"transformers 5 and PEFT": TRANSFORMERS} if find_spec("transformers") else {}),
+    "habits of their own": OTHERS,
 }
 
 
@@ -276,20 +358,26 @@ class Row:
     """What was found of one network.
 
     Attributes:
-        layers: in its graph.
-        cuts: places where it may be cut.
+        graphs: as which it is captured.
+        layers: in its heaviest graph.
+        cuts: places where that may be cut.
         shares: of the load, per stage; ``None``: there is no place to cut.
         crossing: tensors that cross the cut.
         training: how what the stages compute in training differs from the network.
         evaluation: likewise in evaluation.
+        capture_s: seconds to capture it.
+        reason: why it is not one graph.
     """
 
+    graphs: int
     layers: int
     cuts: int
     shares: tuple[float, float] | None
     crossing: int
     training: str
     evaluation: str
+    capture_s: float
+    reason: str = ""
 
     @property
     def split(self) -> bool:
@@ -302,45 +390,79 @@ class Row:
         return not any("DIFFERS" in text for text in (self.training, self.evaluation))
 
 
+@dataclass
+class _Divided:
+    """A graph of a network, and its two stages."""
+
+    graph: NetworkGraph
+    codes: list[StageCode]
+    shares: tuple[float, float] | None
+    stages: list[Stage]
+    load: float
+    borders: list[tuple[list[Any], list[Any]]] = field(default_factory=list)
+
+
 class InTwo:
     """The calls of a network, captured, and computed by two stages as on ranks of their own.
 
-    Between the stages values are detached, and `backward` hands gradients on.
+    Between the stages of a network that is one graph values are detached, and `backward` hands
+    gradients on. In a chain of graphs autograd does.
+
+    Args:
+        network: the module.
+        whole: capture it as one graph or not at all.
 
     Attributes:
-        graph: of the first call.
-        codes: its stages.
-        shares: of the load, per stage.
+        first: the graphs of the first call.
+        capture_s: seconds to capture them.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        self.graph: NetworkGraph | None = None
-        self.codes: list[StageCode] = []
-        self.shares: tuple[float, float] | None = None
-        self.borders: list[tuple[list[Any], list[Any]]] = []
-        self._network = network
-        self._capture = Capture(network, own_forward(network), self._run)
-        self._divided: dict[NetworkGraph, list[Stage]] = {}
+    def __init__(self, network: nn.Module, *, whole: bool) -> None:
+        self.first: list[_Divided] = []
+        self.capture_s = 0.0
+        self._network, self._whole = network, whole
+        self._borders: list[tuple[list[Any], list[Any]]] = []
+        self._capture = Capture(network, own_forward(network), self._run, whole=whole)
+        self._divided: dict[NetworkGraph, _Divided] = {}
+        self._since: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._capture(args, kwargs)
+        is_first, self._since = not self._divided, time.perf_counter()
+        result = self._capture(args, kwargs)
+        if is_first:
+            self.capture_s += time.perf_counter() - self._since
+            self.first = list(self._divided.values())
+        return result
+
+    @property
+    def heaviest(self) -> _Divided:
+        """The graph that a run would cut."""
+        return max(self.first, key=lambda divided: divided.load)
 
     def _run(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+        if self._since is not None and not self.first:
+            self.capture_s += time.perf_counter() - self._since
+        outputs = self._computed(graph, values)
+        self._since = time.perf_counter()
+        return outputs
+
+    def _computed(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
         leaves = graph.bind(values)
         if graph not in self._divided:
-            codes, shares = divide(graph)
+            codes, shares, load = divide(graph)
             check(graph, codes, leaves)
-            self._divided[graph] = make_stages(codes, self._network, graph.device)
-            if self.graph is None:
-                self.graph, self.codes, self.shares = graph, codes, shares
+            stages = make_stages(codes, self._network, graph.device)
+            self._divided[graph] = _Divided(graph, codes, shares, stages, load)
+        divided = self._divided[graph]
         numbers = graph.values_of_numbers(graph.sizes(leaves))
-        self.borders, current = [], list(leaves)
-        for stage in self._divided[graph]:
-            if self.borders:
+        divided.borders, current = [], list(leaves)
+        for stage in divided.stages:
+            if divided.borders and self._whole:
                 current = [v.detach().requires_grad_(v.requires_grad) for v in current]
             results = stage(current, numbers)
-            self.borders.append((current, results))
+            divided.borders.append((current, results))
             current = results
+        self._borders = divided.borders
         found = dict(zip((*graph.tensor_outputs, *graph.scalar_outputs), current))
         found |= zip(graph.numbers, numbers)
         return [found[n] if isinstance(n, torch.fx.Node) else n for n in graph.outputs]
@@ -348,32 +470,48 @@ class InTwo:
     def backward(self, outputs: Sequence[Tensor]) -> None:
         """Backward of a loss on the outputs, through all stages."""
         backward(outputs)
-        for (_, sent), (received, _) in reversed(list(pairwise(self.borders))):
+        if not self._whole:
+            return
+        for (_, sent), (received, _) in reversed(list(pairwise(self._borders))):
             pairs = [(s, r.grad) for s, r in zip(sent, received) if r.grad is not None]
             torch.autograd.backward(*zip(*[(s, g) for s, g in pairs if s.requires_grad]))
 
 
 def examine(case: Case) -> Row:
-    """Cut a network in two, and compare its stages with it."""
-    stages, training = cut_in_two(case, torch.float32, training=True)
-    _, evaluation = cut_in_two(case, torch.float32, training=False)
+    """Cut a network in two, and compare its stages with it.
+
+    Raises:
+        NotCaptured: not even a chain of graphs can be made of it.
+    """
+    reason = ""
+    try:
+        stages, training = cut_in_two(case, torch.float32, training=True)
+    except NotCaptured as error:
+        reason = _first_lines(error.reason)
+        stages, training = cut_in_two(case, torch.float32, training=True, whole=False)
+    whole = not reason
+    _, evaluation = cut_in_two(case, torch.float32, training=False, whole=whole)
     if training:  # rounding, or more
-        _, training = cut_in_two(case, torch.float64, training=True)
+        _, training = cut_in_two(case, torch.float64, training=True, whole=whole)
     if evaluation and evaluation != OUTPUTS_ONLY:
-        _, evaluation = cut_in_two(case, torch.float64, training=False)
-    graph = stages.graph
-    assert graph is not None
+        _, evaluation = cut_in_two(case, torch.float64, training=False, whole=whole)
+    heaviest = stages.heaviest
     return Row(
-        len(graph.layers),
-        len(network_partitions(graph)) - 1,
-        stages.shares,
-        len(stages.borders[-1][0]),
+        len(stages.first),
+        len(heaviest.graph.layers),
+        len(network_partitions(heaviest.graph)) - 1,
+        heaviest.shares,
+        len(heaviest.borders[-1][0]) if len(heaviest.borders) > 1 else 0,
         training or "bit for bit",
         evaluation or "bit for bit",
+        stages.capture_s,
+        reason,
     )
 
 
-def cut_in_two(case: Case, dtype: torch.dtype, *, training: bool) -> tuple[InTwo, str]:
+def cut_in_two(
+    case: Case, dtype: torch.dtype, *, training: bool, whole: bool = True
+) -> tuple[InTwo, str]:
     """The network in two stages, and how they differ from it."""
     torch.manual_seed(0)
     network = case.make().to(dtype).train(training)
@@ -381,26 +519,44 @@ def cut_in_two(case: Case, dtype: torch.dtype, *, training: bool) -> tuple[InTwo
         rebuild(case.arguments(batch), lambda v: v.to(dtype) if is_float(v) else v)
         for batch in (2, 3)
     )
-    stages = InTwo(network)
+    buffers = deepcopy(dict(network.named_buffers()))
+    stages = InTwo(network, whole=whole)
     with torch.no_grad():
         stages(*first[0], **first[1])
+    _put_back(network, buffers)
     return stages, compare(network, stages, second)
+
+
+def _put_back(network: nn.Module, buffers: dict[str, Tensor]) -> None:
+    """Let buffers that have another size by now be what they were."""
+    for name, before in buffers.items():
+        owner, _, key = name.rpartition(".")
+        if network.get_buffer(name).shape != before.shape:
+            network.get_submodule(owner)._buffers[key] = before
+
+
+def _first_lines(reason: str) -> str:
+    """What TorchDynamo cannot follow, and the user's line, which stands last."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return f"{lines[0]}: `{lines[-1]}`" if len(lines) > 1 else lines[0]
 
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def divide(graph: NetworkGraph) -> tuple[list[StageCode], tuple[float, float] | None]:
-    """Two stages whose counted loads differ least, and their shares of it."""
+def divide(
+    graph: NetworkGraph,
+) -> tuple[list[StageCode], tuple[float, float] | None, float]:
+    """Two stages whose counted loads differ least, their shares of it, and the load."""
     partitions = network_partitions(graph)
-    if len(partitions) < 2:
-        return cut(graph, partitions, []), None
     loads = count(graph, partitions).loads
+    if len(partitions) < 2:
+        return cut(graph, partitions, []), None, sum(loads)
     devices = allocate(loads, [1.0, 1.0], method="exact").assignment
     boundary = next(i for i, device in enumerate(devices) if device != devices[0])
     first = sum(loads[:boundary]) / sum(loads)
-    return cut(graph, partitions, [boundary]), (first, 1 - first)
+    return cut(graph, partitions, [boundary]), (first, 1 - first), sum(loads)
 
 
 def compare(network: nn.Module, stages: InTwo, arguments: Arguments) -> str:
@@ -450,7 +606,8 @@ def backward(outputs: Sequence[Tensor]) -> None:
 
 
 def gradients(network: nn.Module, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    return [p.grad for p in network.parameters()] + [leaf.grad for leaf in leaves]
+    found = [p.grad for p in network.parameters()] + [leaf.grad for leaf in leaves]
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> str:
@@ -471,18 +628,20 @@ def distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) 
 
 
 HEADER = (
-    "| network | layers | cuts | load of the two stages | tensors across | "
-    "training | evaluation |\n| --- | --- | --- | --- | --- | --- | --- |"
+    "| network | graphs | layers | cuts | load of the two stages | tensors across | capture | "
+    "training | evaluation | why not one graph |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
 def line(name: str, row: Row) -> str:
     shares = "*not split*"
-    if row.split and row.shares is not None:
+    if row.shares is not None:
         shares = " / ".join(f"{share:.1%}" for share in row.shares)
-    cells = (name, row.layers, row.cuts, shares, row.crossing)
-    cells += (row.training, row.evaluation)
-    return f"| {' | '.join(map(str, cells))} |"
+        shares = shares if row.split else f"*not split*: {shares}"
+    cells = (name, row.graphs, row.layers, row.cuts, shares, row.crossing)
+    cells += (f"{row.capture_s:.1f} s", row.training, row.evaluation, row.reason)
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def main() -> None:
@@ -501,7 +660,7 @@ def main() -> None:
             try:
                 row = examine(case)
             except NotCaptured as error:
-                texts.append(f"| {name} | *not one graph*: {error.reason.splitlines()[0]} |")
+                texts.append(f"| {name} | *none*: {_first_lines(error.reason)} |")
                 bad.append(name)
             else:
                 texts.append(line(name, row))

@@ -94,8 +94,8 @@ class TrainsT5(Row):
     needs = "transformers"
     trains = False
     cuts: ClassVar = {
-        2: ["net.decoder.block.0"],
-        3: ["net.encoder.block.1", "net.decoder.block.0"],
+        2: ["net.decoder.block.1"],
+        3: ["net.encoder.block.1", "net.decoder.block.1"],
     }
 
     def build(self) -> None:
@@ -117,8 +117,8 @@ class TrainsWhisper(Row):
     needs = "transformers"
     trains = False
     cuts: ClassVar = {
-        2: ["net.model.decoder.layers.0"],
-        3: ["net.model.encoder.layers.1", "net.model.decoder.layers.0"],
+        2: ["net.model.decoder.layers.1"],
+        3: ["net.model.encoder.layers.1", "net.model.decoder.layers.1"],
     }
 
     def build(self) -> None:
@@ -146,6 +146,8 @@ class TrainsBERT(Row):
     """A classifier with a pooler; dictionaries in, an output class out."""
 
     needs = "transformers"
+    # version 5 installs hooks under a lock in the first call that asks for hidden states
+    equal_or_refused = ("output_capturing.py",)
     cuts: ClassVar = {
         2: ["net.bert.encoder.layer.1"],
         3: ["net.bert.encoder.layer.1", "net.bert.pooler"],
