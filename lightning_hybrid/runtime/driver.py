@@ -1087,9 +1087,9 @@ class _NetworkCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise HybridError(
-                "create_graph=True: gradients of gradients cannot pass through a network that is "
-                "cut into stages. Compute the penalty with a network that is not cut "
+            raise NetworkError(
+                "create_graph=True (of torch.autograd.grad or backward): gradients of gradients "
+                "cannot pass through a network that is cut into stages. Compute the penalty with a network that is not cut "
                 "(HybridGabraStrategy(network=...)), or train with strategy='ddp'."
             )
         network: DrivenNetwork = ctx.network

@@ -310,6 +310,7 @@ class ResetsStatisticsOfWhatRunsHere(ResetsStatistics):
     def reset(self, norm: nn.BatchNorm1d) -> None:
         super().reset(norm)
         self.net.by_value = True
+        self.parts = 1  # from here on
 
 
 class StartsAgain(Row):
