@@ -1089,8 +1089,9 @@ class _NetworkCall(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NetworkError(
                 "create_graph=True (of torch.autograd.grad or backward): gradients of gradients "
-                "cannot pass through a network that is cut into stages. Compute the penalty with a network that is not cut "
-                "(HybridGabraStrategy(network=...)), or train with strategy='ddp'."
+                "cannot pass through a network that is cut into stages. Compute the penalty with "
+                "a network that is not cut (HybridGabraStrategy(network=...)), or train with "
+                "strategy='ddp'."
             )
         network: DrivenNetwork = ctx.network
         parts: list[Gradients] = []
