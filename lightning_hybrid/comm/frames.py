@@ -25,7 +25,7 @@ class _Layout:
     Attributes:
         number: of the message.
         integers: names of the fields in the frame.
-        booleans: of each of them whether it is one.
+        kinds: of each of them whether it is an ``int`` or a ``bool``.
         pickled: names of the other fields.
         defaults: theirs; nothing is pickled where they hold.
         tensors: whether tensors follow.
@@ -33,7 +33,7 @@ class _Layout:
 
     number: int
     integers: tuple[str, ...]
-    booleans: tuple[bool, ...]
+    kinds: tuple[type, ...]
     pickled: tuple[str, ...]
     defaults: tuple[Any, ...]
     tensors: bool
@@ -47,7 +47,7 @@ class _Layout:
         return cls(
             number,
             tuple(f.name for f in in_frame),
-            tuple(f.type is bool for f in in_frame),
+            tuple(bool if f.type is bool else int for f in in_frame),
             tuple(f.name for f in others),
             tuple(f.default for f in others),
             any(f.name == _TENSORS for f in fields(known)),
@@ -64,21 +64,24 @@ def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
     """
     layout = _LAYOUTS[type(message)]
     values = [int(getattr(message, name)) for name in layout.integers]
-    rest = tuple([getattr(message, name) for name in layout.pickled])
+    rest = [getattr(message, name) for name in layout.pickled]
     named = dict(getattr(message, _TENSORS)) if layout.tensors else {}
     data = b""
     if named or not _are_defaults(rest, layout.defaults):
         specs = {name: TensorSpec.of(tensor) for name, tensor in named.items()}
         data = pickle.dumps((rest, specs), protocol=5)
-    padding = [0] * (_INTEGERS - len(values))
-    return [layout.number, *values, *padding, len(data)], data, [*named.values()]
+    values += [0] * (_INTEGERS - len(values))
+    return [layout.number, *values, len(data)], data, [*named.values()]
 
 
 def _are_defaults(values: Sequence[Any], defaults: Sequence[Any]) -> bool:
-    return all(d is not MISSING and v is d for v, d in zip(values, defaults))
+    for value, default in zip(values, defaults):
+        if default is MISSING or value is not default:
+            return False
+    return True
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Parts:
     """A message that has arrived, but for its tensors.
 
@@ -103,12 +106,13 @@ def decode(frame: Sequence[int], data: bytes) -> Parts:
     """The other end of :func:`encode`."""
     kind = MESSAGES[frame[0]]
     layout = _LAYOUTS[kind]
-    numbers = frame[1 : 1 + len(layout.integers)]
     values: dict[str, Any] = {
-        name: bool(value) if is_boolean else value
-        for name, value, is_boolean in zip(layout.integers, numbers, layout.booleans)
+        name: kind_of(value)
+        for name, kind_of, value in zip(layout.integers, layout.kinds, frame[1:])
     }
-    rest, specs = pickle.loads(data) if data else (layout.defaults, {})
+    if not data:
+        return Parts(kind, values, {})  # the other fields have their defaults
+    rest, specs = pickle.loads(data)
     values |= zip(layout.pickled, rest)
     return Parts(kind, values, specs)
 
