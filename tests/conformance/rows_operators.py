@@ -379,7 +379,9 @@ class CheckpointsAtTheTop(_Between):
 class CheckpointsItsBlocks(_Between):
     """One region for each block, one over several, an older reentrant one."""
 
-    shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` takes no reentrant ones beside unused parameters
+    # `ddp` takes no reentrant ones beside unused parameters
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    control = False
     cuts: ClassVar = {2: ["net.blocks.2"]}
 
     class Net(nn.Module):
