@@ -536,9 +536,11 @@ def _put_back(network: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 
 def _first_lines(reason: str) -> str:
-    """What TorchDynamo cannot follow, and the user's line, which stands last."""
+    """What TorchDynamo cannot follow, and the user's line, which stands last or is named."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    return f"{lines[0]}: `{lines[-1]}`" if len(lines) > 1 else lines[0]
+    caused = [text for text in lines if text.startswith("Caused by: ")]
+    last = caused[0].removeprefix("Caused by: ").partition("  #")[0] if caused else lines[-1]
+    return f"{lines[0].partition('  (')[0]}: `{last}`" if len(lines) > 1 else lines[0]
 
 
 def is_float(value: Any) -> bool:
