@@ -3,7 +3,8 @@
 Claim: at least 0.9 of the steps per second of the same without it, for 60 layers under two stages.
 The metric's state is attributes of the network that is captured, and changes in every step; if a
 step were captured again for that, it would be 40 times slower. It is updated in ``training_step``,
-or in ``forward``. The variants alternate, two processes with one thread each.
+or in ``forward``, where it branches on values: then the module runs its own Python on the driver,
+and ``self.layers`` is what is cut. The variants alternate, two processes with one thread each.
 
     python benchmarks/metric_cost.py [--rounds 5] [--steps 200]
 """
