@@ -72,7 +72,8 @@ _INSTEAD: dict[str, _Original] = {
 
 def _computed(name: str, args: tuple[Any, ...]) -> Any:
     value, states, weights = args[:3]
-    packed = not isinstance(weights, list | tuple)
+    # a packed sequence has the sizes of its steps in the second place
+    packed = isinstance(weights, Tensor) or (name == "lstm" and isinstance(states, Tensor))
     if packed or not is_fake(value) or _must_run(args):
         return _ORIGINAL[name](*args)
     return _shapes(value, states if name == "lstm" else [states], weights, args[7])
