@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
 from pathlib import Path
 
 import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+_LIGHTNING = f"{Path(torch.__file__).parents[1] / 'lightning'}{os.sep}"
+
+
+def place_now() -> str | None:
+    """File and line of the innermost code that runs now and is not torch's, Lightning's or ours."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((*_NOT_THE_USERS, _LIGHTNING)):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
 
 
 def place_of(node: fx.Node) -> str | None:

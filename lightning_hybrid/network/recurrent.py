@@ -72,9 +72,8 @@ _INSTEAD: dict[str, _Original] = {
 
 def _computed(name: str, args: tuple[Any, ...]) -> Any:
     value, states, weights = args[:3]
-    # of packed sequences the second argument is a tensor of sizes, and all others come later
-    lists = (states, weights) if name == "lstm" else (weights,)
-    packed = not all(isinstance(one, list | tuple) for one in lists)
+    # a packed sequence has the sizes of its steps in the second place
+    packed = isinstance(weights, Tensor) or (name == "lstm" and isinstance(states, Tensor))
     if packed or not is_fake(value) or _must_run(args):
         return _ORIGINAL[name](*args)
     return _shapes(value, states if name == "lstm" else [states], weights, args[7])

@@ -69,6 +69,7 @@ from lightning_hybrid.compat import (
 from lightning_hybrid.errors import HybridError, NetworkError
 from lightning_hybrid.network import NetworkGraph, StageCode, make_stages
 from lightning_hybrid.network.deferred import is_deferred, is_unmade, make
+from lightning_hybrid.network.places import place_now
 from lightning_hybrid.network.splitting import fits
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.calls import Call, Gradients, Values
@@ -1088,10 +1089,10 @@ class _NetworkCall(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise NetworkError(
-                "create_graph=True (of torch.autograd.grad or backward): gradients of gradients "
-                "cannot pass through a network that is cut into stages. Compute the penalty with "
-                "a network that is not cut (HybridGabraStrategy(network=...)), or train with "
-                "strategy='ddp'."
+                f"create_graph=True, in a backward or torch.autograd.grad ({place_now()}): "
+                "gradients of gradients cannot pass through a network that is cut into stages. "
+                "Compute the penalty with a network that is not cut "
+                "(HybridGabraStrategy(network=...)), or train with strategy='ddp'."
             )
         network: DrivenNetwork = ctx.network
         parts: list[Gradients] = []
