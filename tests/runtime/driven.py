@@ -99,7 +99,14 @@ class Replica:
         share = len(partitions) / len(devices)
         codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
         self.network = self.driver.add_network(
-            "net", model.net, graph, codes, devices=devices, parts=parts, schedule="gpipe"
+            "net",
+            model.net,
+            graph,
+            codes,
+            devices=devices,
+            parts=parts,
+            schedule="gpipe",
+            continues=False,
         )
         self._calls.compute = self.network
 
