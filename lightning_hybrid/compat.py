@@ -226,7 +226,11 @@ _PATCHES = (
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Inside, TorchDynamo captures as this package needs it; its settings are the thread's."""
+    """Inside, TorchDynamo captures as this package needs it.
+
+    Its settings are those of this thread alone; the method that it looks at optimizers with is
+    exchanged for all threads.
+    """
     reverts = [patch() for patch in _PATCHES]
     # where code looks at an optimizer (its learning rate), TorchDynamo would make constants of
     # its parameters, and set `capturable` in it: it is prepared for code that steps

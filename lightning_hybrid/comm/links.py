@@ -15,9 +15,6 @@ from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.comm.transport import Transfer, Wire
 from lightning_hybrid.errors import HybridError
 
-CAPACITY = 64
-"""Messages of tensors that may be on their way over one link."""
-
 W = TypeVar("W", bound=Word)
 
 
@@ -39,21 +36,21 @@ class Link(Protocol):
     words of another edge between the same two ranks.
     """
 
-    def reserve(self, messages: int) -> None:
-        """Wait until so many messages more may be on their way.
-
-        There is always room for them on a link where nothing is on its way. Who reserves a whole
-        pass before it begins never waits in the middle of one, where the peer may wait for it.
-        """
-
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send a message without waiting; it must not be changed before the peer has taken it."""
+        """Send a message without waiting.
+
+        It is kept, and must not be changed, until the peer has taken it and :meth:`flush` has
+        noticed.
+        """
 
     def post(self, specs: Sequence[TensorSpec]) -> Arriving:
         """Begin to take the next message, which has these tensors."""
 
-    def flush(self) -> None:
-        """Wait until the peer has taken everything sent."""
+    def flush(self, left: int = 0) -> None:
+        """Wait until the peer has taken all messages but the last ``left``.
+
+        A sender that calls it bounds the queue, and with it the memory of what is on its way.
+        """
 
     def send_word(self, word: Word) -> None:
         """Send a word, without waiting."""
@@ -71,24 +68,11 @@ class PeerLink:
         back: for tensors that come from there. Two wires, since two directions on one NCCL
             communicator wait for each other.
         device: where received tensors live.
-        capacity: how many messages may be on their way.
     """
 
-    def __init__(
-        self,
-        words: Channel,
-        out: Wire,
-        back: Wire,
-        device: torch.device,
-        capacity: int = CAPACITY,
-    ) -> None:
-        self._words, self._out, self._back = words, out, back
-        self._device, self._capacity = device, capacity
+    def __init__(self, words: Channel, out: Wire, back: Wire, device: torch.device) -> None:
+        self._words, self._out, self._back, self._device = words, out, back, device
         self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
-
-    def reserve(self, messages: int) -> None:
-        while self._sent and len(self._sent) + messages > self._capacity:
-            self._wait_for_oldest()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         contiguous = [tensor.detach().contiguous() for tensor in tensors]
@@ -98,19 +82,16 @@ class PeerLink:
         tensors = [spec.empty(self._device) for spec in specs]
         return _Posted(tensors, [self._back.receive(tensor) for tensor in tensors])
 
-    def flush(self) -> None:
-        while self._sent:
-            self._wait_for_oldest()
+    def flush(self, left: int = 0) -> None:
+        while len(self._sent) > left:
+            for transfer, _ in self._sent.popleft():
+                transfer.wait()
 
     def send_word(self, word: Word) -> None:
         self._words.send(word)
 
     def receive_word(self, kind: type[W]) -> W:
         return self._words.receive(kind)
-
-    def _wait_for_oldest(self) -> None:
-        for transfer, _ in self._sent.popleft():
-            transfer.wait()
 
 
 class _Posted:
@@ -147,17 +128,14 @@ class LocalLink:
         along, against = _Mailbox(), _Mailbox()
         return cls(along, against), cls(against, along)
 
-    def reserve(self, messages: int) -> None:
-        """Nothing is on its way: the receiver has the tensors themselves."""
-
     def send(self, tensors: Sequence[Tensor]) -> None:
         self._out.tensors.append([tensor.detach() for tensor in tensors])
 
     def post(self, specs: Sequence[TensorSpec]) -> Arriving:
         return self._back
 
-    def flush(self) -> None:
-        """Nothing is on its way."""
+    def flush(self, left: int = 0) -> None:
+        """Nothing is on its way: the receiver has the tensors themselves."""
 
     def send_word(self, word: Word) -> None:
         self._out.words.append(word)
@@ -186,16 +164,13 @@ class Links:
     next: Link
 
 
-def link_stages(
-    lines: Lines, devices: Sequence[int], device: torch.device, capacity: int = CAPACITY
-) -> dict[int, Links]:
+def link_stages(lines: Lines, devices: Sequence[int], device: torch.device) -> dict[int, Links]:
     """Link the stages of this rank; all ranks of the replica call it together.
 
     Args:
         lines: of this rank.
         devices: ``pp_rank`` of each stage.
         device: where received tensors live.
-        capacity: of each link, in messages.
 
     Returns:
         The links of each stage that is here, in the order of the stages.
@@ -215,8 +190,8 @@ def link_stages(
         activations, gradients = wires[edge]
         if ends[0] == here:
             words = lines.channel(ends[1], tag=1 + edge)
-            after[edge] = PeerLink(words, activations, gradients, device, capacity)
+            after[edge] = PeerLink(words, activations, gradients, device)
         else:
             words = lines.channel(ends[0], tag=1 + edge)
-            before[following] = PeerLink(words, gradients, activations, device, capacity)
+            before[following] = PeerLink(words, gradients, activations, device)
     return {stage: Links(before[stage], after[stage]) for stage in sorted(after)}

@@ -468,7 +468,9 @@ class _Describing:
                 heads.append(node)
         parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
         layers = [self._layer(n, tuple(parts[n]), effects, parameters) for n in heads]
-        # what switches a mode belongs to what it surrounds
+        # No cut stands between a switch and the layer beside it. Those of autocast and no_grad
+        # go with the layer before, since each stage switches them for itself; others (vmap) with
+        # the layer after.
         for index, layer in enumerate(layers):
             if index and self._switches(layer) and layer.effects.ambient:
                 layers[index] = _beside(layer, layers[index - 1])

@@ -298,7 +298,7 @@ class Networks:
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if not found.whole:  # its graphs and the Python between them draw from one stream
-                stack.enter_context(self._driver.generators()(0))
+                stack.enter_context(self._driver.one_stream())
             if found.whole:
                 result = found.capture(arguments, keywords)
             elif not found.driven:
@@ -521,7 +521,7 @@ class Networks:
         )
         remote = self._driver.remote
         remote.adopt_replaced()
-        with self._driver.generators()(0):  # its Python and its hooks must run once
+        with self._driver.one_stream():  # its Python and its hooks must run once
             result = found.forward(*arguments, **keywords)
         remote.adopt_replaced()  # what the call itself has replaced
         return result

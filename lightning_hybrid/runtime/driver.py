@@ -158,7 +158,7 @@ class Driver:
         self.synchronize = True  # off while gradients accumulate
         self._synchronized = True  # in the last step
         self._has_state = mesh.coordinates.replicas > 1 and bool(state_buffers(module))
-        self._batch = self._calls_in_step = self._evaluations = 0
+        self._batch = self._calls_in_step = self._streams_in_step = self._evaluations = 0
         self._stale: set[int] = set()  # networks whose gradients are not averaged yet
         self._owner: dict[str, tuple[int, int]] = {}  # of remote tensors: network, worker
         self._sharers: dict[str, list[int]] = {}  # further workers with the same constant buffer
@@ -438,7 +438,7 @@ class Driver:
         Args:
             batch: how many training batches the run has seen before.
         """
-        self._batch, self._calls_in_step = batch, 0
+        self._batch, self._calls_in_step, self._streams_in_step = batch, 0, 0
         self.remote.begin_step()
         if self._has_state and self._synchronized:
             self.broadcast_buffers(state=True)
@@ -447,16 +447,16 @@ class Driver:
     def draw_number(self, grad: bool) -> int:
         """The number of the next call, for its random numbers."""
         if grad:
-            return draw_number(self._batch, self._calls_in_step)
+            return draw_number(self._batch, self._calls_in_step + self._streams_in_step)
         self._evaluations += 1  # networks that draw without gradients (dropout at test time)
         return -self._evaluations
 
-    def generators(self) -> Callable[[int], AbstractContextManager[None]]:
-        """Of one call that is not run by stages: per micro-batch, inside, its generators."""
-        draw, replica = self.draw_number(torch.is_grad_enabled()), self._mesh.coordinates.dp_rank
-        return lambda microbatch: generators_of_microbatch(
-            microbatch_seed(self._seed, replica, draw, microbatch), self.device
-        )
+    def one_stream(self) -> AbstractContextManager[None]:
+        """Inside is one call, whole: this rank draws from the generators that the call has."""
+        grad, replica = torch.is_grad_enabled(), self._mesh.coordinates.dp_rank
+        seed = microbatch_seed(self._seed, replica, self.draw_number(grad), 0)
+        self._streams_in_step += grad
+        return generators_of_microbatch(seed, self.device)
 
     def note_call(self) -> None:
         """A differentiable call of a network was made."""

@@ -277,7 +277,7 @@ class _Forward:
         self._takes_states = call.draws and (not self._first or call.key.continues)
         self._previous_failed = False
         self._told_failure = False
-        self.links.next.reserve(call.key.microbatches)
+        self.links.next.flush()  # frees what an earlier pass sent
         if call.exchange:
             self.traffic.outgoing = []
             self.traffic.incoming = (
@@ -409,7 +409,7 @@ class _Backward:
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._last = call.key.microbatches - 1
-        self.links.previous.reserve(call.key.microbatches)
+        self.links.previous.flush()
         schedule = engine.schedule(call.key, input_gradient=mode.input_gradient)
         steps = schedule.backward[self.own.number]
         # the last stage receives only the gradients of the inputs, which nobody computes with

@@ -21,7 +21,7 @@ def draw_number(batch: int, call: int) -> int:
     Args:
         batch: how many training batches the run has seen before; it is in the checkpoint, so that
             a run that is resumed draws what it would have drawn.
-        call: how many differentiable calls of networks this batch has seen before.
+        call: how many differentiable calls this batch has seen before.
     """
     return batch << 16 | call
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import together
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.failure import Failure
@@ -21,11 +22,11 @@ SPEC = TensorSpec((2,), torch.float32)
 FAILURE = Failure.of(ValueError("on purpose"), "rank 1")
 
 
-def link(ranks: Any, capacity: int = 8) -> tuple[Link, Link]:
+def link(ranks: Any) -> tuple[Link, Link]:
     words, along, against = ranks.pair(), ranks.pair(), ranks.pair()
     return (
-        PeerLink(Channel(words[0]), along[0], against[0], CPU, capacity),
-        PeerLink(Channel(words[1]), against[1], along[1], CPU, capacity),
+        PeerLink(Channel(words[0]), along[0], against[0], CPU),
+        PeerLink(Channel(words[1]), against[1], along[1], CPU),
     )
 
 
@@ -45,7 +46,6 @@ def numbers(link: Link, count: int) -> list[float]:
 def test_further_messages_may_be_sent_before_the_first_is_taken(wires: Wires) -> None:
     here, there = link(wires())
     for number in range(3):
-        here.reserve(1)
         here.send(message(number))
     assert numbers(there, 3) == [0, 1, 2]
     here.flush()
@@ -59,33 +59,37 @@ def test_further_receives_may_be_posted_before_the_first_arrives(wires: Wires) -
     assert [arriving.wait()[0][0].item() for arriving in posted] == [0, 1, 2]
 
 
-def test_a_full_link_makes_who_reserves_wait(wires: Wires) -> None:
-    here, _ = link(wires(0.2), capacity=2)
+def test_a_sender_bounds_its_queue_and_waits_where_nobody_takes_anything(wires: Wires) -> None:
+    here, _ = link(wires(0.2))
     for number in range(2):
-        here.reserve(1)
+        here.flush(left=1)
         here.send(message(number))
-    with pytest.raises(ConnectionLost, match="rank 1"):  # nobody takes anything
-        here.reserve(1)
+    with pytest.raises(ConnectionLost, match="rank 1"):
+        here.flush(left=1)
 
 
-def test_there_is_room_again_when_the_peer_has_taken_enough(wires: Wires) -> None:
-    here, there = link(wires(), capacity=2)
+def test_a_bounded_queue_moves_on_when_the_peer_has_taken_enough(wires: Wires) -> None:
+    here, there = link(wires())
 
     def send() -> None:
         for number in range(10):
-            here.reserve(1)
+            here.flush(left=1)
             here.send(message(number))
         here.flush()
 
     assert together(send, lambda: numbers(there, 10))[1] == [*range(10)]
 
 
-def test_a_pass_of_more_messages_than_a_link_takes_begins_on_an_empty_one(wires: Wires) -> None:
-    here, there = link(wires(), capacity=2)
-    here.reserve(5)
-    for number in range(5):
-        here.send(message(number))
-    assert numbers(there, 5) == [*range(5)]
+def test_what_was_sent_is_kept_until_it_is_taken_and_no_longer(wires: Wires) -> None:
+    here, there = link(wires())
+    sent = [torch.ones(2), -torch.ones(2)]
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in sent]
+    here.send(sent)
+    sent.clear()
+    assert not any(storage.expired() for storage in storages)
+    assert numbers(there, 1) == [1]
+    here.flush()
+    assert all(storage.expired() for storage in storages)
 
 
 def test_a_flushed_link_has_nothing_on_its_way(wires: Wires) -> None:
@@ -131,7 +135,6 @@ def test_stages_of_one_rank_hand_tensors_on_in_order_without_a_graph() -> None:
     here, there = LocalLink.pair()
     value = torch.ones(2, requires_grad=True) * 2
     for factor in (1, 2):
-        here.reserve(1)
         here.send([value * factor])
     here.flush()
     found = [there.post([SPEC]).wait()[0] for _ in range(2)]

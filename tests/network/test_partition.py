@@ -113,6 +113,37 @@ def test_boundary_is_found_by_the_name_of_any_module_that_begins_there() -> None
         assert partitions[find_boundary(partitions, name)].name == "layer3.0.conv1"
 
 
+class BeginsWithNoGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.frozen(x)
+        return self.trained(x)
+
+
+class BeginsWithVmap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.trained = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = torch.vmap(lambda row: row * self.weight)(x)
+        return self.trained(scaled)
+
+
+@pytest.mark.parametrize("block", [BeginsWithNoGrad, BeginsWithVmap])
+def test_a_block_that_begins_with_a_switch_is_found_by_its_name(block: type[nn.Module]) -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), block(), nn.Tanh())
+    graph = graph_of(network, torch.ones(2, 3))
+    partitions = network_partitions(graph)
+    boundary = find_boundary(partitions, "2")
+    assert partitions[boundary - 1].modules[-1] == "1"
+    assert not any(name.startswith("2") for name in partitions[boundary - 1].modules)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

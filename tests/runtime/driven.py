@@ -70,6 +70,7 @@ class Replica:
         devices: ``pp_rank`` of each stage.
         parts: micro-batches.
         timeout_s: how long a rank waits for another one.
+        continues: the network draws from the stream of the code around it.
 
     Attributes:
         ranks: of the replica.
@@ -84,6 +85,8 @@ class Replica:
         devices: tuple[int, ...],
         parts: int = 2,
         timeout_s: float = 60.0,
+        *,
+        continues: bool = False,
     ) -> None:
         self.model = model
         self.ranks = MemoryReplica(max(devices) + 1, timeout_s)
@@ -106,7 +109,7 @@ class Replica:
             devices=devices,
             parts=parts,
             schedule="gpipe",
-            continues=False,
+            continues=continues,
         )
         self._calls.compute = self.network
 

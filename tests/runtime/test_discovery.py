@@ -28,7 +28,7 @@ class Watched:
             settle=self.settle,
             keep=lambda module: None,
             remote=SimpleNamespace(suspended=nullcontext),
-            generators=lambda: lambda microbatch: nullcontext(),
+            one_stream=nullcontext,
         )
         mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
         self.networks = Networks(

@@ -131,6 +131,38 @@ def test_unscaled_gradients_are_not_those_that_were_read_before(replicas: Any) -
         assert torch.equal(parameter.grad, gradient / 2)  # type: ignore[arg-type]
 
 
+def test_two_calls_of_a_step_that_stages_do_not_run_draw_other_numbers(replicas: Any) -> None:
+    driver = replicas(model(), (1, 0)).driver
+
+    def draws() -> list[float]:
+        driver.begin_step(3)
+        found = []
+        for _ in range(2):
+            with driver.one_stream():
+                found.append(torch.rand(()).item())
+        return found
+
+    before = torch.get_rng_state()
+    first, second = draws()
+    assert first != second
+    assert draws() == [first, second]  # of the same step, resumed
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_graph_of_a_chain_goes_on_with_the_numbers_around_it(devices: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = Model(nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(3, 3), nn.Dropout()))))
+    reference, [value] = deepcopy(module).double(), batches(1)
+    replica = Replica(module.double(), value, devices, parts=1, continues=True)
+    found = []
+    for call in (reference.net, replica):
+        torch.manual_seed(5)
+        found.append([torch.rand(()), call(value), torch.rand(())])
+    replica.end()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
 def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
     module = model()
     replica = replicas(module, (1, 2, 0))
