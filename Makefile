@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test conformance lint bench
+.PHONY: setup demo test conformance third lint bench
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -30,12 +30,19 @@ demo: $(READY)
 	&& $(call run,python -m models report $$run) \
 	&& $(call run,python -m models.summary $$run)
 
+# two tests at once, each with one thread for its sums; tests of one file one after the other
+PYTEST := python -m pytest --numprocesses 2 --dist loadfile
+test conformance third: export OMP_NUM_THREADS := 1
+
 test: $(READY)
-	python -m pytest
+	$(PYTEST)
 
 conformance: $(READY)
-	python -m pytest -m conformance --ignore tests/conformance
-	python -m pytest -m "" tests/conformance
+	$(PYTEST) -m conformance
+
+# another third with each commit
+third: $(READY)
+	$(PYTEST) -m conformance --third "$$(git rev-parse HEAD)"
 
 lint: $(READY)
 	ruff check .

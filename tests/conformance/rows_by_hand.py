@@ -30,7 +30,7 @@ class _Manual(Row):
 
 
 class ClearsGradientsOfTheModule(_Manual):
-    shapes = fast = EVERY
+    shapes = EVERY
 
     def update(self, optimizer: Any) -> None:
         optimizer.step()
@@ -53,8 +53,6 @@ class ClearsGradientsInPlace(_Manual):
 
 
 class ClipsByHand(_Manual):
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     def update(self, optimizer: Any) -> None:
         norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
         self.seen.append(norm.item())
@@ -74,7 +72,6 @@ class ScalesGradients(_Manual):
 class LooksAtGradients(Row):
     """Logs the norm of every gradient, before and after the step."""
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
     options: ClassVar = {"gradient_clip_val": 0.1}
 
     def on_after_backward(self) -> None:
@@ -94,7 +91,7 @@ class LooksAtGradients(Row):
 class PenalisesWeights(Row):
     """An L2 penalty by hand, on every parameter."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     trains = False  # gradients of the penalty arise on the driver, before they go to their owner
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -104,7 +101,7 @@ class PenalisesWeights(Row):
 
 class PenalisesWeightsWhileAccumulating(PenalisesWeights):
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
-    fast = ()
+    fast = False
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
@@ -123,7 +120,7 @@ class PenalisesOneLayer(Row):
 class BoundsWeights(Row):
     """Weight clamping, as in a Wasserstein GAN."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
@@ -140,8 +137,6 @@ class ChangesData(Row):
 class ReadsWeights(Row):
     """The weights as they are in every step; a state dict, a copy, a file."""
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append([p.sum().item() for p in self.parameters()])
         self.seen.append(sum(t.sum() for t in self.net.state_dict().values()).item())
@@ -155,8 +150,6 @@ class ReadsWeights(Row):
 
 class GoesBackToBestWeights(Row):
     """Keeps a copy of the weights, and loads it in the middle of the run."""
-
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
 
     def on_train_batch_end(self, output: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 2:
@@ -189,8 +182,6 @@ class _Average(Callback):
 
 
 class AveragesByHand(Row):
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     def trainer_options(self, folder: Any) -> dict[str, Any]:
         return {
             "callbacks": [_Average()],
@@ -209,8 +200,6 @@ class AveragesByHand(Row):
 class LooksAtOptimizerState(Row):
     """And changes it: the optimizer's own state dict, saved and loaded in the middle."""
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     def on_train_batch_end(self, *_: Any) -> None:
         optimizer = self.optimizers().optimizer
         state = optimizer.state_dict()
@@ -224,7 +213,7 @@ class LooksAtOptimizerState(Row):
 class AddsGroups(Row):
     """Unfreezes the first layer late, as a group of its own, in the middle of an epoch."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     options: ClassVar = {"gradient_clip_val": 0.1}
     idle = True
 
@@ -240,8 +229,6 @@ class AddsGroups(Row):
 
 class ChangesSettings(Row):
     """A slope and a switch of layers, and a number that the network's own code uses."""
-
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -267,7 +254,6 @@ class ResetsStatistics(Row):
 
     shares = True
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
     per_microbatch = True
 
     class Net(Layers):

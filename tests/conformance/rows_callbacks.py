@@ -117,7 +117,6 @@ class SavesCheckpoints(_Epochs):
         "time": {"train_time_interval": timedelta(microseconds=1), "save_top_k": -1},
         "none": {"monitor": "train_loss", "mode": "max", "save_top_k": 0},
     }
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
 
     def callbacks(self, folder: Path) -> list[Callback]:
         self.folder = folder
@@ -155,7 +154,7 @@ class _RaisesLate(_Epochs):
 
 class SavesOnException(_RaisesLate):
     shapes = (ONE_OF_TWO,)
-    fast = ()
+    fast = False
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [ModelCheckpoint(folder, save_on_exception=True, filename="{step}")]
@@ -163,7 +162,7 @@ class SavesOnException(_RaisesLate):
 
 class SavesOnlyOnException(_RaisesLate):
     shapes = (ONE_OF_TWO,)
-    fast = ()
+    fast = False
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [OnExceptionCheckpoint(folder)]
@@ -202,7 +201,7 @@ class UnfreezesBackbone(_Epochs):
 
     # plain `ddp` does not average what was frozen when it began: its replicas drift apart
     shapes = (ONE_OF_TWO,)
-    fast = ()
+    fast = False
     idle = True  # nothing of the first stage is trained when the gradients begin to be watched
 
     def build(self) -> None:
@@ -251,7 +250,6 @@ class FindsLearningRate(_Tuned):
 class TunesLearningRate(_Tuned):
     """The Tuner leaves the loop by an exception; then the same Trainer trains."""
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
     control = False
 
@@ -266,7 +264,7 @@ class TunesLearningRate(_Tuned):
 
 class FindsBatchSize(_Tuned):
     shapes = (ONE_OF_TWO,)
-    fast = ()
+    fast = False
     control = False  # Lightning refuses it under `ddp`, on one device too
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -298,7 +296,7 @@ class TunesBatchSize(_Tuned):
 
 
 class RefusesBatchSizeOfReplicas(_Tuned):
-    shapes = fast = (TWO_OF_TWO,)
+    shapes = (TWO_OF_TWO,)
     refused = ("BatchSizeFinder", "data_parallel_size=1")
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -306,7 +304,7 @@ class RefusesBatchSizeOfReplicas(_Tuned):
 
 
 class RefusesPruning(_Epochs):
-    shapes = fast = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO,)
     refused = ("ModelPruning", "torch.nn.utils.prune")
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -376,7 +374,7 @@ class UsesSmallCallbacks(_Epochs):
 class MonitorsThroughputAndDevices(_Epochs):
     """The names and number of values are those of one device; the values are times."""
 
-    fast = ()
+    fast = False
 
     def exercise(self, run: Run) -> Any:
         throughput = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
@@ -395,8 +393,6 @@ class MonitorsThroughputAndDevices(_Epochs):
 
 class GoesOnAfterFit(_Epochs):
     """Tests, predictions and a second Trainer find the callbacks as they were left."""
-
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, filename="{epoch}")]
@@ -425,7 +421,6 @@ class GoesOnAfterFit(_Epochs):
 class SavesAfterFit(_Epochs):
     """What `trainer.save_checkpoint` then holds is what one device saves; a run goes on from it."""
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
     options: ClassVar = {**EPOCHS, "max_epochs": 2}
 
     def configure_optimizers(self) -> Any:
@@ -445,7 +440,6 @@ class SavesAfterFit(_Epochs):
 
 
 class AveragesWeightsBySWA(_Epochs):
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
     options: ClassVar = {**EPOCHS, "max_epochs": 4}
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -460,7 +454,7 @@ class AveragesWeightsBySWAWithBatchNorm(AveragesWeightsBySWA):
     """One more pass over the data gives the averaged network its batch statistics."""
 
     # under `ddp` each replica would validate with the statistics of its own last batch
-    shapes = fast = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO,)
     per_microbatch = True
     cuts: ClassVar = {2: ["net.3"]}
 
@@ -470,8 +464,6 @@ class AveragesWeightsBySWAWithBatchNorm(AveragesWeightsBySWA):
 
 
 class AveragesWeights(_Epochs):
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     def averaging(self) -> Callback:
         return WeightAveraging()
 
@@ -496,7 +488,7 @@ class AveragesWeightsExponentially(AveragesWeights):
 class AveragesWeightsMadeInConfigureModel(AveragesWeightsExponentially):
     """The callback calls the hook, Lightning calls it again: a second network is trained."""
 
-    fast = ()
+    fast = False
 
     def build(self) -> None:
         self.net: nn.Module | None = None

@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
 class _Scaled(Row):
@@ -26,7 +25,7 @@ class _Scaled(Row):
 
 
 class SetsAnAttributeWhenFitStarts(_Scaled):
-    shapes = fast = EVERY
+    shapes = EVERY
 
     def on_fit_start(self) -> None:
         self.net.scale = 0.5
@@ -34,8 +33,6 @@ class SetsAnAttributeWhenFitStarts(_Scaled):
 
 class SetsATensorWhenTrainingStarts(_Scaled):
     """Of statistics of the data, computed from the loader."""
-
-    fast = IN_REPLICAS
 
     def on_train_start(self) -> None:
         samples = torch.cat([x for x, _ in self.trainer.train_dataloader])
@@ -100,7 +97,7 @@ class ReplacesTheClassOfALayerInAHook(Row):
 class UpdatesAMetricFirst(Row):
     """Before the network's first call; the module is the network."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     cuts: ClassVar = {2: ["second"], 3: ["second", "third"]}
 
     def build(self) -> None:
@@ -123,8 +120,6 @@ class UpdatesAMetricFirst(Row):
 class ReadsTheNumberOfBatches(UpdatesAMetricFirst):
     """`self.trainer.num_training_batches` and the loader are known where the loop runs."""
 
-    fast = IN_REPLICAS
-
     def forward(self, x: Tensor) -> Tensor:
         share = 1 / self.trainer.num_training_batches + 1 / len(self.trainer.train_dataloader)
         return super().forward(x) * share
@@ -145,7 +140,6 @@ class FreezesWhenTrainingStarts(Row):
     """The flags are set after the workers have begun to serve."""
 
     idle = True
-    fast = IN_REPLICAS
 
     def on_train_start(self) -> None:
         self.net.first.requires_grad_(False)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
 # ---------------------------------------------------------------- by forward hooks
@@ -20,7 +19,7 @@ IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 class KeepsFeatures(Row):
     """Forward hooks keep what the layers of all stages make; the loss uses it."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     def build(self) -> None:
         super().build()
@@ -44,7 +43,7 @@ class KeepsFeaturesForItself(KeepsFeatures):
     """Only to look at: no gradient comes back by them."""
 
     shapes = (ONE_OF_TWO,)
-    fast = ()
+    fast = False
 
     def keeper(self, name: str) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -70,8 +69,6 @@ class KeepsInputsOfALayer(Row):
 class KeepsFeaturesWhenFitStarts(KeepsFeatures):
     """The hooks are put on where only one rank runs the user's code."""
 
-    fast = IN_REPLICAS
-
     def build(self) -> None:
         self.net, self.features = Layers(), {}
 
@@ -83,7 +80,7 @@ class KeepsFeaturesWhenFitStarts(KeepsFeatures):
 class AddsAHookForAWhile(KeepsFeatures):
     """In the middle of the run, and takes it away again."""
 
-    fast = ()
+    fast = False
 
     def build(self) -> None:
         self.net, self.features = Layers(), {}
@@ -118,7 +115,7 @@ class HooksChangeValues(Row):
 class HooksTheNetwork(Row):
     """Before and after the call of the network itself."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     def build(self) -> None:
         super().build()
@@ -232,7 +229,6 @@ class LooksWhereItLooked(Row):
     """
 
     cuts: ClassVar = {2: ["net.first.2"], 3: ["net.first.2", "net.first.4"]}
-    fast = IN_REPLICAS
 
     def build(self) -> None:
         super().build()
@@ -257,7 +253,7 @@ class LooksWhereItLooked(Row):
 class StoresAnAuxiliaryLoss(Row):
     """On a child of each stage, as mixtures of experts do; a mean over the batch."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Penalised(nn.Linear):
         penalty: Tensor
@@ -310,7 +306,6 @@ class StoresAttention(Row):
     """Each layer keeps its attention map; the steps look at them."""
 
     cuts: ClassVar = {2: ["net.layers.1"]}
-    fast = IN_REPLICAS
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -373,7 +368,7 @@ class AppendsToAList(Row):
 class CountsInTheNetwork(Row):
     """A counter that the network itself increases and uses: once per call, whatever the parts."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -461,8 +456,6 @@ class KeepsMessages(Row):
 
 class WritesIntoADictionary(Row):
     """Which the caller has passed in, and reads."""
-
-    fast = IN_REPLICAS
 
     class Net(Layers):
         def forward(self, x: Tensor, cache: dict[str, Any]) -> Tensor:
@@ -565,8 +558,6 @@ class ReturnsItsWeights(Row):
 
 class HasAForwardOfItsOwn(Row):
     """The instance's, not the class's."""
-
-    fast = IN_REPLICAS
 
     def build(self) -> None:
         super().build()

@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
 class _Net(Row):
@@ -41,7 +40,7 @@ class _Sizes(_Net):
 class ChecksSanityWithOneSample(_Evaluated):
     """The first call of the network is on one sample, without gradients."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     options: ClassVar = {"num_sanity_val_steps": 2}
 
     def val_dataloader(self) -> Any:
@@ -50,11 +49,10 @@ class ChecksSanityWithOneSample(_Evaluated):
 
 class TrainsOnOneSample(_Sizes):
     sizes = (1, 1, 1, 1, 1, 1)
-    fast = IN_REPLICAS
 
 
 class StartsWithOneSample(_Sizes):
-    shapes = fast = EVERY
+    shapes = EVERY
     sizes = (1, 4, 4, 3, 1, 2)
 
 
@@ -119,7 +117,6 @@ class OneImageWithoutABatch(_Net):
 
 
 class PartsOfUnequalSize(_Sizes):
-    fast = IN_REPLICAS
     microbatches = 3
     sizes = (5, 4, 7, 3, 5, 2)
 
@@ -153,7 +150,7 @@ class SupportsAsManyAsTheBatch(_Sizes):
 
     shares = True
 
-    shapes = fast = EVERY
+    shapes = EVERY
     sizes = (4, 3, 4, 2, 5, 4)
 
     class Net(Layers):
@@ -168,7 +165,6 @@ class SupportsAsManyAsTheBatch(_Sizes):
 class MasksAsLongAsTheBatch(_Sizes):
     """An attention mask of (4, 4) for four positions, and batches of four at first."""
 
-    fast = IN_REPLICAS
     sizes = (4, 4, 3, 2, 4, 5)
     cuts: ClassVar = {2: ["net.head"]}
 
@@ -213,7 +209,7 @@ class PositionsAsManyAsTheBatch(_Sizes):
 class HasTheBatchSecond(_Sizes):
     """Sequences come as (time, batch, features), with four steps and four samples at first."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     sizes = (4, 4, 3, 4, 2, 5)
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.head"]}
 
@@ -235,7 +231,7 @@ class HasTheBatchSecond(_Sizes):
 class HasSquareOutputs(_Net):
     """Every sample with every sample: (batch, batch) leaves the network."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -249,7 +245,6 @@ class HasSquareOutputs(_Net):
 class SqueezesOutputs(_Sizes):
     """`squeeze()` of everything: with one sample, or in a part of one, the batch goes too."""
 
-    fast = IN_REPLICAS
     sizes = (4, 2, 3, 1, 4, 2)
 
     class Net(Layers):
@@ -290,8 +285,6 @@ class FoldsTimeIntoTheBatch(_Net):
 class TakesTwoViewsAsOneBatch(_Net):
     """Two views are concatenated by the user, and taken apart within the network."""
 
-    fast = IN_REPLICAS
-
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
             one, other = super().forward(x).chunk(2)
@@ -331,7 +324,7 @@ class _Meets(_Net):
 
 
 class CentersTheBatch(_Meets):
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
@@ -382,7 +375,7 @@ class NumbersTheSamples(_Meets):
 class MeetsThroughAGate(_Meets):
     """A gate that is zero at the start hides from every comparison of values that samples meet."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     trains = True
 
     class Net(_Meets.Net):
@@ -430,8 +423,6 @@ class DrawsOnceForTheBatch(_Meets):
 
 class BalancesTheBatch(_Net):
     """A load-balancing loss: the share of each gate in the batch, times its mean probability."""
-
-    fast = IN_REPLICAS
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]

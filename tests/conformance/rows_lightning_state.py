@@ -15,7 +15,6 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
 class _Own(Row):
@@ -51,7 +50,7 @@ class _Own(Row):
 class MeasuresItself(_Own):
     """Metric objects of torchmetrics on the module that is called; logged by object."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     def build(self) -> None:
         super().build()
@@ -89,7 +88,6 @@ class MeasuresInForward(_Own):
 class MeasuresTrainingAndValidation(_Evaluated):
     """Metrics for both, in a `ModuleDict`, on the module that is called."""
 
-    fast = IN_REPLICAS
     cuts: ClassVar = _Own.cuts
     captures = 4  # with and without gradients
 
@@ -158,8 +156,6 @@ class KeepsTheBatch(_Own):
 class ReadsAFloatThatChanges(_Own):
     """Another value in each step: it has to become an input of what is captured."""
 
-    fast = IN_REPLICAS
-
     def build(self) -> None:
         super().build()
         self.beta = 1.0
@@ -188,7 +184,7 @@ class ReadsACounter(ReadsAFloatThatChanges):
 class ReadsLengthsThatChange(_Own):
     """Sequences of another length in each step, for a network that is free in it."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     captures = 3
 
     def build(self) -> None:
@@ -210,8 +206,6 @@ class ReadsLengthsThatChange(_Own):
 
 class RunsOverLengthsThatChange(ReadsLengthsThatChange):
     """A recurrent layer."""
-
-    fast = (ONE_OF_TWO,)
 
     def build(self) -> None:
         super().build()
@@ -250,7 +244,6 @@ class ReadsSizesThatChange(_Own):
 class LogsInForward(_Own):
     """`self.log` and `self.log_dict` of what the layers make."""
 
-    fast = IN_REPLICAS
     captures = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -62,8 +62,6 @@ class _Logs(_Epochs):
 
 
 class LogsToCSV(_Logs):
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     def make_logger(self, folder: Path) -> Logger:
         return CSVLogger(folder, version=0)
 
@@ -75,8 +73,6 @@ class LogsToCSV(_Logs):
 
 
 class LogsToTensorBoard(_Logs):
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     def make_logger(self, folder: Path) -> Logger:
         return TensorBoardLogger(folder, version=0)
 
@@ -87,7 +83,7 @@ class LogsToTensorBoard(_Logs):
 
 class LogsToMLflow(_Logs):
     needs = "mlflow"
-    fast = ()
+    fast = False
 
     def make_logger(self, folder: Path) -> Logger:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -116,7 +112,7 @@ class LogsToWandb(_Logs):
     """Offline."""
 
     needs = "wandb"
-    fast = ()
+    fast = False
 
     def make_logger(self, folder: Path) -> Logger:
         return WandbLogger("run", save_dir=folder, offline=True)
@@ -142,7 +138,7 @@ class LogsToWandb(_Logs):
 class LogsPerformance(Row):
     """The strategy's own values, where they belong and within their bounds."""
 
-    shapes = fast = (ONE_OF_TWO, TWO_OF_TWO)
+    shapes = (ONE_OF_TWO, TWO_OF_TWO)
     control = False
     arguments: ClassVar = {"log_performance": True}
     options: ClassVar = {

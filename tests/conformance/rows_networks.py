@@ -7,7 +7,6 @@ from suite import ONE_OF_THREE, ONE_OF_TWO, STEPS, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 cross_entropy = nn.functional.cross_entropy
 
 
@@ -87,7 +86,6 @@ class HeadStaysOnTheDriver(Row):
 class TrainsAdversaries(Row):
     """Generator and discriminator, an optimizer each, toggled."""
 
-    fast = IN_REPLICAS
     options: ClassVar = {"max_steps": 2 * STEPS}
     cuts: ClassVar = {2: ["generator.2", "discriminator.2"]}
     control = False  # random numbers
@@ -143,7 +141,6 @@ class BackwardTwice(Row):
 class MixesUp(Row):
     """Mixup before the call; a smoothed, weighted loss after it."""
 
-    fast = IN_REPLICAS
     control = False  # random numbers
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -158,7 +155,6 @@ class MixesUp(Row):
 class LearnsLossWeights(Row):
     """Two heads, whose losses are weighted by learned uncertainties outside of the network."""
 
-    fast = IN_REPLICAS
     cuts: ClassVar = {2: ["net.heads"]}
 
     class Net(nn.Module):
@@ -224,8 +220,6 @@ class SkipsAcrossStages(Row):
 class SharesAConstant(Row):
     """A buffer that every stage reads and none changes; the user's code does, now and then."""
 
-    fast = IN_REPLICAS
-
     class Net(Layers):
         def __init__(self) -> None:
             super().__init__()
@@ -272,7 +266,7 @@ class NormsWeightsByHooks(Row):
 class CountsCalls(Row):
     """Buffers that change in each forward and matter in the next, one in each stage."""
 
-    shapes = fast = (ONE_OF_TWO, TWO_OF_TWO)
+    shapes = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.1"]}
 
     class Counting(nn.Linear):
@@ -294,8 +288,6 @@ class CountsCalls(Row):
 
 class KeepsPrototypes(Row):
     """A buffer of the LightningModule itself, which each step reads and changes."""
-
-    fast = IN_REPLICAS
 
     def build(self) -> None:
         super().build()
@@ -403,7 +395,6 @@ class TiesAcrossStages(Row):
     """One matrix in every stage; it is clipped, and changed by hand."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-    fast = shapes
     cuts: ClassVar = {2: ["net.third"], 3: ["net.second", "net.third"]}
     options: ClassVar = {"gradient_clip_val": 0.5}
     trains = False  # its gradient arises in every stage, before all go to the owner
@@ -432,7 +423,7 @@ class TiesAcrossStages(Row):
 
 
 class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
-    fast = ()
+    fast = False
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 

@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
 def deep() -> Any:
@@ -40,7 +39,7 @@ class _Between(Row):
 class RaisesToPowers(_Between):
     """`**` in all forms: by numbers, of numbers, of tensors, reversed, in place."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -68,8 +67,6 @@ class ReflectsOperators(_Between):
 
 class SumsBooleans(_Between):
     """Masks are counted per sample, and in the whole batch."""
-
-    fast = IN_REPLICAS
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -149,7 +146,7 @@ cube.register_autograd(_cube_backward, setup_context=_keep)
 class HasAnOperator(_Between):
     """Of its own, by `torch.library`, with a gradient."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -188,8 +185,6 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class HasAnAutogradFunction(_Between):
-    fast = IN_REPLICAS
-
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             return _StraightThrough.apply(x, 0.1) + x
@@ -267,8 +262,6 @@ class HasAutocastInside(_Between):
 
 class MapsOverSamples(_Between):
     """`torch.vmap` of a layer, and of a function with a parameter of its own."""
-
-    fast = IN_REPLICAS
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -366,7 +359,7 @@ class DifferentiatesForward(_Between):
 class CheckpointsAtTheTop(_Between):
     """All of the network is one checkpointed call."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -439,7 +432,7 @@ class DrawsFromDistributions(_Between):
 
     per_microbatch = True
     control = False
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -540,8 +533,6 @@ class LoopsUntilItConverges(_Between):
 class FindsNonzero(_Between):
     """Only rows with a positive first feature go through the layer."""
 
-    fast = IN_REPLICAS
-
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.first(x))
@@ -589,7 +580,6 @@ class PacksSequences(_Between):
     """`pack_padded_sequence` around an LSTM; the lengths are a tensor beside the batch."""
 
     equal_or_refused = ("pack",)
-    fast = IN_REPLICAS
     cuts: ClassVar = {2: ["net.head"]}
 
     class Net(nn.Module):

@@ -257,8 +257,6 @@ class _Optimized(Row):
 
 
 class ClipsInItsStep(_Optimized):
-    fast = EVERY
-
     def make(self) -> Optimizer:
         return ClippedLamb(self.parameters(), lr=0.05)
 
@@ -266,7 +264,7 @@ class ClipsInItsStep(_Optimized):
 class ClipsInItsStepAndMore(ClipsInItsStep):
     """With groups, a schedule, accumulation and Lightning's own clipping."""
 
-    fast = ()
+    fast = False
     options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.8}
 
     def configure_optimizers(self) -> Any:
@@ -287,7 +285,7 @@ class ClipsInItsStepAndMore(ClipsInItsStep):
 class ClipsInItsStepByHand(ClipsInItsStep):
     """Manual optimization, two optimizers, of which one can be stepped in parts."""
 
-    fast = ()
+    fast = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +309,7 @@ class ClipsInItsStepByHand(ClipsInItsStep):
 
 
 class ClipsInItsStepTiedWeights(TiesAcrossStages):
-    fast = ()
+    fast = False
 
     def configure_optimizers(self) -> Any:
         return ClippedLamb(self.parameters(), lr=0.05)
@@ -319,8 +317,6 @@ class ClipsInItsStepTiedWeights(TiesAcrossStages):
 
 class ResumesOptimizers(_Optimized):
     """States that lie on the driver, in a checkpoint and back; looked at on the way."""
-
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
 
     def make(self) -> Optimizer:
         return ClippedLamb(self.parameters(), lr=0.05)
@@ -350,8 +346,6 @@ class EstimatesItsStepSize(_Optimized):
 class CountsInItsGroups(_Optimized):
     """Schedule-free: validates with the average, which ``eval`` and ``train`` bring and take."""
 
-    fast = EVERY
-
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         return {"val_check_interval": 2, "check_val_every_n_epoch": None}
 
@@ -377,7 +371,6 @@ class CountsInItsGroups(_Optimized):
 
 
 class DrawsNoiseInItsStep(_Optimized):
-    fast = EVERY
     control = False  # random numbers
 
     def make(self) -> Optimizer:
@@ -386,8 +379,6 @@ class DrawsNoiseInItsStep(_Optimized):
 
 class DrawsNoiseAfterAWarmUp(DrawsNoiseInItsStep):
     """With a learning rate of zero, as schedules start, there is no noise yet."""
-
-    fast = (ONE_OF_TWO,)
 
     def configure_optimizers(self) -> Any:
         optimizer = SelectiveLangevin(self.parameters(), lr=0.05)
@@ -411,8 +402,6 @@ class SelectiveLangevin(Langevin):
 class PerturbsWeights(_Optimized):
     """SAM: the closure runs twice in a step."""
 
-    fast = EVERY
-
     def make(self) -> Optimizer:
         return SharpnessAware(self.parameters(), rho=0.2, base=SGD, lr=0.1, momentum=0.9)
 
@@ -420,7 +409,6 @@ class PerturbsWeights(_Optimized):
 class PerturbsWeightsByHand(PerturbsWeights):
     """SAM in two halves, under manual optimization."""
 
-    fast = (ONE_OF_TWO,)
     options: ClassVar = {"max_epochs": 2}  # Lightning counts calls of `step`
 
     def __init__(self) -> None:
@@ -446,8 +434,6 @@ class StepsFromWhereItWas(_Optimized):
 class LooksAhead(_Optimized):
     """A wrapper with a schedule, which counts the steps of what it is given."""
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     def configure_optimizers(self) -> Any:
         inner = SGD(self.parameters(), lr=0.2, momentum=0.9)
         optimizer = Lookahead(inner)
@@ -467,7 +453,6 @@ class SearchesLines(_Optimized):
     """LBFGS."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
-    fast = (ONE_OF_TWO,)
     tolerance = 1e-7  # its line search makes more of the last digit
 
     def make(self) -> Optimizer:
@@ -478,8 +463,6 @@ class SearchesLines(_Optimized):
 
 class HasStepHooks(_Optimized):
     """Hooks before and after the step, made before the run and in it, see all parameters."""
-
-    fast = EVERY
 
     def make(self) -> Optimizer:
         optimizer = Adam(self.parameters(), lr=0.05)
@@ -505,8 +488,6 @@ class HasStepHooks(_Optimized):
 class StepsTwiceInAStep(_Optimized):
     """Hooks run in the step of the class and in that of its base."""
 
-    fast = (ONE_OF_TWO,)
-
     def make(self) -> Optimizer:
         Adam([torch.zeros(1)])  # from now on the steps of Adam run hooks
         return AdamThatDecays(self.parameters(), lr=0.05)
@@ -514,8 +495,6 @@ class StepsTwiceInAStep(_Optimized):
 
 class LooksAtStates(_Optimized):
     """States of an optimizer that steps in parts: read, changed, dropped."""
-
-    fast = EVERY
 
     def make(self) -> Optimizer:
         return SGD(self.parameters(), lr=0.1, momentum=0.9)

@@ -65,7 +65,7 @@ class _Scaled(Row):
 
 
 class ReadsTheEpoch(_Whole):
-    shapes = fast = EVERY
+    shapes = EVERY
 
     def scale(self) -> float:
         return 1.0 + self.current_epoch
@@ -74,7 +74,7 @@ class ReadsTheEpoch(_Whole):
 class ReadsTheStep(_Whole):
     """A warm-up of its own."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     def scale(self) -> float:
         return min(1.0, (self.global_step + 1) / 4)
@@ -147,7 +147,7 @@ class Settings:
 class ReadsADataclass(_Scaled):
     """Nested, and the owner's: both look at one object."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(_Scaled.Net):
         def __init__(self, settings: Settings) -> None:
@@ -172,7 +172,7 @@ class ReplacesTheSettings(ReadsADataclass):
     """Another object in its place."""
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
-    fast = ()
+    fast = False
 
     def change(self, step: int) -> None:
         if step == 3:
@@ -233,7 +233,7 @@ RATES = {"scale": 1.0}
 
 
 class ReadsAGlobal(_Scaled):
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(_Scaled.Net):
         def scale(self) -> float:
@@ -371,7 +371,7 @@ class DrawsInPython(_Whole):
 class ReplacesAnActivation(Row):
     """A function, and a module without parameters."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -520,8 +520,6 @@ class _Called(Row):
 class PassesAFloat(_Called):
     """Another one in every step."""
 
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
-
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
             return x * extra
@@ -587,8 +585,6 @@ class PassesAFunction(_Called):
 
 class PassesTheBatch(Row):
     """The whole batch as a dictionary: tensors, names of the files, a number."""
-
-    fast = (ONE_OF_TWO, TWO_OF_TWO)
 
     class Net(Layers):
         def forward(self, x: dict[str, Any]) -> dict[str, Tensor]:  # type: ignore[override]

@@ -29,7 +29,7 @@ class RefusedTooFewCuts(_Refused):
 
 class RefusedTiedWeightsCompiled(TiesAcrossStages):
     shapes = (ONE_OF_TWO,)
-    fast = ()
+    fast = False
     arguments: ClassVar = {"compile_stages": True}
     refused = ("compile_stages=True", "'first.weight'")
     control = False
@@ -37,7 +37,7 @@ class RefusedTiedWeightsCompiled(TiesAcrossStages):
 
 class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
     shapes = (ONE_OF_TWO,)
-    fast = ()
+    fast = False
     refused = ("'net.first.weight'", "configure_model", "__init__")
     gathered = True
 

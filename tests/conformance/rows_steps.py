@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 cross_entropy = nn.functional.cross_entropy
 
@@ -51,7 +50,6 @@ class Evaluates(_Evaluated):
     """fit, validate, test and predict, by one Trainer."""
 
     shapes = EVERY
-    fast = IN_REPLICAS
 
     def exercise(self, run: Run) -> Any:
         trainer = run.trainer()
@@ -96,8 +94,6 @@ class CollectsOutputs(_Evaluated):
 class LogsValues(_Evaluated):
     """All flags of `self.log`, and `log_dict`."""
 
-    fast = IN_REPLICAS
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("step", loss, on_step=True, on_epoch=False, prog_bar=True)
@@ -111,8 +107,6 @@ class LogsValues(_Evaluated):
 
 class LogsMetrics(_Evaluated):
     """Metric objects of torchmetrics, logged and computed by hand."""
-
-    fast = IN_REPLICAS
 
     def build(self) -> None:
         super().build()
@@ -151,7 +145,6 @@ class SeveralValidationLoaders(_Evaluated):
 class GathersOutputs(Row):
     """`all_gather` of a dictionary, and with gradients."""
 
-    fast = IN_REPLICAS
     control = False  # it adds a dimension even for one device
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

@@ -10,12 +10,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from rows_steps import _Evaluated
-from suite import ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
+from suite import ONE_OF_TWO, Layers, Row, Run
 from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 EPOCHS = {"max_epochs": 2, "max_steps": -1}
 
 
@@ -23,7 +22,6 @@ EPOCHS = {"max_epochs": 2, "max_steps": -1}
 
 
 class AccumulatesBySchedule(Row):
-    fast = IN_REPLICAS
     options: ClassVar = {"max_epochs": 3, "max_steps": -1}
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
@@ -33,7 +31,6 @@ class AccumulatesBySchedule(Row):
 class AccumulatesAndClips(Row):
     """The last batches of an epoch are fewer than are to be accumulated."""
 
-    fast = IN_REPLICAS
     samples = 24
     options: ClassVar = {**EPOCHS, "accumulate_grad_batches": 4, "gradient_clip_val": 0.3}
 
@@ -108,7 +105,6 @@ class SchedulesByStep(_Scheduled):
 class SchedulesOneCycle(_Scheduled):
     """As long as the run: `estimated_stepping_batches`."""
 
-    fast = IN_REPLICAS
     settings: ClassVar = {"interval": "step"}
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -337,7 +333,6 @@ class BatchIsSmallerThanMicrobatches(Row):
 class LoaderGivesItsSamples(Row):
     """Lightning's sampler over the replicas, or none for one."""
 
-    fast = IN_REPLICAS
     samples = 20
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
     shuffles: ClassVar = False
@@ -418,7 +413,7 @@ class RunsDeterministically(Row):
 
 
 class _Profiled(_Evaluated):
-    fast = ()
+    fast = False
     profiler: ClassVar[Any] = None
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
@@ -430,7 +425,6 @@ class _Profiled(_Evaluated):
 
 
 class ProfilesSimply(_Profiled):
-    fast = (ONE_OF_TWO,)
     profiler = SimpleProfiler
 
 
@@ -445,7 +439,6 @@ class ProfilesOperations(_Profiled):
 class _InPrecision(_Evaluated):
     """With equal slices the sums are the reference's, digit by digit."""
 
-    fast = (ONE_OF_TWO,)
     per_microbatch = True
     dtype: ClassVar = torch.float32
 

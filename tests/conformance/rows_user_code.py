@@ -10,13 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
 class Plain(Row):
     """Nothing unusual."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
 
 
 class CallsItself(Row):
@@ -103,16 +102,12 @@ class KeywordArguments(Row):
 
 
 class CallsTwice(Row):
-    fast = IN_REPLICAS
-
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         cross_entropy = nn.functional.cross_entropy
         return cross_entropy(self.net(x), y) + cross_entropy(self.net(x.flip(1)), y)
 
 
 class CallsWithoutGradient(Row):
-    fast = IN_REPLICAS
-
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             target = self.net(x.flip(1)).softmax(1)
@@ -138,8 +133,6 @@ class SkipsAStep(Row):
 class WantsInputGradient(Row):
     """Once by `torch.autograd.grad`, which must leave no gradients, once as a leaf."""
 
-    fast = IN_REPLICAS
-
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         [direction] = torch.autograd.grad(super().loss(x, y), x)
@@ -158,8 +151,6 @@ class WantsInputGradient(Row):
 
 
 class HasTemperature(Row):
-    fast = IN_REPLICAS
-
     def build(self) -> None:
         super().build()
         self.temperature = nn.Parameter(torch.ones(()))
@@ -170,8 +161,6 @@ class HasTemperature(Row):
 
 class FreezesLayers(Row):
     """One parameter of each stage."""
-
-    fast = IN_REPLICAS
 
     def build(self) -> None:
         super().build()
@@ -188,7 +177,6 @@ class FreezesAStage(Row):
 
 
 class ClipsNorm(Row):
-    fast = IN_REPLICAS
     options: ClassVar = {"gradient_clip_val": 0.3}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -200,7 +188,7 @@ class ClipsValue(Row):
 
 
 class Accumulates(Row):
-    shapes = fast = EVERY
+    shapes = EVERY
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
@@ -246,7 +234,6 @@ class ShufflesSamples(Row):
 class ChainsNetworks(Row):
     """A network behind a network: the second's input gradient is the first's output's."""
 
-    fast = IN_REPLICAS
     cuts: ClassVar = {2: ["encoder.2", "net.second"]}
 
     def build(self) -> None:
@@ -262,7 +249,7 @@ class Drops(Row):
 
     control = False
     per_microbatch = True
-    shapes = fast = EVERY
+    shapes = EVERY
     cuts: ClassVar = {2: ["net.3"], 3: ["net.3", "net.6"]}
 
     def build(self) -> None:

@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-IN_REPLICAS = (ONE_OF_TWO, TWO_OF_TWO)
 
 
 class _Net(Row):
@@ -57,8 +56,6 @@ class TrainsGPT2(Row):
 
 class TrainsGPT2WithoutLabels(TrainsGPT2):
     """The loss is the user's; so the batch can be split. A padding mask goes with it."""
-
-    fast = (ONE_OF_TWO,)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         words = tokens(x)
@@ -215,7 +212,7 @@ class MixesExperts(_Net):
 class MixesExpertsDensely(MixesExperts):
     """All experts see all tokens; the balance makes samples meet."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     equal_or_refused = ()
     cuts: ClassVar = {2: ["net.layers.1"], 3: ["net.layers.1", "net.head"]}
 
@@ -325,7 +322,6 @@ class PassesMessages(_Net):
 
     equal_or_refused = ("rows_zoo.py",)
     cuts: ClassVar = {2: ["net.layers.1"]}
-    fast = IN_REPLICAS
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -381,7 +377,6 @@ class PassesMessagesInTensors(PassesMessages):
 class PrefersByReference(Row):
     """Preference optimisation: a policy, and the frozen copy that it is compared with."""
 
-    fast = IN_REPLICAS
     cuts: ClassVar = {
         2: ["policy.second", "reference.second"],
         3: ["policy.second", "policy.third", "reference.second", "reference.third"],
@@ -455,7 +450,6 @@ class HasATeacherInside(_Net):
 class ComparesTwoTowers(_Net):
     """Images and texts, as in CLIP: every one with every other, within the network."""
 
-    fast = IN_REPLICAS
     cuts: ClassVar = {2: ["net.text.first"], 3: ["net.image.third", "net.text.first"]}
 
     class Net(nn.Module):
@@ -566,8 +560,6 @@ class Answer:
 class ReturnsItsOwnClasses(_Net):
     """A dictionary with attributes, a named tuple, an object with slots."""
 
-    fast = IN_REPLICAS
-
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
             hidden = torch.tanh(self.first(x))
@@ -671,7 +663,7 @@ class ResizesABuffer(_Net):
 class HasSparseGradients(_Net):
     """`nn.Embedding(sparse=True)`, stepped by SGD without momentum."""
 
-    shapes = fast = EVERY
+    shapes = EVERY
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
 
     class Net(nn.Module):

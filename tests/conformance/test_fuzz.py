@@ -13,7 +13,7 @@ from lightning_hybrid.errors import NetworkError, PlanError
 
 # The first test of a class waits for all rows of the class; their session ends what hangs.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0)]
-FAST = 4
+FAST = 2
 """As many seeds of two stages belong to `make test`."""
 
 

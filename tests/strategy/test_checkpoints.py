@@ -25,6 +25,7 @@ pytestmark = [
     # Lightning's advice on workers of loaders
     pytest.mark.filterwarnings("ignore"),
 ]
+slow = pytest.mark.conformance
 EPOCH = 6  # batches; a checkpoint and a validation in the middle of each and after it
 SETTINGS = {
     # dtype, tolerance, number of optimizers, after how many batches to go on
@@ -67,7 +68,10 @@ class Runs:
         torch.testing.assert_close(found, expected, **close)
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("sgd", marks=slow), pytest.param("adamw", marks=slow), "two"],
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("checkpoints"), request.param)
 
@@ -184,7 +188,7 @@ def test_a_checkpoint_io_of_the_user_stays(tmp_path: Path) -> None:
     assert wrapped.checkpoint_io is own
 
 
-@pytest.mark.conformance
+@slow
 def test_other_shapes_go_on_with_what_a_shape_has_saved(tmp_path: Path) -> None:
     def run(name: str, **config: Any) -> list[list[float]]:
         config = {

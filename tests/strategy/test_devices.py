@@ -9,7 +9,7 @@ import torch
 from conftest import DEFAULTS, Training
 from test_exact_training import one_device
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.conformance]
 
 
 def test_ranks_that_change_places_train_as_one_device(tmp_path: Path) -> None:

@@ -146,11 +146,11 @@ def assert_resumes(training: Training, folder: Path) -> None:
 
 EXCEPTIONS = [
     # where, rank, step
-    ("training_step", 0, 3),  # the driver, in the user's code
+    pytest.param("training_step", 0, 3, marks=slow),  # the driver, in the user's code
     ("forward", 1, 3),  # a worker, in its stage
-    ("backward", 1, 3),
-    ("setup", 1, 3),  # before there are drivers and workers
-    ("loader", 0, 9),  # another process still
+    pytest.param("backward", 1, 3, marks=slow),
+    pytest.param("setup", 1, 3, marks=slow),  # before there are drivers and workers
+    pytest.param("loader", 0, 9, marks=slow),  # another process still
     pytest.param("forward", 0, 3, marks=slow),  # the driver, in its stage
     pytest.param("backward", 0, 3, marks=slow),
     pytest.param("validation_step", 0, 2, marks=slow),
@@ -179,7 +179,7 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
 
 @pytest.mark.parametrize(
     ("replicas", "rank"),
-    [(1, 0), (2, 3), *(pytest.param(2, rank, marks=slow) for rank in (0, 1, 2))],
+    [(1, 0), *(pytest.param(2, rank, marks=slow) for rank in range(4))],
 )
 def test_a_killed_rank_ends_the_others_and_is_named(
     start: Start, tmp_path: Path, replicas: int, rank: int
@@ -196,6 +196,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(
         assert_resumes(training, tmp_path)
 
 
+@slow
 def test_a_failure_in_the_last_backward_is_no_success(start: Start) -> None:
     # after it nothing more is asked of the worker, and the other replica has all it needs
     fault = {"where": "backward", "rank": 3, "step": 3}
@@ -206,7 +207,8 @@ def test_a_failure_in_the_last_backward_is_no_success(start: Start) -> None:
     assert not list(training.folder.glob("rank*.pt"))
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=slow)])
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_between_two_stages_of_another_rank_is_shown_first(
     start: Start, rank: int
 ) -> None:
@@ -243,6 +245,7 @@ def test_a_look_at_another_rank_between_two_stages_of_this_one_is_refused(start:
     assert "in the middle of a pass" in output
 
 
+@slow
 def test_a_failed_replica_ends_the_other_replicas(start: Start) -> None:
     fault = {"where": "forward", "rank": 3, "step": 3}
     training, process = start(replicas=2, stages=2, fault=fault)
@@ -252,7 +255,8 @@ def test_a_failed_replica_ends_the_other_replicas(start: Start) -> None:
     assert "rank 3 (worker, replica 1, stage 0) failed" in output
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=slow)])
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stops_answering_ends_the_others_and_is_named(start: Start, rank: int) -> None:
     training, process = start(stages=2, timeout_s=5)
     pids = ready(training, 2)
@@ -268,7 +272,8 @@ def test_a_rank_that_stops_answering_ends_the_others_and_is_named(start: Start, 
     assert "stopped answering" in first_error(output)
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=slow)])
+@slow
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_sigterm_ends_all_ranks_and_saves(start: Start, tmp_path: Path, replicas: int) -> None:
     training, process = start(replicas=replicas, stages=2, **SAVING)
     ready(training, replicas * 2)
@@ -301,7 +306,8 @@ def test_a_handler_saves_while_all_replicas_train_on(start: Start) -> None:
     assert len(saved["optimizer_states"][0]["state"]) == len(usual["optimizer_states"][0]["state"])
 
 
-@pytest.mark.parametrize("whom", ["group", pytest.param("main process", marks=slow)])
+@slow
+@pytest.mark.parametrize("whom", ["group", "main process"])
 def test_ctrl_c_ends_all_ranks(start: Start, tmp_path: Path, whom: str) -> None:
     # it comes in the middle of a step: what is saved then is no state of an undisturbed run
     training, process = start(stages=2, **SAVING | {"checkpoint": {"filename": "{step}"}})

@@ -61,6 +61,7 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_every_launch_trains_as_one_device(
     one_device: dict[str, Any], tmp_path: Path, launch: str

@@ -25,7 +25,10 @@ OF_WORKERS = ("stage", "operator")
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[(1, 2), (1, 3), pytest.param((2, 2), marks=slow)])
+@pytest.fixture(
+    scope="module",
+    params=[(1, 2), *(pytest.param(shape, marks=slow) for shape in ((1, 3), (2, 2)))],
+)
 def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Training:
     replicas, stages = request.param
     folder = tmp_path_factory.mktemp("manners")

@@ -13,6 +13,7 @@ from lightning_hybrid.runtime.trace import VARIABLE
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.conformance
 def test_gradients_leave_while_the_last_micro_batch_goes_backward(
     train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
