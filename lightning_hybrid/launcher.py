@@ -20,10 +20,9 @@ from contextlib import suppress
 from types import MethodType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_hybrid._lightning import ParallelStrategy, Trainer, chosen_in_children
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
@@ -228,7 +227,8 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
             RemoteError: a process was killed, or ended by itself.
         """
         try:
-            return super().launch(Part(function), *args, trainer=trainer, **kwargs)
+            with chosen_in_children():
+                return super().launch(Part(function), *args, trainer=trainer, **kwargs)
         except ProcessExitedException as error:
             # torch ends the others before they can say whom they miss
             lost = self._coordinates_of(error.error_index)

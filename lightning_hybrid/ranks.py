@@ -9,11 +9,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_hybrid._lightning import DDPStrategy, TorchElasticEnvironment, reset_seed
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import choose_interface
 from lightning_hybrid.config import Config
