@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_hybrid._lightning import DDPStrategy, TorchElasticEnvironment, reset_seed
+from lightning_hybrid._lightning import (
+    CHOSEN_MODULE,
+    DDPStrategy,
+    TorchElasticEnvironment,
+    reset_seed,
+)
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import choose_interface
 from lightning_hybrid.config import Config
@@ -44,6 +49,10 @@ class ReplicaStrategy(DDPStrategy):
         super().__init__(**lightning)
         self._config = config
         self._world: World | NoWorld = NoWorld()
+
+    def __repr__(self) -> str:
+        """With the package: a Trainer of the other one shows this when it is given the strategy."""
+        return f"<{type(self).__name__} of {CHOSEN_MODULE}>"
 
     # ------------------------------------------------------------------ sizes, ranks
 

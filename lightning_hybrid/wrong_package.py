@@ -10,6 +10,15 @@ from typing import Any, NoReturn
 from lightning_hybrid._lightning import CHOSEN, CHOSEN_MODULE, OTHER, OTHER_MODULE, VARIABLE
 from lightning_hybrid.errors import HybridError
 
+OTHER_PACKAGE = (
+    f"This Trainer is of `{OTHER_MODULE}`, which takes no strategy made for `{CHOSEN_MODULE}`; "
+    f"lightning_hybrid's are, in this process. Use one package everywhere (Trainer, "
+    f"LightningModule, callbacks, loggers). If it is to be `{OTHER_MODULE}`: import it before "
+    f"lightning_hybrid, and `{CHOSEN}` after both or not at all; or set the environment "
+    f"variable {VARIABLE}={OTHER}."
+)
+"""The text of the refusal."""
+
 
 def refuse_in_other_package(names: Iterable[str]) -> None:
     """Register ``names`` with the package that is not used, if it is imported, to refuse them."""
@@ -20,15 +29,4 @@ def refuse_in_other_package(names: Iterable[str]) -> None:
 
 
 def _refuse(**_: Any) -> NoReturn:
-    raise HybridError(other_package())
-
-
-def other_package() -> str:
-    """The text of the refusal."""
-    return (
-        f"This Trainer is of `{OTHER_MODULE}`, and lightning_hybrid uses `{CHOSEN_MODULE}` in this "
-        "process, whose strategies it does not take. Use one package everywhere (Trainer, "
-        f"LightningModule, callbacks, loggers). If it is to be `{OTHER_MODULE}`: import it before "
-        f"lightning_hybrid, and `{CHOSEN}` after both or not at all; or set the environment "
-        f"variable {VARIABLE}={OTHER}."
-    )
+    raise HybridError(OTHER_PACKAGE)
