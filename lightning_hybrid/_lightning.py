@@ -1,4 +1,4 @@
-"""Every name of Lightning that this package uses, from the package that the user's process uses.
+"""Every public name of Lightning in this package, from the package that the user has imported.
 
 Lightning exists twice: as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``.
 Both have the same names for different classes: a Trainer of one takes no strategy, callback or
