@@ -1,19 +1,19 @@
 """Pipeline and data parallelism for any LightningModule, unchanged.
 
 Importing this package registers ``Trainer(strategy="hybrid_gabra")`` and its variants
-``hybrid_gabra_spawn``, ``hybrid_gabra_fork`` and ``hybrid_gabra_notebook``.
+``hybrid_gabra_spawn``, ``hybrid_gabra_fork`` and ``hybrid_gabra_notebook``, with ``lightning`` or,
+if that is what is imported by then, with ``pytorch_lightning``.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
-
+from lightning_hybrid._lightning import StrategyRegistry
 from lightning_hybrid.compat_lightning import ask_strategy_whether_distributed
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.ranks import NAMES
 from lightning_hybrid.strategy import HybridGabraStrategy
-from lightning_hybrid.wrong_package import refuse_in_pytorch_lightning
+from lightning_hybrid.wrong_package import refuse_in_other_package
 
 __all__ = ["HybridGabraStrategy", "Plan"]
 
 HybridGabraStrategy.register_strategies(StrategyRegistry)
 ask_strategy_whether_distributed(HybridGabraStrategy)
-refuse_in_pytorch_lightning(NAMES)
+refuse_in_other_package(NAMES)

@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid._lightning import Callback, LightningModule, Trainer, WeightAveraging
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.compat_lightning import set_module_device
 from lightning_hybrid.network.deferred import Deferral

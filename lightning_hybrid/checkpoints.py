@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins import CheckpointIO
 
+from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
 from lightning_hybrid.compat_lightning import WrappingCheckpointIO
 
 

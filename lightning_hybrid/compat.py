@@ -140,12 +140,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def drop_hooks(module: nn.Module, of: str) -> None:
+def drop_hooks(module: nn.Module, of: tuple[str, ...]) -> None:
     """Remove the forward hooks of all inner modules whose functions come from some package.
 
     Args:
         module: with all its parts.
-        of: how the names of the modules that define these functions begin.
+        of: beginnings of the names of the modules that define these functions.
     """
     for part in module.modules():
         for table in (part._forward_hooks, part._forward_pre_hooks):

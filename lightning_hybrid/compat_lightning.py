@@ -2,31 +2,36 @@
 
 from typing import Any
 
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from torch import device
+
+from lightning_hybrid._lightning import (
+    LightningModule,
+    PassThroughProfiler,
+    Trainer,
+    TrainerStatus,
+    fabric,
+    pytorch,
+)
+
+_set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
 
 # the random states of torch, numpy and Python together; a checkpoint has no use for them, ours has
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import LightningModule, Trainer
+_collect_rng_states = fabric.utilities.seed._collect_rng_states
+_set_rng_states = fabric.utilities.seed._set_rng_states
 
 # asynchronous saving wraps another checkpoint IO, and only this class says so
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
-from lightning.pytorch.profilers import PassThroughProfiler
+WrappingCheckpointIO = pytorch.strategies.strategy._WrappingCheckpointIO
 
 # The launchers: there are no public ones, and a worker must be caught between the launch of the
 # processes and the Trainer's handling of exceptions.
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher as MultiProcessingLauncher,
-)
-from lightning.pytorch.strategies.launchers import (
-    _SubprocessScriptLauncher as SubprocessScriptLauncher,
-)
-from lightning.pytorch.trainer.call import _call_teardown_hook
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.trainer.states import TrainerStatus
+MultiProcessingLauncher = pytorch.strategies.launchers._MultiProcessingLauncher
+SubprocessScriptLauncher = pytorch.strategies.launchers._SubprocessScriptLauncher
+
+_call_teardown_hook = pytorch.trainer.call._call_teardown_hook
+_AcceleratorConnector = pytorch.trainer.trainer._AcceleratorConnector
 
 # how the learning-rate finder and the batch-size finder leave a run
-from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
-from torch import device
+TunerExit = pytorch.utilities.exceptions._TunerExitException
 
 __all__ = [
     "MultiProcessingLauncher",

@@ -20,10 +20,9 @@ from contextlib import suppress
 from types import MethodType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_hybrid._lightning import ParallelStrategy, Trainer, chosen_in_children
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
@@ -35,9 +34,10 @@ from lightning_hybrid.compat_lightning import (
     end_run,
     set_num_threads,
 )
-from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.results import Results
 from lightning_hybrid.runtime.faults import GRACE_S, is_hearsay, is_loss
+from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
@@ -87,7 +87,9 @@ class Part:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the function, or serve the driver that does."""
         _LastWords.forget()
-        trainer = cast(Trainer, cast(MethodType, self._function).__self__)
+        trainer = cast(MethodType, self._function).__self__
+        if not isinstance(trainer, Trainer):  # unpickled where another package was chosen
+            raise HybridError(OTHER_PACKAGE)
         strategy = cast(Launched, trainer.strategy)
         try:
             return self._run(trainer, strategy, arguments, keywords)
@@ -228,7 +230,8 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
             RemoteError: a process was killed, or ended by itself.
         """
         try:
-            return super().launch(Part(function), *args, trainer=trainer, **kwargs)
+            with chosen_in_children():
+                return super().launch(Part(function), *args, trainer=trainer, **kwargs)
         except ProcessExitedException as error:
             # torch ends the others before they can say whom they miss
             lost = self._coordinates_of(error.error_index)

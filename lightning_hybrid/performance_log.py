@@ -22,10 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from lightning_hybrid._lightning import TensorBoardLogger, Trainer
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.performance import Stopwatch, bubble, speedup
 

@@ -14,9 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning_hybrid._lightning import (
+    ProgressBar,
+    RichProgressBar,
+    Tqdm,
+    TQDMProgressBar,
+    Trainer,
+)
 
 PATIENCE_S = 3.0
 """Seconds for which nothing is said."""

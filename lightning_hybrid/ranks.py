@@ -9,11 +9,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_hybrid._lightning import (
+    CHOSEN_MODULE,
+    DDPStrategy,
+    TorchElasticEnvironment,
+    reset_seed,
+)
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import choose_interface
 from lightning_hybrid.config import Config
@@ -46,6 +49,10 @@ class ReplicaStrategy(DDPStrategy):
         super().__init__(**lightning)
         self._config = config
         self._world: World | NoWorld = NoWorld()
+
+    def __repr__(self) -> str:
+        """With the package: a Trainer of the other one shows this when it is given the strategy."""
+        return f"<{type(self).__name__} of {CHOSEN_MODULE}>"
 
     # ------------------------------------------------------------------ sizes, ranks
 

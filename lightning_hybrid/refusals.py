@@ -2,13 +2,19 @@
 
 from collections.abc import Iterable
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
-from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch.optim import Optimizer
 
+from lightning_hybrid._lightning import (
+    Accelerator,
+    BatchSizeFinder,
+    Callback,
+    CPUAccelerator,
+    CUDAAccelerator,
+    LayerSync,
+    ModelPruning,
+    TorchSyncBatchNorm,
+    Trainer,
+)
 from lightning_hybrid.compat import unscales_by_itself
 from lightning_hybrid.errors import PlanError
 

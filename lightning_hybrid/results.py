@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_hybrid._lightning import Callback, Logger, Strategy, Trainer, move_data_to_device
 from lightning_hybrid.compat_lightning import random_states, set_random_states
 from lightning_hybrid.planning.plan import Plan
 

@@ -5,14 +5,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_hybrid._lightning import (
+    Accelerator,
+    LightningModule,
+    MixedPrecision,
+    Precision,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+)
 from lightning_hybrid.building import DeferredModule, WholeModule
 from lightning_hybrid.config import Config
 from lightning_hybrid.performance_log import Measurement, NoMeasurement

@@ -10,12 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_hybrid._lightning import (
+    LightningModule,
+    TrainerStatus,
+    move_data_to_device,
+    rank_zero_info,
+)
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import run_pending

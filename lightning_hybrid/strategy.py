@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.plugins.environments import ClusterEnvironment
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid._lightning import (
+    STEP_OUTPUT,
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    LightningModule,
+    LightningOptimizer,
+    Precision,
+    Trainer,
+    TrainerStatus,
+)
 from lightning_hybrid.building import BetweenRuns, DeferredModule, WholeModule, move_module
 from lightning_hybrid.checkpoints import with_atomic_writes
 from lightning_hybrid.comm.failure import Failure

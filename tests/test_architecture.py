@@ -15,7 +15,7 @@ USE_CASE = {
     for folder in ("models", "datamodules")
     for p in (ROOT / folder).rglob("*.py")
 }
-WITH_LIGHTNING = {
+OUTERMOST = {
     "lightning_hybrid/__init__.py",  # only to register the names
     "lightning_hybrid/strategy.py",
     "lightning_hybrid/launcher.py",
@@ -29,6 +29,7 @@ WITH_LIGHTNING = {
     "lightning_hybrid/results.py",
     "lightning_hybrid/run.py",
     "lightning_hybrid/session.py",
+    "lightning_hybrid/wrong_package.py",
 }
 WITH_PRIVATE_NAMES = {"lightning_hybrid/compat.py", "lightning_hybrid/compat_lightning.py"}
 # what each part may import of the others, from the inside out
@@ -75,8 +76,13 @@ def inside(folder: str) -> dict[str, ast.Module]:
     return {path: tree for path, tree in FILES.items() if path.startswith(folder)}
 
 
-def test_only_the_outermost_files_import_lightning() -> None:
-    assert importers(FILES, "lightning", "lightning_fabric", "pytorch_lightning") <= WITH_LIGHTNING
+def test_lightning_comes_through_one_file() -> None:
+    packages = ("lightning", "lightning_fabric", "pytorch_lightning")
+    assert importers(FILES, *packages) == {"lightning_hybrid/_lightning.py"}
+
+
+def test_only_the_outermost_files_use_lightning() -> None:
+    assert importers(FILES, "lightning_hybrid._lightning") == OUTERMOST
 
 
 def test_only_comm_and_the_runtime_import_torch_distributed() -> None:
@@ -142,7 +148,7 @@ def test_private_names_of_torch_and_lightning_are_in_one_place() -> None:
         for name, line in names:
             first, *rest = name.split(".")
             private = any(part.startswith("_") and not part.startswith("__") for part in rest)
-            theirs = first in ("torch", "lightning", "dist", "fx", "nn")
+            theirs = first in ("torch", "lightning", "pytorch", "fabric", "dist", "fx", "nn")
             assert not (theirs and private), f"{path}:{line} {name}"
 
 

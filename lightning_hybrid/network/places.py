@@ -12,13 +12,16 @@ from torch import fx
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-_LIGHTNING = f"{Path(torch.__file__).parents[1] / 'lightning'}{os.sep}"
+_LIGHTNING = tuple(
+    f"{Path(torch.__file__).parents[1] / package}{os.sep}"
+    for package in ("lightning", "pytorch_lightning", "lightning_fabric")
+)
 
 
 def place_now() -> str | None:
     """File and line of the innermost code that runs now and is not torch's, Lightning's or ours."""
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((*_NOT_THE_USERS, _LIGHTNING)):
+        if not frame.filename.startswith((*_NOT_THE_USERS, *_LIGHTNING)):
             return f"{frame.filename}:{frame.lineno}"
     return None
 

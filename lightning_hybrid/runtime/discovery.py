@@ -280,7 +280,7 @@ class Networks:
             if full.startswith(prefix)
         }
         # annotations of single modules for PyTorchProfiler: what stages run are no modules
-        drop_hooks(module, of="lightning.pytorch.profilers")
+        drop_hooks(module, of=("lightning.pytorch.profilers", "pytorch_lightning.profilers"))
         hollow = Hollow(module, self._driver.device)
         capture = Capture(module, forward, lambda g, v: self._run(found, g, v), shared, whole=whole)
         found = _Found(name, module, forward, hollow, whole, capture)

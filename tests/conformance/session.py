@@ -196,7 +196,10 @@ class Session:
         return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
 
     def _start_and_wait(self, rows: list[str], folder: Path) -> None:
-        path = os.pathsep.join(map(str, (HERE, ROOT, *_suite_folder(self._suite))))
+        here = HERE
+        if self._suite.package == "pytorch_lightning":
+            here = translated(HERE, folder / "translated")
+        path = os.pathsep.join(map(str, (here, ROOT, *_suite_folder(self._suite))))
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path,
@@ -205,7 +208,7 @@ class Session:
         environment.pop("PL_GLOBAL_SEED", None)
         with (folder / "output.txt").open("w") as output:
             group = subprocess.Popen(
-                [sys.executable, str(HERE / "session.py"), str(folder)],
+                [sys.executable, str(here / "session.py"), str(folder)],
                 env=environment,
                 cwd=folder,
                 stdout=output,
@@ -237,6 +240,15 @@ class Session:
 def _suite_folder(suite: type[Conformance]) -> list[Path]:
     file = sys.modules[suite.__module__].__file__
     return [Path(file).parent] if file else []
+
+
+def translated(source: Path, target: Path) -> Path:
+    """A copy of this folder for `pytorch_lightning`, which is made from `lightning` in this way."""
+    target.mkdir()
+    for file in source.glob("*.py"):
+        text = file.read_text().replace("lightning.pytorch", "pytorch_lightning")
+        (target / file.name).write_text(text.replace("lightning.fabric", "lightning_fabric"))
+    return target
 
 
 def _tail(file: Path) -> str:

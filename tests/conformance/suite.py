@@ -273,12 +273,14 @@ class Conformance:
         stages: processes per replica.
         reference: the suite whose records are the expected ones; it must have as many replicas.
         refusals: kinds of errors by which the strategy says that it cannot do what is asked.
+        package: of Lightning, `lightning` or `pytorch_lightning`.
     """
 
     replicas: ClassVar[int] = 1
     stages: ClassVar[int] = 1
     reference: ClassVar["type[Conformance] | None"] = None
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
+    package: ClassVar[str] = "lightning"
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Strategy | str:

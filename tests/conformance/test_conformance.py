@@ -68,6 +68,35 @@ class TestTwoStages(_Hybrid):
     reference = OneDevice
 
 
+class OneDeviceOfPytorchLightning(OneDevice):
+    package = "pytorch_lightning"
+
+
+class TestTwoStagesOfPytorchLightning(_Hybrid):
+    """The rows about classes of Lightning; networks and operators are the same in both packages."""
+
+    stages = 2
+    reference = OneDeviceOfPytorchLightning
+    package = "pytorch_lightning"
+    files = (
+        "rows_callbacks",
+        "rows_driver_state",
+        "rows_lightning_state",
+        "rows_loggers",
+        "rows_steps",
+        "rows_trainer",
+    )
+
+    @classmethod
+    def rows(cls) -> list[type[Row]]:
+        shape = cls.replicas, cls.stages
+        return [r for r in super().rows() if r.__module__ in cls.files and shape in r.fast]
+
+    @classmethod
+    def is_fast(cls, row: type[Row]) -> bool:
+        return row.__name__ == "Evaluates"
+
+
 class TestThreeStages(_Hybrid):
     stages = 3
     reference = OneDevice

@@ -12,12 +12,10 @@ from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.ranks import NAMES
 from lightning_hybrid.runtime.discovery import Discovery, Networks
-from lightning_hybrid.wrong_package import refuse_in_pytorch_lightning
 
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,21 +114,3 @@ def test_more_stages_than_partitions() -> None:
     with pytest.raises(PlanError, match=r"3 network partitions, fewer than pipe.*=50"):
         module.net(torch.zeros(4, 6))
     networks.close()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_of_pytorch_lightning_says_what_to_import(name: str) -> None:
-    import pytorch_lightning
-
-    with pytest.raises(HybridError, match=r"pytorch_lightning.*lightning\.pytorch"):
-        pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False)
-
-
-def test_a_pytorch_lightning_that_was_imported_before_says_it_too() -> None:
-    from pytorch_lightning.strategies import StrategyRegistry
-
-    for name in NAMES:
-        StrategyRegistry.remove(name)
-    refuse_in_pytorch_lightning(NAMES)
-    with pytest.raises(HybridError):
-        StrategyRegistry.get("hybrid_gabra")

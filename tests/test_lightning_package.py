@@ -1,0 +1,102 @@
+"""Which package of Lightning is used, and what the other one's Trainer says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid._lightning import CHOSEN, VARIABLE, choose, chosen_in_children
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.launcher import Part
+from lightning_hybrid.ranks import NAMES
+from lightning_hybrid.wrong_package import refuse_in_other_package
+
+ROOT = Path(__file__).parents[1]
+OURS, THEIRS = "lightning.pytorch", "pytorch_lightning"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "imported", "installed", "expected"),
+    [
+        (None, {OURS}, True, "lightning"),
+        (None, {THEIRS}, True, "pytorch_lightning"),
+        (None, {OURS, THEIRS}, True, "lightning"),
+        (None, set(), True, "lightning"),
+        (None, set(), False, "pytorch_lightning"),
+        ("", {THEIRS}, True, "pytorch_lightning"),
+        ("lightning", {THEIRS}, True, "lightning"),
+        ("pytorch_lightning", {OURS}, True, "pytorch_lightning"),
+    ],
+)
+def test_the_package_that_is_imported_is_used(
+    wanted: str | None, imported: set[str], installed: bool, expected: str
+) -> None:
+    assert choose(wanted, imported, lightning_installed=installed) == expected
+
+
+def test_a_variable_that_names_no_package_is_refused() -> None:
+    with pytest.raises(HybridError, match=rf"{VARIABLE}='torch'.*lightning, pytorch_lightning"):
+        choose("torch", set(), lightning_installed=True)
+
+
+def output_of(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=True
+    )
+    return ran.stdout.strip()
+
+
+def test_lightning_need_not_be_installed() -> None:
+    code = (
+        "import sys; sys.modules['lightning'] = None; import lightning_hybrid, pytorch_lightning; "
+        "strategy = pytorch_lightning.Trainer("
+        "accelerator='cpu', devices=2, strategy='hybrid_gabra', logger=False).strategy; "
+        "print(isinstance(strategy, pytorch_lightning.strategies.DDPStrategy), "
+        "isinstance(strategy, lightning_hybrid.HybridGabraStrategy))"
+    )
+    assert output_of(code) == "True True"
+
+
+def test_children_choose_the_same_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "pytorch_lightning")  # what is inherited otherwise
+    with chosen_in_children():
+        told = os.environ[VARIABLE]
+    assert told == CHOSEN
+    assert os.environ[VARIABLE] == "pytorch_lightning"
+
+
+# in this process `lightning` is used
+WHAT_TO_DO = rf"of `{THEIRS}`.*made for `{OURS}`.*before lightning_hybrid.*{VARIABLE}={THEIRS}"
+# Lightning's advice on unused devices and loggers
+usual_advice = pytest.mark.filterwarnings("ignore")
+
+
+@usual_advice
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trainer_of_the_other_package_says_what_to_do(name: str) -> None:
+    import pytorch_lightning
+
+    refuse_in_other_package(NAMES)  # as in an import after that one
+    with pytest.raises(HybridError, match=WHAT_TO_DO):
+        pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False)
+
+
+@usual_advice
+def test_a_strategy_tells_a_strange_trainer_of_which_package_it_is() -> None:
+    import pytorch_lightning
+
+    with pytest.raises(ValueError, match=rf"HybridGabraStrategy of {OURS}>.*{THEIRS}.strategies"):
+        pytorch_lightning.Trainer(accelerator="cpu", strategy=HybridGabraStrategy(), logger=False)
+
+
+@usual_advice
+def test_a_process_with_a_trainer_of_the_other_package_runs_nothing() -> None:
+    import pytorch_lightning
+
+    strange = pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(HybridError, match=WHAT_TO_DO):
+        Part(strange.fit)()
