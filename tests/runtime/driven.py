@@ -75,6 +75,7 @@ class Replica:
     Attributes:
         ranks: of the replica.
         driver: the driver.
+        call: of the network, by the graph that it was cut with.
         results: of each worker what it returned at the end of the run, or raised.
     """
 
@@ -101,7 +102,7 @@ class Replica:
         partitions = network_partitions(graph)
         share = len(partitions) / len(devices)
         codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
-        self.network = self.driver.add_network(
+        self.call = self.driver.add_network(
             "net",
             model.net,
             graph,
@@ -111,7 +112,7 @@ class Replica:
             schedule="gpipe",
             continues=continues,
         )
-        self._calls.compute = self.network
+        self._calls.compute = lambda _, values: self.call(values)
 
     def __call__(self, value: Tensor) -> Any:
         """Call the network."""
@@ -120,7 +121,7 @@ class Replica:
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
-        self.driver.gather_weights()
+        self.driver.weights.gather()
         self.driver.end(results, weights=True)
         self.close()
 

@@ -10,6 +10,7 @@ from driven import Model, Replica
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.errors import RemoteError
 
 DEVICES = [(1, 0), (1, 2, 0), (1, 2, 1, 0)]
@@ -57,15 +58,15 @@ def train_one_device(module: Model, optimizer: torch.optim.Optimizer) -> list[fl
 
 
 def train(replica: Replica, optimizer: torch.optim.Optimizer) -> list[float]:
-    replica.driver.connect_optimizers([optimizer])
+    replica.driver.optimizers.connect([optimizer])
     losses = []
     for step, value in enumerate(batches()):
         replica.driver.begin_step(step)
         optimizer.zero_grad()
         loss = loss_of(replica.model, replica(value))
-        replica.driver.before_backward()
+        replica.driver.gradients.before_backward()
         loss.backward()
-        replica.driver.after_backward()
+        replica.driver.gradients.after_backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -113,7 +114,7 @@ def test_a_parameter_of_another_rank_may_be_in_the_loss(replicas: Any) -> None:
     replica = replicas(module, (1, 0))
     replica.driver.begin_step(0)
     loss(module, replica(value)).backward()
-    replica.driver.after_backward()
+    replica.driver.gradients.after_backward()
     for mine, theirs in zip(module.parameters(), reference.parameters()):
         if theirs.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
@@ -123,10 +124,10 @@ def test_unscaled_gradients_are_not_those_that_were_read_before(replicas: Any) -
     module, [value] = model(), batches(1)
     replica = replicas(module, (1, 0))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    replica.driver.connect_optimizers([optimizer])
+    replica.driver.optimizers.connect([optimizer])
     loss_of(module, replica(value)).backward()
     before = [parameter.grad.clone() for parameter in module.net.parameters()]
-    assert not replica.driver.unscale(optimizer, torch.tensor(0.5, dtype=torch.float64))
+    assert not replica.driver.optimizers.unscale(optimizer, torch.tensor(0.5, dtype=torch.float64))
     for parameter, gradient in zip(module.net.parameters(), before):
         assert torch.equal(parameter.grad, gradient / 2)  # type: ignore[arg-type]
 
@@ -138,7 +139,7 @@ def test_two_calls_of_a_step_that_stages_do_not_run_draw_other_numbers(replicas:
         driver.begin_step(3)
         found = []
         for _ in range(2):
-            with driver.one_stream():
+            with driver.calls.one_stream():
                 found.append(torch.rand(()).item())
         return found
 
@@ -173,7 +174,7 @@ def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
     replica.modules[2].net[4].weight.register_hook(lambda _: refuse())
     loss_of(module, replica(batches(1)[0])).backward()
     with pytest.raises(ValueError, match="on purpose") as found:
-        replica.driver.gradient_names()
+        replica.driver.commands.ask(Check())
     assert isinstance(found.value.__cause__, RemoteError)
     assert "rank 2 (worker, replica 0, stage 1) failed" in str(found.value.__cause__)
 
