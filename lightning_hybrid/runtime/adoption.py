@@ -14,6 +14,7 @@ from lightning_hybrid.errors import HybridError, NetworkError, PlanError
 from lightning_hybrid.network import (
     NetworkGraph,
     NetworkPartition,
+    StageCode,
     check,
     cut,
     find_boundary,
@@ -27,7 +28,7 @@ from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found import FoundNetwork, count
-from lightning_hybrid.runtime.network_call import DrivenNetwork, Specialization
+from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement, Specialization
 from lightning_hybrid.runtime.network_options import NetworkOptions
 
 
@@ -72,38 +73,43 @@ class Adoption:
             is_part: whether the user's cut points may be for a larger module, which it is part of.
 
         Raises:
-            NetworkError: the graph cannot be cut as asked, or does not run by itself.
-            PlanError: it has fewer partitions than there are stages.
+            HybridError: the graph cannot be cut as asked, or does not run by itself.
         """
-        key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
-        doing = self._announcements.doing
         with _as_if_alone():
             leaves = _where_the_network_is(found.module, graph.bind(values))
             with _named(found):
-                doing(found, "planning")
-                plan = self._plan(key, found, graph, partitions, leaves, is_part=is_part)
-                boundaries = [find_boundary(partitions, first) for first in plan.cuts]
-                codes = cut(graph, partitions, boundaries, self._driver.device)
-                if found.is_materialized:
-                    doing(found, "checking the stages of")
-                    check(graph, codes, leaves)
+                plan, codes = self._plan_and_cut(found, graph, partitions, leaves, is_part=is_part)
             parts = self._parts(found, graph, leaves, plan.microbatches)
-            doing(found, "handing out the stages of")
-            specialization = self._driver.add_network(
-                found.name,
-                found.module,
-                graph,
-                codes,
-                devices=plan.devices,
-                parts=parts,
-                schedule=plan.schedule,
-                continues=not found.whole,
+            self._announcements.doing(found, "handing out the stages of")
+            placement = Placement.of(codes, plan.devices, plan.schedule)
+            network = self._driver.add_network(
+                found.name, found.module, codes, placement, continues=not found.whole
             )
-        found.driven.append((specialization.network, plan))
-        found.specializations[graph] = specialization
+        found.driven.append((network, plan))
+        found.specializations[graph] = network.specialize(graph, parts)
         if found.whole:
-            found.capture.own(specialization.network.owned_names)
-        return specialization
+            found.capture.own(network.owned_names)
+        return found.specializations[graph]
+
+    def _plan_and_cut(
+        self,
+        found: FoundNetwork,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        leaves: Sequence[Tensor],
+        *,
+        is_part: bool,
+    ) -> tuple[Plan, list[StageCode]]:
+        """The plan of a network, and its stages, which compute what the graph does."""
+        key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
+        self._announcements.doing(found, "planning")
+        plan = self._plan(key, found, graph, partitions, leaves, is_part=is_part)
+        boundaries = [find_boundary(partitions, first) for first in plan.cuts]
+        codes = cut(graph, partitions, boundaries, self._driver.device)
+        if found.is_materialized:
+            self._announcements.doing(found, "checking the stages of")
+            check(graph, codes, leaves)
+        return plan, codes
 
     def add(
         self,
@@ -131,10 +137,10 @@ class Adoption:
         with _as_if_alone():
             codes = cut_at(graph, positions, self._driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
-            specialization = self._driver.add_specialization(network, graph, codes, parts)
-        found.specializations[graph] = specialization
+            self._driver.distribution.distribute_again(network, codes)
+        found.specializations[graph] = network.specialize(graph, parts)
         self._announcements.captured_again(found)
-        return specialization
+        return found.specializations[graph]
 
     # ------------------------------------------------------------------ micro-batches
 

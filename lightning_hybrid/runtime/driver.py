@@ -2,13 +2,13 @@
 
 (Under a free placement it may own earlier stages too.)
 
-The code around it works with its parts: :class:`Weights`, :class:`ReplicaGradients`,
-:class:`DrivenOptimizers`, and the proxies of what the workers own (:class:`RemoteTensors`). They
-share the commands to the workers; the driver itself begins and ends things: networks, steps, runs.
+The code around it works with its parts: :class:`Distribution` of stages, :class:`Weights`,
+:class:`ReplicaGradients`, :class:`DrivenOptimizers`, and the proxies of what the workers own
+(:class:`RemoteTensors`). They share the commands to the workers; the driver itself begins and ends
+things: networks, steps, runs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,45 +16,34 @@ from torch import nn
 
 from lightning_hybrid.comm.collectives import meet
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.links import Links, link_stages
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.protocol import (
     Check,
-    Command,
-    Cut,
     End,
     ForgetFailure,
     Report,
     Share,
-    TakeWeights,
 )
 from lightning_hybrid.comm.signals import signals_deferred
-from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import NetworkGraph, Stage, StageCode, make_stages
+from lightning_hybrid.network import StageCode
 from lightning_hybrid.network.deferred import is_unmade, make
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands, Workers
+from lightning_hybrid.runtime.distribution import Distributed, Distribution
 from lightning_hybrid.runtime.driven_optimizers import ALL, DrivenOptimizers
-from lightning_hybrid.runtime.engine import Engine, StageOptions
+from lightning_hybrid.runtime.engine import StageOptions
 from lightning_hybrid.runtime.faults import read_fault
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.large import (
-    Claim,
-    leave_to_worker,
-    refuse_tied,
     share_optimizers,
-    to_send,
 )
-from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement, Specialization
+from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.performance import Stopwatch
 from lightning_hybrid.runtime.remote import RemoteTensors
 from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.staged import (
-    borrowed_parameters,
-    own_buffers,
-    own_parameters,
     tensors_of,
 )
 from lightning_hybrid.runtime.step_calls import StepCalls
@@ -80,6 +69,7 @@ class Driver:
     Attributes:
         device: the driver's own.
         commands: to the workers.
+        distribution: gives all ranks their stages.
         remote: what the workers own, as the user's code sees it.
         weights: of all stages.
         gradients: likewise.
@@ -100,8 +90,8 @@ class Driver:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         here = mesh.coordinates
-        self._module, self._mesh, self.device, self._seed = module, mesh, device, seed
-        self._options, self._share, self._share_optimizers = options, share, False
+        self._module, self._mesh, self.device = module, mesh, device
+        self._share, self._share_optimizers = share, False
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
         self._names = {id(p): name for name, p in module.named_parameters()}
@@ -112,6 +102,9 @@ class Driver:
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
         self.calls = StepCalls(seed, here.dp_rank, device)
+        self.distribution = Distribution(
+            module, mesh, device, seed, options, self.commands, self._trace
+        )
         self.weights = Weights(
             module, here, self.commands, self._ownership, self._borrowing, self._replicated
         )
@@ -135,53 +128,31 @@ class Driver:
         self,
         name: str,
         network: nn.Module,
-        graph: NetworkGraph,
         codes: Sequence[StageCode],
+        placement: Placement,
         *,
-        devices: Sequence[int],
-        parts: int,
-        schedule: str,
         continues: bool,
-    ) -> Specialization:
+    ) -> DrivenNetwork:
         """Give every rank of the replica its stages of a network that has been cut.
 
         Args:
             name: dotted name of the network in the LightningModule.
             network: the module.
-            graph: its graph.
             codes: its stages.
-            devices: ``pp_rank`` of each stage; the last one is 0, this rank.
-            parts: into how many slices a batch is split in calls of this graph.
-            schedule: name of the schedule.
+            placement: where they go.
             continues: whether the code around a call draws random numbers of the same stream.
 
-        Returns:
-            The network, called by this graph.
-
         Raises:
-            NetworkError: code of a stage cannot travel to its rank.
-            Exception: of a worker that cannot make its stages.
-            DeferredError: stages share a weight that is made in ``configure_model``.
+            Exception: see :meth:`Distribution.distribute`.
         """
-        owned = tuple([frozenset(code.owned) for code in codes])
-        placement = Placement(tuple(devices), owned, schedule)
         number = len(self._networks)
-        parameters = dict(network.named_parameters())
-        borrowed = borrowed_parameters(
-            [[n for n in code.owned if n in parameters] for code in codes], devices
-        )
-        refuse_tied(name, tensors_of(self._module), borrowed)
-        self._refuse_compiled(name, borrowed[0])
-        links = self._order_cut(number, name, codes, placement, borrowed)
-        prefix = f"{name}." if name else ""
-        remote = self._hand_out_weights(prefix, codes, devices, borrowed)
-        engine = self._make_engine(prefix, network, codes, placement, links, borrowed[0])
+        made = self.distribution.distribute(number, name, network, codes, placement)
         driven = DrivenNetwork(
             number,
             name,
             network,
-            engine,
-            borrowed[0],
+            made.engine,
+            made.borrowed[0],
             placement,
             continues=continues,
             commands=self.commands,
@@ -189,26 +160,8 @@ class Driver:
             gradients=self.gradients,
             calls=self.calls,
         )
-        self._take_charge(driven, prefix, remote, borrowed)
-        return driven.specialize(graph, parts)
-
-    def add_specialization(
-        self, network: DrivenNetwork, graph: NetworkGraph, codes: Sequence[StageCode], parts: int
-    ) -> Specialization:
-        """Give every rank of the replica its stages of another graph of the same network.
-
-        Args:
-            network: the network.
-            graph: the graph.
-            codes: its stages; each uses tensors that its rank has.
-            parts: into how many micro-batches a batch may be split.
-        """
-        nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
-        self._order_cut(network.number, network.name, codes, network.placement, nobody)
-        here = [own.number for own in network.engine.owned]
-        stages = make_stages([codes[n] for n in here], network.module, self.device)
-        network.engine.add_variant(dict(zip(here, stages)))
-        return network.specialize(graph, parts)
+        self._take_charge(driven, made)
+        return driven
 
     def keep(self, module: nn.Module) -> None:
         """Take in a network that is not cut."""
@@ -226,125 +179,21 @@ class Driver:
         """Only replica 0 has loaded the state of optimizers."""
         self._share_optimizers = self._share
 
-    def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
-        for parameter in borrowed if self._options.compiled else ():
-            raise NetworkError(
-                f"compile_stages=True: the driver's stage of network {name!r} shares {parameter!r} "
-                "with that of another rank, and torch.compile would not hear of its changes. Cut "
-                "elsewhere (HybridGabraStrategy(allocation=[...])), or leave compile_stages out."
-            )
-
-    @signals_deferred
-    def _order_cut(
-        self,
-        number: int,
-        name: str,
-        codes: Sequence[StageCode],
-        placement: Placement,
-        borrowed: Sequence[frozenset[str]],
-    ) -> dict[int, Links]:
-        """Have the workers make their stages. Returns the links of those that are here, if new."""
-        for code in codes:
-            code.code.check()
-        orders: dict[int, Command] = {}
-        for worker in self._workers.ranks:
-            theirs = {n: codes[n] for n, rank in enumerate(placement.devices) if rank == worker}
-            orders[worker] = Cut(
-                number,
-                name,
-                theirs,
-                placement.devices,
-                borrowed[worker],
-                placement.schedule,
-                self._seed,
-            )
-        self.commands.tell_each(orders)
-        links = {}
-        if number == len(self._networks):
-            links = link_stages(self._mesh, placement.devices, self.device)
-        self._workers.hear(self._workers.ranks)
-        return links
-
-    def _hand_out_weights(
-        self,
-        prefix: str,
-        codes: Sequence[StageCode],
-        devices: Sequence[int],
-        borrowed: Sequence[frozenset[str]],
-    ) -> dict[int, tuple[str, ...]]:
-        """Send each worker the weights of its stages.
-
-        Returns:
-            By ``pp_rank`` of the worker, names in the LightningModule of what it owns.
-        """
-        tensors = tensors_of(self._module)
-        remote: dict[int, tuple[str, ...]] = {}
-        for worker in self._workers.ranks:
-            theirs = [code for code, device in zip(codes, devices) if device == worker]
-            names = {n: prefix + n for code in theirs for n in code.owned}
-            values = to_send(tensors, names.values())
-            self._workers.send(worker, TakeWeights(values.items()))
-            lent = borrowed[worker]
-            remote[worker] = tuple(full for n, full in names.items() if n not in lent)
-            leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
-        return remote
-
-    def _make_engine(
-        self,
-        prefix: str,
-        network: nn.Module,
-        codes: Sequence[StageCode],
-        placement: Placement,
-        links: Mapping[int, Links],
-        borrowed: frozenset[str],
-    ) -> Engine:
-        """This rank's stages, on its device."""
-        stages = dict(zip(links, make_stages([codes[n] for n in links], network, self.device)))
-        here: list[Stage] = [*stages.values()]
-        mine = [prefix + n for part in here for n in part.tensor_names]
-        Claim(self._module, mine, (), self._mesh.coordinates).settle(())
-        for part in here:
-            part.move(self.device)
-        copies = Copies(
-            own_parameters(here, borrowed),
-            partial(own_buffers, here),
-            self._mesh.data_parallel,
-            self._trace,
-            partial(state_buffers, network),
-        )
-        return Engine(
-            stages,
-            placement.devices,
-            self._mesh.coordinates,
-            links,
-            copies,
-            self.device,
-            placement.schedule,
-            self._seed,
-            self._trace,
-            self._options,
-        )
-
-    def _take_charge(
-        self,
-        driven: DrivenNetwork,
-        prefix: str,
-        remote: Mapping[int, Sequence[str]],
-        borrowed: Sequence[frozenset[str]],
-    ) -> None:
+    def _take_charge(self, driven: DrivenNetwork, made: Distributed) -> None:
         """All ranks have their stages: tell the parts of the driver whose tensors are where."""
+        prefix = f"{driven.name}." if driven.name else ""
         first, copies = not self._networks, driven.engine.copies
         self._networks.append(driven)
-        self._ownership.add(driven.number, remote)
+        self._ownership.add(driven.number, made.remote)
         self._replicated.add(copies, [prefix + name for name in driven.owned_names])
         self.optimizers.ship(fresh=ALL if first else 0)
         tensors = tensors_of(self._module)
-        owned_there = (name for names in remote.values() for name in names)
+        owned_there = (name for names in made.remote.values() for name in names)
         stages = [own.variants[0] for own in driven.engine.owned]
         used_here = [prefix + name for stage in stages for name in stage.buffer_names]
         proxies = (name for name in owned_there if not is_unmade(tensors[name]))
         self.remote.add(self._module, proxies, used_here)
-        self._borrowing.add([[prefix + n for n in sorted(names)] for names in borrowed])
+        self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
         if self._share:
             self._share_from_replica_0(driven.number, copies)
 

@@ -27,7 +27,7 @@ from lightning_hybrid.compat import (
     graph_is_kept,
 )
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import NetworkGraph
+from lightning_hybrid.network import NetworkGraph, StageCode
 from lightning_hybrid.network.places import place_now
 from lightning_hybrid.network.splitting import fits
 from lightning_hybrid.runtime.calls import Call, Gradients, Values
@@ -48,7 +48,7 @@ class Placement:
     """Where the stages of a network are.
 
     Attributes:
-        devices: ``pp_rank`` of each stage.
+        devices: ``pp_rank`` of each stage; the last one is 0, the driver.
         owned: of each stage, the names in the network of the tensors that belong to its rank.
         schedule: name of the schedule.
     """
@@ -56,6 +56,11 @@ class Placement:
     devices: tuple[int, ...]
     owned: tuple[frozenset[str], ...]
     schedule: str
+
+    @classmethod
+    def of(cls, codes: Sequence[StageCode], devices: Sequence[int], schedule: str) -> "Placement":
+        """That of these stages on these devices."""
+        return cls(tuple(devices), tuple([frozenset(code.owned) for code in codes]), schedule)
 
 
 class DrivenNetwork(StagedNetwork):
@@ -106,7 +111,7 @@ class DrivenNetwork(StagedNetwork):
         self._anchor = leaf.view_as(leaf)
 
     def specialize(self, graph: NetworkGraph, parts: int) -> "Specialization":
-        """Another way to call the network; all ranks have their stages of it, in this order.
+        """A way to call the network; all ranks have their stages of it, made in the same order.
 
         Args:
             graph: of the call.

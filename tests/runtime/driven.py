@@ -18,6 +18,7 @@ from lightning_hybrid.network.deferred import Hollow
 from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.engine import StageOptions
+from lightning_hybrid.runtime.network_call import Placement
 from lightning_hybrid.runtime.worker import Worker
 
 
@@ -75,6 +76,7 @@ class Replica:
     Attributes:
         ranks: of the replica.
         driver: the driver.
+        network: as the driver sees it.
         call: of the network, by the graph that it was cut with.
         results: of each worker what it returned at the end of the run, or raised.
     """
@@ -102,16 +104,11 @@ class Replica:
         partitions = network_partitions(graph)
         share = len(partitions) / len(devices)
         codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
-        self.call = self.driver.add_network(
-            "net",
-            model.net,
-            graph,
-            codes,
-            devices=devices,
-            parts=parts,
-            schedule="gpipe",
-            continues=continues,
+        placement = Placement.of(codes, devices, "gpipe")
+        self.network = self.driver.add_network(
+            "net", model.net, codes, placement, continues=continues
         )
+        self.call = self.network.specialize(graph, parts)
         self._calls.compute = lambda _, values: self.call(values)
 
     def __call__(self, value: Tensor) -> Any:
