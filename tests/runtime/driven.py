@@ -35,6 +35,24 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+def model() -> Model:
+    """Four layers, in float64."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.Tanh())]
+    return Model(nn.Sequential(*layers)).double()
+
+
+def batches(count: int = 4) -> list[Tensor]:
+    """Inputs of :func:`model`."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def loss_of(module: Model, output: Tensor) -> Tensor:
+    """Of what the network has returned, with the parameter outside of it."""
+    return (module.scale * output).square().mean()
+
+
 class Calls:
     """Calls of a network as its strategy sees them: a graph, and the arguments of the graph."""
 
