@@ -164,3 +164,31 @@ class Replica:
             self.results[rank] = worker.serve()
         except Exception as error:
             self.results[rank] = error
+
+
+def train_one_device(module: Model, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train with all batches. Returns the losses."""
+    losses = []
+    for value in batches():
+        optimizer.zero_grad()
+        loss = loss_of(module, torch.cat([module.net(part) for part in value.chunk(2)]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(replica: Replica, optimizer: torch.optim.Optimizer) -> list[float]:
+    """The same, on all ranks of a replica."""
+    replica.driver.optimizers.connect([optimizer])
+    losses = []
+    for step, value in enumerate(batches()):
+        replica.driver.begin_step(step)
+        optimizer.zero_grad()
+        loss = loss_of(replica.model, replica(value))
+        replica.driver.gradients.before_backward()
+        loss.backward()
+        replica.driver.gradients.after_backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

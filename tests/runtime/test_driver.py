@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Model, Replica, batches, loss_of, model
+from driven import Model, Replica, batches, loss_of, model, train, train_one_device
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.failure import Failure
@@ -13,32 +13,6 @@ from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.errors import RemoteError
 
 DEVICES = [(1, 0), (1, 2, 0), (1, 2, 1, 0)]
-
-
-def train_one_device(module: Model, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for value in batches():
-        optimizer.zero_grad()
-        loss = loss_of(module, torch.cat([module.net(part) for part in value.chunk(2)]))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def train(replica: Replica, optimizer: torch.optim.Optimizer) -> list[float]:
-    replica.driver.optimizers.connect([optimizer])
-    losses = []
-    for step, value in enumerate(batches()):
-        replica.driver.begin_step(step)
-        optimizer.zero_grad()
-        loss = loss_of(replica.model, replica(value))
-        replica.driver.gradients.before_backward()
-        loss.backward()
-        replica.driver.gradients.after_backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("devices", DEVICES)

@@ -118,3 +118,17 @@ def test_frozen_parameters_and_inputs_need_no_backward(replicas: Any) -> None:
     module.net.requires_grad_(False)
     assert not replica(value).requires_grad
     assert not replica.network.calls
+
+
+def test_after_a_forward_that_failed_on_the_driver_the_next_one_is_computed(replicas: Any) -> None:
+    module, [value] = model(), batches(1)
+    reference, replica = deepcopy(module), replicas(module, (1, 0))
+    weight = module.net[-2].weight
+    good, weight.data = weight.data, torch.ones(5, 5, dtype=torch.float64)
+    for _ in range(2):  # the shapes of a new key are exchanged again
+        with pytest.raises(RuntimeError, match="shape"):
+            replica.call(arguments(replica.call, value))
+    weight.data = good
+    [output] = replica.call(arguments(replica.call, value))
+    torch.testing.assert_close(output, reference.net(value), rtol=1e-12, atol=1e-12)
+    assert len(replica.network.calls) == 1
