@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from crew import Crew
-from driven import Model, Replica, batches
+from driven import Model, Ranks, Replica, batches
 
 from lightning_hybrid.comm.failure import Failure
 
@@ -20,9 +20,27 @@ def replicas() -> Iterator[Callable[[Model, tuple[int, ...]], Replica]]:
 
     yield make
     for replica in made:
-        if len(replica.results) < len(replica.modules):
-            replica.driver.abort(Failure("the test is over"))
-            replica.close()
+        let_go(replica)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[[Model, int], Ranks]]:
+    """Makes drivers with a number of workers, likewise."""
+    made: list[Ranks] = []
+
+    def make(module: Model, workers: int) -> Ranks:
+        made.append(Ranks(module, workers))
+        return made[-1]
+
+    yield make
+    for one in made:
+        let_go(one)
+
+
+def let_go(ranks: Ranks) -> None:
+    if len(ranks.results) < len(ranks.modules):
+        ranks.driver.abort(Failure("the test is over"))
+        ranks.close()
 
 
 @pytest.fixture

@@ -80,59 +80,31 @@ class Calls:
         return run(graph, make_stages(codes, self._network, CPU), graph.bind(values))
 
 
-class Replica:
-    """One replica in this process.
+class Ranks:
+    """A driver, and its workers as threads of this process. Nothing is cut yet.
 
     Args:
         model: the module; workers have copies of it.
-        value: an input of its network.
-        devices: ``pp_rank`` of each stage.
-        parts: micro-batches.
+        workers: how many.
         timeout_s: how long a rank waits for another one.
-        continues: the network draws from the stream of the code around it.
 
     Attributes:
+        model: the module.
         ranks: of the replica.
         driver: the driver.
-        network: as the driver sees it.
-        call: of the network, by the graph that it was cut with.
+        modules: the workers', by ``pp_rank``.
         results: of each worker what it returned at the end of the run, or raised.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        value: Tensor,
-        devices: tuple[int, ...],
-        parts: int = 2,
-        timeout_s: float = 60.0,
-        *,
-        continues: bool = False,
-    ) -> None:
+    def __init__(self, model: Model, workers: int, timeout_s: float = 60.0) -> None:
         self.model = model
-        self.ranks = MemoryReplica(max(devices) + 1, timeout_s)
-        self.modules = {rank: deepcopy(model) for rank in range(1, max(devices) + 1)}
+        self.ranks = MemoryReplica(workers + 1, timeout_s)
+        self.modules = {rank: deepcopy(model) for rank in range(1, workers + 1)}
         self.results: dict[int, Any] = {}
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
-        self._calls = Calls(model.net)
-        graph = self._calls.graph(value)
-        self.driver = Driver(model, self._mesh(0), CPU, 0, StageOptions())
-        partitions = network_partitions(graph)
-        share = len(partitions) / len(devices)
-        codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
-        placement = Placement.of(codes, devices, "gpipe")
-        self.network = self.driver.add_network(
-            "net", model.net, codes, placement, continues=continues
-        )
-        self.call = self.network.specialize(graph, parts)
-        self._calls.compute = lambda _, values: self.call(values)
-
-    def __call__(self, value: Tensor) -> Any:
-        """Call the network."""
-        with self.driver.remote.suspended():  # the capture looks at ordinary tensors
-            return self._calls(value)
+        self.driver = Driver(model, self.mesh(0), CPU, 0, StageOptions())
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
@@ -147,7 +119,8 @@ class Replica:
             assert not thread.is_alive(), "a worker hangs"
         self.driver.close()
 
-    def _mesh(self, rank: int) -> Any:
+    def mesh(self, rank: int) -> Any:
+        """That of a rank."""
         lines = self.ranks.lines[rank]
         return SimpleNamespace(
             coordinates=lines.coordinates,
@@ -156,14 +129,60 @@ class Replica:
             say_goodbye=lines.say_goodbye,
             timeout=timedelta(minutes=10),
             data_parallel=ALONE,
+            drivers=ALONE,
         )
 
     def _serve(self, rank: int) -> None:
-        worker = Worker(self.modules[rank], self._mesh(rank), CPU, StageOptions())
+        worker = Worker(self.modules[rank], self.mesh(rank), CPU, StageOptions())
         try:
             self.results[rank] = worker.serve()
         except Exception as error:
             self.results[rank] = error
+
+
+class Replica(Ranks):
+    """A replica whose network is cut.
+
+    Args:
+        model: the module; workers have copies of it.
+        value: an input of its network.
+        devices: ``pp_rank`` of each stage.
+        parts: micro-batches.
+        timeout_s: how long a rank waits for another one.
+        continues: the network draws from the stream of the code around it.
+
+    Attributes:
+        network: as the driver sees it.
+        call: of the network, by the graph that it was cut with.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        value: Tensor,
+        devices: tuple[int, ...],
+        parts: int = 2,
+        timeout_s: float = 60.0,
+        *,
+        continues: bool = False,
+    ) -> None:
+        super().__init__(model, max(devices), timeout_s)
+        self._calls = Calls(model.net)
+        graph = self._calls.graph(value)
+        partitions = network_partitions(graph)
+        share = len(partitions) / len(devices)
+        codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
+        placement = Placement.of(codes, devices, "gpipe")
+        self.network = self.driver.add_network(
+            "net", model.net, codes, placement, continues=continues
+        )
+        self.call = self.network.specialize(graph, parts)
+        self._calls.compute = lambda _, values: self.call(values)
+
+    def __call__(self, value: Tensor) -> Any:
+        """Call the network."""
+        with self.driver.remote.suspended():  # the capture looks at ordinary tensors
+            return self._calls(value)
 
 
 def train_one_device(module: Model, optimizer: torch.optim.Optimizer) -> list[float]:
