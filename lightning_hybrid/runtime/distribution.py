@@ -183,8 +183,8 @@ class Distribution:
             names = {n: prefix + n for code in theirs for n in code.owned}
             values = to_send(tensors, names.values())
             self._workers.send(worker, TakeWeights(values.items()))
-            lent = borrowed[worker]
-            remote[worker] = tuple(full for n, full in names.items() if n not in lent)
+            mine = [full for n, full in names.items() if n not in borrowed[worker]]
+            remote[worker] = tuple(mine)
             leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
         return remote
 
