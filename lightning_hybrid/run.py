@@ -129,7 +129,7 @@ class Run:
 
         Args:
             name: of the network.
-            arguments: see :class:`lightning_hybrid.runtime.discovery.Planner`.
+            arguments: see :class:`lightning_hybrid.runtime.network_options.Planner`.
             chosen: see there.
             optimizers: the user's, which need memory if the run trains.
         """

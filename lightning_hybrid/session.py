@@ -29,9 +29,10 @@ from lightning_hybrid.performance_log import (
 from lightning_hybrid.results import Results, adopt_results, collect_results
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.runtime.batchnorm import Synchronised
-from lightning_hybrid.runtime.discovery import Discovery, Networks, Planner
+from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.faults import is_loss
+from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
 from lightning_hybrid.runtime.worker import Worker
 from lightning_hybrid.world import Phase
 
@@ -55,7 +56,7 @@ class DriverSession:
         self,
         run: Run,
         driver: Driver,
-        networks: Networks,
+        networks: Discovery,
         statistics: AbstractContextManager[Any],
         performance: PerformanceLog | NoPerformanceLog,
     ) -> None:
@@ -86,7 +87,7 @@ class DriverSession:
             share=run.building.deferred,
             say=rank_zero_info,
         )
-        discovery = Discovery(
+        network_options = NetworkOptions(
             config.names,
             config.microbatches,
             make_plan,
@@ -102,7 +103,7 @@ class DriverSession:
             performance = run.measurement.log(run.trainer, run.plans, replicas, driver.reports)
         statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
         try:
-            networks = Networks(run.module, driver, mesh, discovery, run.plans)
+            networks = Discovery(run.module, driver, mesh, network_options, run.plans)
         except BaseException as error:  # a name that the user has given; the workers serve already
             driver.abort(Failure.of(error, str(mesh.coordinates)))
             driver.close()
@@ -111,15 +112,16 @@ class DriverSession:
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
+        optimizers = self._driver.optimizers
         # clipping by a norm needs the gradients of all stages
         vars(self._run.precision).update(
-            clip_grad_by_norm=self._driver.clip_norm, clip_grad_by_value=self._driver.clip_values
+            clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
         )
         if self._run.world.coordinates.ranks_per_replica == 1:
             return
         vars(self._run.accelerator)["get_device_stats"] = self._device_stats
         for scaler in scalers_of(self._run.precision):
-            replace_unscaling(scaler, self._driver.unscale)
+            replace_unscaling(scaler, optimizers.unscale)
 
     def _release(self) -> None:
         """Undo :meth:`_intercept`."""
@@ -166,25 +168,25 @@ class DriverSession:
         Args:
             compute: runs autograd.
         """
-        self._driver.before_backward()
+        self._driver.gradients.before_backward()
         with self._statistics:  # activation checkpointing runs layers again here
             compute()
-        self._driver.after_backward()
-        if not self._run.is_global_zero and self._driver.synchronize:
+        self._driver.gradients.after_backward()
+        if not self._run.is_global_zero and self._driver.gradients.synchronize:
             run_pending(hold=True)  # the first driver has been here too
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, gradients stay those of each replica."""
-        self._driver.synchronize = False
+        self._driver.gradients.synchronize = False
         try:
             yield
         finally:
-            self._driver.synchronize = True
+            self._driver.gradients.synchronize = True
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step on all ranks."""
-        self._driver.connect_optimizers(optimizers)
+        self._driver.optimizers.connect(optimizers)
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
@@ -199,7 +201,7 @@ class DriverSession:
 
     def validation_starts(self) -> None:
         """All replicas validate with the buffers of replica 0."""
-        self._driver.broadcast_buffers()
+        self._driver.weights.broadcast_buffers()
         self._performance.pause()
 
     def validation_ends(self) -> None:
@@ -218,10 +220,10 @@ class DriverSession:
         # else a callback saves what is left after a failure
         if self._run.world.phase is Phase.RUNNING:
             self._driver.check()
-            self._driver.broadcast_buffers()
+            self._driver.weights.broadcast_buffers()
         if not here:
             return {}
-        with self._driver.whole():
+        with self._driver.weights.whole():
             return module.state_dict()
 
     full_state_dict = state_dict
@@ -241,7 +243,7 @@ class DriverSession:
             return
         with self._driver.remote.suspended(), self._run.building.loading(module):
             yield
-        self._driver.scatter_weights()
+        self._driver.weights.scatter()
 
     def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """The checkpoint from which this rank is to load its optimizers."""
@@ -257,8 +259,8 @@ class DriverSession:
         went_well = self._run.trainer.state.status != TrainerStatus.INTERRUPTED
         if went_well and self._run.fitting and self._run.world.phase is Phase.RUNNING:
             self._driver.check()
-            self._driver.broadcast_buffers()
-            self._driver.gather_weights()
+            self._driver.weights.broadcast_buffers()
+            self._driver.weights.gather()
         self._driver.close()
         self._release()
 

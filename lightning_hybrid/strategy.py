@@ -218,7 +218,7 @@ class HybridGabraStrategy(ReplicaStrategy):
         self.setup_precision_plugin()
 
     def _make_plan(self, run: Run, *arguments: Any, chosen: bool) -> Plan:
-        """The plan of a network; see :class:`lightning_hybrid.runtime.discovery.Planner`."""
+        """The plan of a network; see :class:`lightning_hybrid.runtime.network_options.Planner`."""
         return run.make_plan(*arguments, chosen=chosen, optimizers=self.optimizers)
 
     def _serve(self, session: WorkerSession) -> Results:

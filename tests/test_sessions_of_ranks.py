@@ -98,7 +98,8 @@ class Driven:
     def __init__(self, run: Run | None = None) -> None:
         self.notes: list[Any] = []
         self.run, self.driver = run or make_run(), Notes(self.notes)
-        self.driver.remote = Notes(self.notes)
+        for part in ("remote", "weights", "gradients", "optimizers"):
+            setattr(self.driver, part, Notes(self.notes))
         statistics = Notes(self.notes).statistics()
         self.session = DriverSession(
             self.run, self.driver, Notes(self.notes), statistics, NoPerformanceLog()
@@ -128,9 +129,9 @@ def test_gradients_are_averaged_again_after_an_accumulation_that_failed() -> Non
     driven = Driven()
     context = driven.session.accumulating()
     context.__enter__()
-    assert not driven.driver.synchronize
+    assert not driven.driver.gradients.synchronize
     assert not context.__exit__(KeyError, KeyError(), None)
-    assert driven.driver.synchronize
+    assert driven.driver.gradients.synchronize
 
 
 def test_a_state_dict_is_of_replicas_that_are_well() -> None:
@@ -157,7 +158,7 @@ def test_loaded_weights_go_to_the_workers() -> None:
     driven = Driven()
     with driven.session.loading(driven.run.module):
         driven.notes.append("load")
-    assert driven.notes == ["suspended", "load", "end of suspended", "scatter_weights"]
+    assert driven.notes == ["suspended", "load", "end of suspended", "scatter"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_weights_come_back_after_a_fit_that_went_well(
     driven = Driven(make_run(fitting=fitting))
     driven.run.trainer.state.status, driven.run.world.phase = status, phase
     driven.session.close()
-    assert ("gather_weights" in driven.notes) is gathers
+    assert ("gather" in driven.notes) is gathers
     assert driven.notes[-1] == "close"
 
 
@@ -221,7 +222,7 @@ def test_workers_hear_of_a_failure_before_the_session_is_complete(
     run = make_run()
     run.world.mesh = SimpleNamespace(coordinates=run.world.coordinates, drivers=None)
     monkeypatch.setattr(sessions, "Driver", lambda *_, **__: driver)
-    monkeypatch.setattr(sessions, "Networks", no_such_name)
+    monkeypatch.setattr(sessions, "Discovery", no_such_name)
     monkeypatch.setattr(sessions, "broadcast_object", lambda _, value: value)
     with pytest.raises(HybridError, match="nowhere"):
         DriverSession.begin(run, None)

@@ -2,48 +2,35 @@
 
 The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
 borrow. Before a forward the borrowers have the owner's values, and after a backward the owner has
-the borrowers' gradients. What the driver's own stages borrow are windows
+the borrowers' gradients. What the driver's own stages borrow are proxies
 (:mod:`lightning_hybrid.runtime.remote`) and needs no bringing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_hybrid.comm.protocol import Kind
-from lightning_hybrid.runtime.remote import RemoteTensors
-
-
-class Lender(Protocol):
-    """What it takes of the driver."""
-
-    remote: RemoteTensors
-
-    def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]: ...
-    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None: ...
+from lightning_hybrid.comm.protocol import GiveBorrowedGradients, Kind, TakeWeights
+from lightning_hybrid.comm.signals import signals_deferred
+from lightning_hybrid.runtime.commands import Commands
+from lightning_hybrid.runtime.ownership import Ownership
+from lightning_hybrid.runtime.unsettled import Unsettled
 
 
 class Borrowing:
     """What the ranks of one replica borrow of each other.
 
     Args:
-        lender: the driver.
-        hand_out: gives tensors to a worker that borrows them.
-        collect: takes the gradients that borrowing workers have, and clears them there.
+        commands: to the workers.
+        ownership: of their tensors.
+        unsettled: whether there may be gradients to bring.
     """
 
-    def __init__(
-        self,
-        lender: Lender,
-        hand_out: Callable[[int, Mapping[str, Tensor]], None],
-        collect: Callable[[], Mapping[str, Tensor]],
-    ) -> None:
-        self._lender, self._hand_out, self._collect = lender, hand_out, collect
+    def __init__(self, commands: Commands, ownership: Ownership, unsettled: Unsettled) -> None:
+        self._commands, self._ownership, self._unsettled = commands, ownership, unsettled
         self._here: list[str] = []
         self._workers: dict[int, list[str]] = {}
         self._current: object = None
-        self._gradients = False
 
     def __bool__(self) -> bool:
         return bool(self._here or self._workers)
@@ -64,7 +51,7 @@ class Borrowing:
         """
         if not self:
             return
-        remote = self._lender.remote
+        remote = self._commands.remote
         if grad:
             remote.note_use(self._here)
         remote.flush()
@@ -72,16 +59,22 @@ class Borrowing:
             return
         remote.read_all(self._here)
         for worker, names in self._workers.items():
-            self._hand_out(worker, self._lender.give(Kind.PARAMETER, names))
+            values = self._ownership.give(Kind.PARAMETER, names)
+            self._commands.workers.send(worker, TakeWeights(values.items()))
         self._current = remote.state(Kind.PARAMETER)
-
-    def note_backward(self) -> None:
-        """A backward has added to gradients."""
-        self._gradients = True
 
     def settle(self) -> None:
         """Gradients are about to be used: the owners need those of the borrowers."""
-        if self._workers and self._gradients:
-            self._lender.take(Kind.GRADIENT, self._collect(), add=True)
-            self._lender.remote.outdate(Kind.GRADIENT)
-        self._gradients = False
+        if self._workers and self._unsettled.borrowed:
+            self._ownership.take(Kind.GRADIENT, self._collect(), add=True)
+            self._commands.remote.outdate(Kind.GRADIENT)
+        self._unsettled.borrowed = False
+
+    @signals_deferred
+    def _collect(self) -> Mapping[str, Tensor]:
+        """The gradients that borrowing workers have; they are cleared there."""
+        found: dict[str, Tensor] = {}
+        for answer in self._commands.ask(GiveBorrowedGradients()):
+            for name, value in answer.tensors:
+                found[name] = found[name] + value if name in found else value
+        return found

@@ -18,6 +18,7 @@ from lightning_hybrid.network.deferred import Hollow
 from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.engine import StageOptions
+from lightning_hybrid.runtime.network_call import Placement
 from lightning_hybrid.runtime.worker import Worker
 
 
@@ -32,6 +33,24 @@ class Model(nn.Module):
         super().__init__()
         self.net = network
         self.scale = nn.Parameter(torch.ones(()))
+
+
+def model() -> Model:
+    """Four layers, in float64."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.Tanh())]
+    return Model(nn.Sequential(*layers)).double()
+
+
+def batches(count: int = 4) -> list[Tensor]:
+    """Inputs of :func:`model`."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def loss_of(module: Model, output: Tensor) -> Tensor:
+    """Of what the network has returned, with the parameter outside of it."""
+    return (module.scale * output).square().mean()
 
 
 class Calls:
@@ -61,8 +80,68 @@ class Calls:
         return run(graph, make_stages(codes, self._network, CPU), graph.bind(values))
 
 
-class Replica:
-    """One replica in this process.
+class Ranks:
+    """A driver, and its workers as threads of this process. Nothing is cut yet.
+
+    Args:
+        model: the module; workers have copies of it.
+        workers: how many.
+        timeout_s: how long a rank waits for another one.
+
+    Attributes:
+        model: the module.
+        ranks: of the replica.
+        driver: the driver.
+        modules: the workers', by ``pp_rank``.
+        results: of each worker what it returned at the end of the run, or raised.
+    """
+
+    def __init__(self, model: Model, workers: int, timeout_s: float = 60.0) -> None:
+        self.model = model
+        self.ranks = MemoryReplica(workers + 1, timeout_s)
+        self.modules = {rank: deepcopy(model) for rank in range(1, workers + 1)}
+        self.results: dict[int, Any] = {}
+        self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
+        for thread in self._threads:
+            thread.start()
+        self.driver = Driver(model, self.mesh(0), CPU, 0, StageOptions())
+
+    def end(self, results: Any = None) -> None:
+        """End the run as after a fit."""
+        self.driver.weights.gather()
+        self.driver.end(results, weights=True)
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the workers."""
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a worker hangs"
+        self.driver.close()
+
+    def mesh(self, rank: int) -> Any:
+        """That of a rank."""
+        lines = self.ranks.lines[rank]
+        return SimpleNamespace(
+            coordinates=lines.coordinates,
+            channel=lines.channel,
+            wires=lines.wires,
+            say_goodbye=lines.say_goodbye,
+            timeout=timedelta(minutes=10),
+            data_parallel=ALONE,
+            drivers=ALONE,
+        )
+
+    def _serve(self, rank: int) -> None:
+        worker = Worker(self.modules[rank], self.mesh(rank), CPU, StageOptions())
+        try:
+            self.results[rank] = worker.serve()
+        except Exception as error:
+            self.results[rank] = error
+
+
+class Replica(Ranks):
+    """A replica whose network is cut.
 
     Args:
         model: the module; workers have copies of it.
@@ -73,9 +152,8 @@ class Replica:
         continues: the network draws from the stream of the code around it.
 
     Attributes:
-        ranks: of the replica.
-        driver: the driver.
-        results: of each worker what it returned at the end of the run, or raised.
+        network: as the driver sees it.
+        call: of the network, by the graph that it was cut with.
     """
 
     def __init__(
@@ -88,63 +166,48 @@ class Replica:
         *,
         continues: bool = False,
     ) -> None:
-        self.model = model
-        self.ranks = MemoryReplica(max(devices) + 1, timeout_s)
-        self.modules = {rank: deepcopy(model) for rank in range(1, max(devices) + 1)}
-        self.results: dict[int, Any] = {}
-        self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(model, max(devices), timeout_s)
         self._calls = Calls(model.net)
         graph = self._calls.graph(value)
-        self.driver = Driver(model, self._mesh(0), CPU, 0, StageOptions())
         partitions = network_partitions(graph)
         share = len(partitions) / len(devices)
         codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
+        placement = Placement.of(codes, devices, "gpipe")
         self.network = self.driver.add_network(
-            "net",
-            model.net,
-            graph,
-            codes,
-            devices=devices,
-            parts=parts,
-            schedule="gpipe",
-            continues=continues,
+            "net", model.net, codes, placement, continues=continues
         )
-        self._calls.compute = self.network
+        self.call = self.network.specialize(graph, parts)
+        self._calls.compute = lambda _, values: self.call(values)
 
     def __call__(self, value: Tensor) -> Any:
         """Call the network."""
         with self.driver.remote.suspended():  # the capture looks at ordinary tensors
             return self._calls(value)
 
-    def end(self, results: Any = None) -> None:
-        """End the run as after a fit."""
-        self.driver.gather_weights()
-        self.driver.end(results, weights=True)
-        self.close()
 
-    def close(self) -> None:
-        """Wait for the workers."""
-        for thread in self._threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a worker hangs"
-        self.driver.close()
+def train_one_device(module: Model, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train with all batches. Returns the losses."""
+    losses = []
+    for value in batches():
+        optimizer.zero_grad()
+        loss = loss_of(module, torch.cat([module.net(part) for part in value.chunk(2)]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
-    def _mesh(self, rank: int) -> Any:
-        lines = self.ranks.lines[rank]
-        return SimpleNamespace(
-            coordinates=lines.coordinates,
-            channel=lines.channel,
-            wires=lines.wires,
-            say_goodbye=lines.say_goodbye,
-            timeout=timedelta(minutes=10),
-            data_parallel=ALONE,
-        )
 
-    def _serve(self, rank: int) -> None:
-        worker = Worker(self.modules[rank], self._mesh(rank), CPU, StageOptions())
-        try:
-            self.results[rank] = worker.serve()
-        except Exception as error:
-            self.results[rank] = error
+def train(replica: Replica, optimizer: torch.optim.Optimizer) -> list[float]:
+    """The same, on all ranks of a replica."""
+    replica.driver.optimizers.connect([optimizer])
+    losses = []
+    for step, value in enumerate(batches()):
+        replica.driver.begin_step(step)
+        optimizer.zero_grad()
+        loss = loss_of(replica.model, replica(value))
+        replica.driver.gradients.before_backward()
+        loss.backward()
+        replica.driver.gradients.after_backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

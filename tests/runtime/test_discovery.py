@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
 from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.runtime.discovery import Discovery, Networks
+from lightning_hybrid.runtime.discovery import Discovery
+from lightning_hybrid.runtime.network_options import NetworkOptions
 
 X = torch.ones(4, 6)
 
@@ -28,14 +29,14 @@ class Watched:
             settle=self.settle,
             keep=lambda module: None,
             remote=SimpleNamespace(suspended=nullcontext),
-            one_stream=nullcontext,
+            calls=SimpleNamespace(one_stream=nullcontext),
         )
         mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
-        self.networks = Networks(
+        self.networks = Discovery(
             self.module,
             driver,
             mesh,
-            Discovery(
+            NetworkOptions(
                 None,
                 2,
                 self.plan,

@@ -1,74 +1,18 @@
 """A driver and its workers train a network that is really cut, in one process."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from driven import Model, Replica
+from driven import Model, Replica, batches, loss_of, model, train, train_one_device
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.errors import RemoteError
 
 DEVICES = [(1, 0), (1, 2, 0), (1, 2, 1, 0)]
-
-
-def model() -> Model:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.Tanh())]
-    return Model(nn.Sequential(*layers)).double()
-
-
-def batches(count: int = 4) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
-
-
-@pytest.fixture
-def replicas() -> Iterator[Any]:
-    made: list[Replica] = []
-
-    def make(module: Model, devices: tuple[int, ...]) -> Replica:
-        made.append(Replica(module, batches(1)[0], devices))
-        return made[-1]
-
-    yield make
-    for replica in made:
-        if len(replica.results) < len(replica.modules):
-            replica.driver.abort(Failure("the test is over"))
-            replica.close()
-
-
-def loss_of(module: Model, output: Tensor) -> Tensor:
-    return (module.scale * output).square().mean()
-
-
-def train_one_device(module: Model, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for value in batches():
-        optimizer.zero_grad()
-        loss = loss_of(module, torch.cat([module.net(part) for part in value.chunk(2)]))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def train(replica: Replica, optimizer: torch.optim.Optimizer) -> list[float]:
-    replica.driver.connect_optimizers([optimizer])
-    losses = []
-    for step, value in enumerate(batches()):
-        replica.driver.begin_step(step)
-        optimizer.zero_grad()
-        loss = loss_of(replica.model, replica(value))
-        replica.driver.before_backward()
-        loss.backward()
-        replica.driver.after_backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("devices", DEVICES)
@@ -113,40 +57,10 @@ def test_a_parameter_of_another_rank_may_be_in_the_loss(replicas: Any) -> None:
     replica = replicas(module, (1, 0))
     replica.driver.begin_step(0)
     loss(module, replica(value)).backward()
-    replica.driver.after_backward()
+    replica.driver.gradients.after_backward()
     for mine, theirs in zip(module.parameters(), reference.parameters()):
         if theirs.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_unscaled_gradients_are_not_those_that_were_read_before(replicas: Any) -> None:
-    module, [value] = model(), batches(1)
-    replica = replicas(module, (1, 0))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    replica.driver.connect_optimizers([optimizer])
-    loss_of(module, replica(value)).backward()
-    before = [parameter.grad.clone() for parameter in module.net.parameters()]
-    assert not replica.driver.unscale(optimizer, torch.tensor(0.5, dtype=torch.float64))
-    for parameter, gradient in zip(module.net.parameters(), before):
-        assert torch.equal(parameter.grad, gradient / 2)  # type: ignore[arg-type]
-
-
-def test_two_calls_of_a_step_that_stages_do_not_run_draw_other_numbers(replicas: Any) -> None:
-    driver = replicas(model(), (1, 0)).driver
-
-    def draws() -> list[float]:
-        driver.begin_step(3)
-        found = []
-        for _ in range(2):
-            with driver.one_stream():
-                found.append(torch.rand(()).item())
-        return found
-
-    before = torch.get_rng_state()
-    first, second = draws()
-    assert first != second
-    assert draws() == [first, second]  # of the same step, resumed
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("devices", DEVICES)
@@ -173,7 +87,7 @@ def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
     replica.modules[2].net[4].weight.register_hook(lambda _: refuse())
     loss_of(module, replica(batches(1)[0])).backward()
     with pytest.raises(ValueError, match="on purpose") as found:
-        replica.driver.gradient_names()
+        replica.driver.commands.ask(Check())
     assert isinstance(found.value.__cause__, RemoteError)
     assert "rank 2 (worker, replica 0, stage 1) failed" in str(found.value.__cause__)
 

@@ -15,7 +15,8 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.runtime.discovery import Discovery, Networks
+from lightning_hybrid.runtime.discovery import Discovery
+from lightning_hybrid.runtime.network_options import NetworkOptions
 
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -100,7 +101,7 @@ def test_more_stages_than_partitions() -> None:
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
     remote = SimpleNamespace(suspended=nullcontext)
     driver = SimpleNamespace(device=torch.device("cpu"), remote=remote)  # as far as it is asked
-    discovery = Discovery(
+    options = NetworkOptions(
         None,
         2,
         plan,
@@ -110,7 +111,7 @@ def test_more_stages_than_partitions() -> None:
         say=print,
         progress=StartProgress(None),
     )
-    networks = Networks(module, driver, OneReplica(stages), discovery, {})
+    networks = Discovery(module, driver, OneReplica(stages), options, {})
     with pytest.raises(PlanError, match=r"3 network partitions, fewer than pipe.*=50"):
         module.net(torch.zeros(4, 6))
     networks.close()

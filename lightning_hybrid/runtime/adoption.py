@@ -1,0 +1,312 @@
+"""From a captured graph to its stages on all ranks: plan it, cut it, check it, hand it out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.comm.collectives import broadcast_object
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.compat import BatchNorm, own_saved_tensors
+from lightning_hybrid.errors import HybridError, NetworkError, PlanError
+from lightning_hybrid.network import (
+    NetworkGraph,
+    NetworkPartition,
+    StageCode,
+    check,
+    cut,
+    find_boundary,
+    why_whole,
+)
+from lightning_hybrid.network.following import CannotFollow, follow
+from lightning_hybrid.network.places import place_of
+from lightning_hybrid.network.stage import cut_at
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.runtime.announcements import Announcements
+from lightning_hybrid.runtime.batchnorm import Synchronised
+from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.found import FoundNetwork, count
+from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement, Specialization
+from lightning_hybrid.runtime.network_options import NetworkOptions
+
+
+class Adoption:
+    """Makes networks of captured graphs.
+
+    Args:
+        driver: of this replica.
+        mesh: the groups.
+        options: how networks are cut.
+        plans: plans of networks that were found in earlier runs, by name; new ones are added.
+        announcements: what the user is told.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        mesh: Mesh,
+        options: NetworkOptions,
+        plans: dict[str, Plan],
+        announcements: Announcements,
+    ) -> None:
+        self._driver, self._mesh, self._options, self._plans = driver, mesh, options, plans
+        self._announcements = announcements
+
+    def adopt(
+        self,
+        found: FoundNetwork,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        values: Sequence[Any],
+        *,
+        is_part: bool,
+    ) -> Specialization:
+        """Give all ranks their stages of a new network.
+
+        Args:
+            found: the module that it is, or of whose chain of graphs it is one.
+            graph: of it.
+            partitions: of the graph.
+            values: the arguments of the graph in this call.
+            is_part: whether the user's cut points may be for a larger module, which it is part of.
+
+        Raises:
+            HybridError: the graph cannot be cut as asked, or does not run by itself.
+        """
+        with _as_if_alone():
+            leaves = _where_the_network_is(found.module, graph.bind(values))
+            with _named(found):
+                plan, codes = self._plan_and_cut(found, graph, partitions, leaves, is_part=is_part)
+            parts = self._parts(found, graph, leaves, plan.microbatches)
+            self._announcements.doing(found, "handing out the stages of")
+            placement = Placement.of(codes, plan.devices, plan.schedule)
+            network = self._driver.add_network(
+                found.name, found.module, codes, placement, continues=not found.whole
+            )
+        found.driven.append((network, plan))
+        found.specializations[graph] = network.specialize(graph, parts)
+        if found.whole:
+            found.capture.own(network.owned_names)
+        return found.specializations[graph]
+
+    def _plan_and_cut(
+        self,
+        found: FoundNetwork,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        leaves: Sequence[Tensor],
+        *,
+        is_part: bool,
+    ) -> tuple[Plan, list[StageCode]]:
+        """The plan of a network, and its stages, which compute what the graph does."""
+        key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
+        self._announcements.doing(found, "planning")
+        plan = self._plan(key, found, graph, partitions, leaves, is_part=is_part)
+        boundaries = [find_boundary(partitions, first) for first in plan.cuts]
+        codes = cut(graph, partitions, boundaries, self._driver.device)
+        if found.is_materialized:
+            self._announcements.doing(found, "checking the stages of")
+            check(graph, codes, leaves)
+        return plan, codes
+
+    def add(
+        self,
+        found: FoundNetwork,
+        known: tuple[DrivenNetwork, Plan],
+        graph: NetworkGraph,
+        values: Sequence[Any],
+    ) -> Specialization:
+        """Give all ranks their stages of another graph of a network, cut at the same places.
+
+        Args:
+            found: the module.
+            known: the network, and its plan.
+            graph: the graph.
+            values: its arguments in this call.
+
+        Raises:
+            CannotFollow: the tensors that it needs are in other places.
+        """
+        network, plan = known
+        refusal = why_not_cut(graph)
+        if refusal is not None:
+            raise CannotFollow(f"it {refusal}")
+        positions = follow(graph, network.placement.owned)
+        with _as_if_alone():
+            codes = cut_at(graph, positions, self._driver.device)
+            parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
+            self._driver.distribution.distribute_again(network, codes)
+        found.specializations[graph] = network.specialize(graph, parts)
+        self._announcements.captured_again(found)
+        return found.specializations[graph]
+
+    # ------------------------------------------------------------------ micro-batches
+
+    def _parts(
+        self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
+    ) -> int:
+        """Into how many micro-batches a batch may be split in calls of this graph."""
+        if wanted == 1 or graph.is_static:
+            return 1  # a single sample has no parts
+        reason = self._why_whole(found, graph, leaves, wanted)
+        if reason is None:
+            return wanted
+        self._announcements.takes_batches_whole(found, reason)
+        return 1
+
+    def _why_whole(
+        self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
+    ) -> str | None:
+        key = graph, wanted
+        if key not in found.why_whole:
+            self._announcements.doing(found, "trying to split batches of")
+            found.why_whole[key] = (
+                "it was captured as several graphs, between which its Python runs for the whole "
+                "batch, and this one draws random numbers or has batch normalisation"
+                if not found.whole and (graph.draws or _is_normalised(found.module))
+                else why_whole(graph, leaves, wanted, tried=found.is_materialized)
+            )
+        return found.why_whole[key]
+
+    # ------------------------------------------------------------------ plans
+
+    def _plan(
+        self,
+        name: str,
+        found: FoundNetwork,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        leaves: Sequence[Tensor],
+        *,
+        is_part: bool,
+    ) -> Plan:
+        """The plan of replica 0, or its error, on all drivers."""
+        if name not in self._plans:
+            plan: Plan | HybridError | None = None
+            if self._mesh.coordinates.dp_rank == 0:
+                try:
+                    plan = self._make_plan(found, graph, partitions, leaves, is_part=is_part)
+                except HybridError as error:
+                    if self._mesh.coordinates.replicas == 1:
+                        raise
+                    plan = error  # the other drivers wait for this
+            assert self._mesh.drivers is not None
+            plan = broadcast_object(self._mesh.drivers, plan)
+            if isinstance(plan, HybridError):
+                raise plan
+            assert plan is not None
+            self._plans[name] = plan
+            self._announcements.planned(found, plan)
+        return self._plans[name]
+
+    def _make_plan(
+        self,
+        found: FoundNetwork,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        leaves: Sequence[Tensor],
+        *,
+        is_part: bool,
+    ) -> Plan:
+        stages = self._mesh.coordinates.ranks_per_replica
+        if len(partitions) < stages:
+            raise PlanError(
+                f"{found.shown} has {count(len(partitions), 'network partition')}, fewer than "
+                f"pipeline_parallel_size={stages}. Use at most "
+                f"{count(len(partitions), 'stage')}, or name another network: "
+                f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions)}"
+            )
+        wanted = self._options.microbatches or _microbatches(leaves, stages)
+        slices = [list(leaves)]
+        if wanted > 1 and not graph.is_static:
+            reason = self._why_whole(found, graph, leaves, wanted)
+            if reason is not None:
+                self._announcements.takes_batches_whole(found, reason)
+                wanted = 1
+            slices = graph.split(leaves, wanted)
+        make = self._options.make_plan
+        try:
+            return make(found.name, graph, partitions, slices[0], wanted, chosen=False)
+        except NetworkError as error:
+            # the user's cut points are for the network as a whole, of which this is a part
+            if not is_part:
+                raise
+            self._announcements.say(found, f"is cut where it divides best: {error}.")
+            return make(found.name, graph, partitions, slices[0], wanted, chosen=True)
+
+
+def why_not_cut(graph: NetworkGraph) -> str | None:
+    """What keeps a graph from being cut anywhere, said of its network; ``None``: nothing."""
+    for leaf in graph.leaves:
+        if not leaf.number and not graph.info[leaf.node].is_strided:
+            return f"takes a tensor that is not dense ({leaf.node.name})"
+    if graph.uncuttable is not None:
+        return f"has {graph.uncuttable}, which runs Python of the user's later"
+    if not graph.leaves:
+        return "takes no tensor"
+    if not graph.tensor_outputs:
+        return "returns no tensor that it computes"
+    return None
+
+
+@contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """What surrounds a call is not about looking at the network.
+
+    The first call may be a validation's, and what is learned from it is for training too; or it
+    may be inside of activation checkpointing, which counts the tensors that are saved.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        own_saved_tensors(),
+        Synchronised.paused(),
+    ):
+        yield
+
+
+@contextmanager
+def _named(found: FoundNetwork) -> Iterator[None]:
+    """An error in here, where what was captured first runs, says of which network it is."""
+    try:
+        yield
+    except HybridError:
+        raise
+    except Exception as error:
+        raise NetworkError(
+            f"{found.shown} was captured, but what was captured does not run by itself "
+            f"({type(error).__name__}: {error}). Name the part of the model that is to be cut: "
+            "HybridGabraStrategy(network='...')."
+        ) from error
+
+
+def _why_not_more(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> str:
+    """Where a network could not be cut, one line each; or where in its code it has weights."""
+    places = [place for partition in partitions for place in partition.refused]
+    lines = [f"\nIt cannot be cut before {name!r}: {reason}." for name, reason in places[:3]]
+    if not lines:
+        users = [layer for layer in graph.layers if layer.parameters]
+        names = [f"{y.module or y.name!r} ({place_of(y.node)})" for y in users[:3]]
+        lines = [f"\nIt has weights in {', '.join(names)}{', ...' * (len(users) > 3)}."]
+    return "".join(lines)
+
+
+def _is_normalised(module: nn.Module) -> bool:
+    return any(isinstance(m, BatchNorm) and m.training for m in module.modules())
+
+
+def _where_the_network_is(network: nn.Module, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs on the network's device: before it is cut it waits on the CPU."""
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    return [leaf.to(device) for leaf in leaves]
+
+
+def _microbatches(leaves: Sequence[Tensor], stages: int) -> int:
+    """Enough to fill the pipeline twice, but no slices of one sample if that can be avoided.
+
+    (On CPUs a convolution of a single sample takes a path that is several times slower.)
+    """
+    batch = next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1)
+    return max(1, min(2 * stages, batch // 2))

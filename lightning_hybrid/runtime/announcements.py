@@ -1,0 +1,87 @@
+"""What the user is told of networks that are found and cut: each thing once."""
+
+import re
+
+from torch import nn
+
+from lightning_hybrid.compat import BatchNorm
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.runtime.found import FoundNetwork
+from lightning_hybrid.runtime.network_options import NetworkOptions
+
+
+class Announcements:
+    """The lines of one run.
+
+    Args:
+        options: how lines are said, and progress shown.
+    """
+
+    def __init__(self, options: NetworkOptions) -> None:
+        self._options = options
+        self._said: set[tuple[str, str]] = set()
+
+    def doing(self, found: FoundNetwork, what: str) -> None:
+        """What is being done with a network now."""
+        self._options.progress.doing(f"{what} {found.name or 'self'!r}")
+
+    def captured(self, found: FoundNetwork) -> None:
+        """A graph is captured, and its stages are there if it is cut for the first time."""
+        if found.whole:
+            self._options.progress.over()
+        else:  # what follows may be another graph
+            self.doing(found, "capturing")
+
+    def say(self, found: FoundNetwork, text: str) -> None:
+        """Say something of a network, unless it was said before."""
+        if (found.name, text) not in self._said:
+            self._said.add((found.name, text))
+            self._options.say(f"{found.shown} {text}")
+
+    def takes_batches_whole(self, found: FoundNetwork, reason: str) -> None:
+        """A network's batches are not split."""
+        self.say(
+            found,
+            f"takes each batch whole (num_microbatches=1): {reason}, so the numbers would depend "
+            "on how the batch is split.",
+        )
+
+    def captured_again(self, found: FoundNetwork) -> None:
+        """A network has another graph, because of a value that its Python looks at."""
+        reason = found.capture.reason
+        if reason is None:
+            return
+        kind = found.name, re.sub(r"\d+", "", reason)  # a list that grows has another length now
+        if kind not in self._said:
+            self._said.add(kind)
+            self._options.say(f"{found.shown} was captured again: {reason}")
+
+    def planned(self, found: FoundNetwork, plan: Plan) -> None:
+        """A network has a plan."""
+        self._options.say(f"{found.shown}: {plan.describe()}".rstrip())
+        normalised = any(isinstance(m, BatchNorm) for m in found.module.modules())
+        if normalised and plan.microbatches > 1 and self._options.training:
+            self._options.say(
+                f"{found.shown} has batch normalisation: in training its statistics "
+                f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "
+                "every pipeline. num_microbatches=1 gives the numbers of the whole batch, "
+                "Trainer(sync_batchnorm=True) those of all replicas' micro-batches."
+            )
+
+    def stays(self, name: str, module: nn.Module, reason: str, *, alone: bool) -> None:
+        """A network stays on the driver.
+
+        Args:
+            name: of the module.
+            module: the module.
+            reason: what it has, takes or is, in one or several lines.
+            alone: no other network can be cut.
+        """
+        how = ", as under ddp over the replicas" if alone else ""
+        self._options.say(
+            f"Network {name or 'self'!r} ({type(module).__name__}) {reason}\n"
+            f"It stays on the driver{how}."
+            if "\n" in reason
+            else f"Network {name or 'self'!r} ({type(module).__name__}) {reason}: it stays on "
+            f"the driver{how}."
+        )

@@ -1,0 +1,293 @@
+"""An optimizer on the driver, tied to its counterparts on the workers."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import wraps
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm.protocol import Hyperparameters
+from lightning_hybrid.compat import as_they_are, order_step_hooks, runs_step_hooks
+from lightning_hybrid.network.deferred import is_unmade
+from lightning_hybrid.runtime.optimizer_state import DriverState, placed
+from lightning_hybrid.runtime.optimizers import complete, groups_of, kind_of_group
+
+
+class Counterparts(Protocol):
+    """The workers' optimizers; ``index`` is the number of one of them."""
+
+    def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
+        """The driver's has stepped.
+
+        Args:
+            index: of the optimizer.
+            changed: the groups, if they have changed since the last step.
+        """
+
+    def zero_grad(self, index: int, set_to_none: bool) -> None:
+        """Clear the gradients."""
+
+    def settle(self) -> None:
+        """Gradients are about to be used: have them where they belong."""
+
+    def state(self, index: int) -> Mapping[str, dict[str, Any]]:
+        """The state that the workers have, by parameter name."""
+
+    def ship(self) -> None:
+        """The workers need it anew: it has loaded a state, or was changed by hand."""
+
+    def at_hand(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Inside, this rank has all parameters and gradients of an optimizer."""
+
+
+class OptimizerLink:
+    """One optimizer on the driver, tied to its counterparts on the workers.
+
+    Args:
+        optimizer: the driver's.
+        names: names of the module's parameters by identity.
+        index: its number among the user's optimizers.
+        counterparts: are told what happens to it.
+
+    Attributes:
+        reason: why it cannot step in parts; empty: it can; ``None``: not known yet.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        index: int,
+        counterparts: Counterparts,
+    ) -> None:
+        self.optimizer, self._index, self._counterparts = optimizer, index, counterparts
+        self.reason: str | None = None
+        self._names = names
+        self._sent = self._begun = groups_of(optimizer, names)
+        self._state: DriverState | None = None
+        self._attributes: dict[str, Any] = {}
+        self._kinds: set[object] = set()
+        self._depth = 0  # a step that calls its base class's step runs the hooks twice
+        self._closed = False
+        self._left = False  # closed, with states on the workers
+        self._entered = ExitStack()
+        self._hooks: list[Any] = []
+        if runs_step_hooks(optimizer):
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._stepping),
+                optimizer.register_step_post_hook(self._stepped),
+                optimizer.register_state_dict_post_hook(self._complete),
+                optimizer.register_load_state_dict_post_hook(lambda _: counterparts.ship()),
+                optimizer.register_state_dict_pre_hook(lambda _: self._hush()),
+            ]
+        self._zero_grad = optimizer.zero_grad
+        # on the instance, since Lightning's wrapper and its loops call it from there
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self._step, self._step_before = optimizer.step, vars(optimizer).get("step")
+        optimizer.step = self._make_step()  # type: ignore[method-assign]
+
+    def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
+        """Find out whether it steps whole, unless that is known of groups of these kinds."""
+        self._kinds |= {kind_of_group(group) for group in self.optimizer.param_groups}
+        if self.reason is not None:
+            return False
+        self.reason = trial(self.optimizer)
+        if self.reason and self._state is not None:
+            self._state.arrive()
+        return True
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the states of the workers' parameters are here, or were dropped."""
+        state = self._state
+        here = state is None or self.optimizer.state is not state or not state.away
+        return here and not self._left
+
+    def ship_quietly(self) -> None:
+        """Until :meth:`shipped`, ``optimizer.state`` is what this rank has."""
+        self._hush()
+
+    def leave(self, parameters: Iterable[Parameter]) -> None:
+        """Workers have the states of these parameters."""
+        for parameter in () if self.whole else parameters:
+            self.optimizer.state.pop(parameter, None)
+
+    def shipped(self) -> None:
+        """The workers have it as it is now, and the states of their parameters."""
+        self._entered.close()
+        self._sent = groups_of(self.optimizer, self._names)
+        self._attributes = _plain(self.optimizer)
+        if self.is_back and not (self.whole or self._closed):
+            self._state = DriverState(self.optimizer.state, self._fetch)
+            self.optimizer.state = self._state
+
+    def _fetch(self, here: dict[Parameter, dict[str, Any]]) -> dict[Parameter, dict[str, Any]]:
+        """All states, in the order of the groups."""
+        remote, found = self._counterparts.state(self._index), {}
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            state = remote.get(self._names.get(id(parameter), ""))
+            if state is not None:
+                with as_they_are():
+                    is_here = not is_unmade(parameter)
+                    found[parameter] = placed(state, parameter) if is_here else state
+            elif parameter in here:
+                found[parameter] = here[parameter]
+        return found
+
+    @property
+    def whole(self) -> bool:
+        """Whether it steps whole, on the driver."""
+        return bool(self.reason)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients here and on the workers."""
+        with as_they_are():
+            self._zero_grad(set_to_none)
+        self._counterparts.zero_grad(self._index, set_to_none)
+
+    def close(self) -> None:
+        """Leave the optimizer as it was."""
+        self._closed = True  # a scheduler made since then calls what is on the instance now
+        self._entered.close()
+        if self._state is not None and not self.is_back:
+            self.optimizer.state = self._state.own()
+            self._left = True
+        for hook in self._hooks:
+            hook.remove()
+        attributes = vars(self.optimizer)
+        attributes.pop("zero_grad", None)
+        if attributes.get("step") is self._own_step:
+            del attributes["step"]
+            if self._step_before is not None:
+                attributes["step"] = self._step_before
+
+    def new_groups(self) -> list[Hyperparameters] | None:
+        """The groups, if groups or their parameters were added since they were last sent."""
+        now = [len(group["params"]) for group in self.optimizer.param_groups]
+        if now == [len(group["params"]) for group in self._sent]:
+            return None
+        self._sent = groups_of(self.optimizer, self._names)
+        return self._sent
+
+    def _make_step(self) -> Any:
+        """The optimizer's ``step``, its computation between `_stepping` and `_stepped`.
+
+        A method of the optimizer and with the attributes of the one before, as learning-rate
+        schedulers expect it.
+        """
+
+        @wraps(self._step)
+        def step(optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
+            if self._closed:
+                return self._step(*arguments, **keywords)
+            self._depth = 0
+            if self._hooks:
+                # hooks of the user's are the user's code: they see all parameters, before the
+                # step and after it
+                order_step_hooks(optimizer, last=self._hooks[0], first=self._hooks[1])
+                return self._step(*arguments, **keywords)
+            changed = self._stepping(optimizer, (optimizer, *arguments), keywords)
+            (_, *given), keywords = changed or ((optimizer, *arguments), keywords)
+            result = self._step(*given, **keywords)
+            self._stepped(optimizer, arguments, keywords)
+            return result
+
+        self._own_step = MethodType(step, self.optimizer)
+        return self._own_step
+
+    def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
+        """The step itself sees what this rank owns; the closure in it is the user's code."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
+        closure = keywords.get("closure", closure)
+        self._entered.close()  # an earlier step may have failed half-way
+        self._counterparts.settle()
+        if closure is None or not self.whole:
+            self._enter()
+        # else what comes before the closure is rarely more than its call: windows will do
+        if closure is None:
+            return None
+
+        def open_closure() -> Any:
+            self._entered.close()
+            result = closure()  # an error in it ends the step, and nothing more is said to others
+            self._counterparts.settle()
+            self._enter()
+            return result
+
+        if "closure" in keywords:
+            return arguments, {**keywords, "closure": open_closure}
+        return (*before, open_closure), keywords
+
+    def _enter(self) -> None:
+        """What follows is the computation of the step."""
+        if not self.whole:
+            self._tell_changes()
+        if self.whole:
+            self._entered.enter_context(self._counterparts.at_hand(self.optimizer))
+            return
+        self._begun = groups_of(self.optimizer, self._names)
+        self._hush()
+        self._entered.enter_context(as_they_are())
+
+    def _hush(self) -> None:
+        """Until what has been entered is left, ``optimizer.state`` is this rank's own."""
+        if self._state is not None:
+            self._entered.enter_context(self._state.quietly())
+
+    def _tell_changes(self) -> None:
+        """Before a step in parts: workers need to know what was changed here by hand."""
+        if not self._kinds >= {kind_of_group(group) for group in self.optimizer.param_groups}:
+            self.reason = None  # other hyper-parameters, as after a warm-up: tried again
+        back = self._state is not None and self.is_back
+        if self.reason is None or back or self._attributes != _plain(self.optimizer):
+            self._counterparts.ship()
+
+    def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._entered.close()
+        if self.whole:
+            return state_dict
+        # what is back here is complete
+        here = self._state is not None and self.is_back
+        remote = {} if here else self._counterparts.state(self._index)
+        return complete(optimizer, state_dict, self._names, remote)
+
+    def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._entered.close()
+        if self.whole:
+            return
+        changed = None if _equal(self._begun, self._sent) else self._begun
+        # as workers have them after their step
+        self._sent, self._attributes = groups_of(optimizer, self._names), _plain(optimizer)
+        self._counterparts.step(self._index, changed)
+
+
+def _plain(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that can be compared at once: numbers, flags, names."""
+    kinds = (int, float, str, type(None))
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}
+
+
+def _equal(left: Sequence[Hyperparameters], right: Sequence[Hyperparameters]) -> bool:
+    if len(left) != len(right):
+        return False
+    for a, b in zip(left, right):
+        if a.keys() != b.keys():
+            return False
+        for key, value in a.items():
+            if isinstance(value, Tensor):
+                if not torch.equal(value, b[key]):
+                    return False
+            elif value != b[key]:
+                return False
+    return True

@@ -1,0 +1,117 @@
+"""The weights of all stages of one replica, brought to this rank and from it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.protocol import Kind, SynchronizeBuffers, TakeWeights
+from lightning_hybrid.comm.signals import signals_deferred
+from lightning_hybrid.compat import as_they_are
+from lightning_hybrid.network.deferred import is_deferred, is_unmade
+from lightning_hybrid.runtime.borrowing import Borrowing
+from lightning_hybrid.runtime.commands import Commands
+from lightning_hybrid.runtime.large import leave_to_worker, to_send, whole
+from lightning_hybrid.runtime.ownership import Ownership
+from lightning_hybrid.runtime.replicated import Replicated
+from lightning_hybrid.runtime.staged import tensors_of, write_tensors
+
+
+class Weights:
+    """Parameters and buffers, wherever they are.
+
+    Args:
+        module: the LightningModule.
+        coordinates: this rank.
+        commands: to the workers.
+        ownership: which worker owns what.
+        borrowing: of tied parameters.
+        replicated: what this rank owns.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        coordinates: Coordinates,
+        commands: Commands,
+        ownership: Ownership,
+        borrowing: Borrowing,
+        replicated: Replicated,
+    ) -> None:
+        self._module, self._coordinates = module, coordinates
+        self._commands, self._remote = commands, commands.remote
+        self._ownership, self._borrowing, self._replicated = ownership, borrowing, replicated
+        # what a hook makes on this rank alone, the workers do not have
+        self._shared = frozenset(tensors_of(module))
+
+    def before_forward(self, *, grad: bool, written: bool) -> None:
+        """A forward follows: every stage must have the values that it computes with.
+
+        Args:
+            grad: it is differentiable.
+            written: it changes parameters.
+        """
+        self._remote.adopt_replaced()
+        self._borrowing.refresh(grad=grad)
+        if written:
+            self._remote.outdate(Kind.PARAMETER)
+
+    def gather(self) -> None:
+        """Bring the weights of the workers' stages into the module, where it has room for them."""
+        tensors = tensors_of(self._module)
+        self._fetch([name for name in self._ownership.network_of if not is_unmade(tensors[name])])
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the module holds the weights of all stages."""
+        with whole(self._module, self._fetch(list(self._ownership.network_of))):
+            yield
+
+    @signals_deferred
+    def _fetch(self, names: list[str]) -> dict[str, Tensor]:
+        """Weights of workers, written into the module where it has room for them."""
+        if not self._ownership.any_network:
+            return {}
+        self._remote.adopt_replaced()
+        self._remote.flush()
+        values = self._ownership.give(Kind.PARAMETER, names)
+        write_tensors(self._module, values.items())
+        self._remote.adopt_fetched()
+        return values
+
+    @signals_deferred
+    def scatter(self) -> None:
+        """Give the workers the weights of their stages as they stand in the module."""
+        tensors = tensors_of(self._module)
+        workers = self._commands.workers
+        for worker in workers.ranks if self._ownership.any_network else ():
+            owned = self._ownership.tensors_of(worker)
+            with as_they_are():
+                workers.send(worker, TakeWeights(to_send(tensors, owned).items()))
+            leave_to_worker(tensors, owned, self._coordinates, worker)
+        self._remote.adopt_fetched()
+
+    def hand_out_all(self) -> None:
+        """Give every worker the weights of all stages."""
+        everyones = {
+            name: tensor
+            for name, tensor in tensors_of(self._module).items()
+            if name in self._shared and not is_deferred(tensor)
+        }
+        for worker in self._commands.workers.ranks:
+            with as_they_are():
+                self._commands.workers.send(worker, TakeWeights(everyones.items()))
+
+    @signals_deferred
+    def broadcast_buffers(self, *, state: bool = False) -> None:
+        """Give every replica the buffers of replica 0 (collective over the drivers).
+
+        Args:
+            state: only those that training steps read.
+        """
+        self._commands.tell(SynchronizeBuffers(state))
+        for copies in self._replicated.networks:
+            copies.broadcast_buffers(state=state)
+        if self._replicated.here or not self._commands.workers.ranks:
+            self._replicated.rest.broadcast_buffers(state=state)

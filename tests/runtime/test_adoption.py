@@ -1,0 +1,181 @@
+"""A network is planned and cut at its first call, and again where another graph needs it."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from driven import Model, Ranks, batches
+from torch import Tensor, nn
+
+from lightning_hybrid.errors import NetworkError, PlanError
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.progress import StartProgress
+from lightning_hybrid.runtime.discovery import Discovery
+from lightning_hybrid.runtime.network_options import NetworkOptions
+
+
+class Chooses(nn.Module):
+    """Goes one of two ways, as an attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))
+        self.double = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        if self.double:
+            x = 2 * x
+        return self.third(self.second(x).tanh())
+
+
+class Centers(Chooses):
+    """Looks at the batch as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Reverses(Chooses):
+    """Calls its layers in another order, where it is to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.double:
+            return self.first(self.second(self.third(x)))
+        return super().forward(x)
+
+
+class Driven:
+    """A module whose networks are found and cut, two micro-batches each.
+
+    Args:
+        ranks: makes the ranks.
+        network: the network.
+        workers: how many.
+    """
+
+    def __init__(self, ranks: Any, network: nn.Module, workers: int = 1) -> None:
+        torch.manual_seed(0)
+        self.module = Model(network).double()
+        self.reference = deepcopy(self.module).net
+        self.lines: list[str] = []
+        self.asked: list[bool] = []
+        self.plans: dict[str, Plan] = {}
+        self.ranks: Ranks = ranks(self.module, workers)
+        self.discovery = Discovery(
+            self.module,
+            self.ranks.driver,
+            self.ranks.mesh(0),
+            NetworkOptions(
+                None,
+                2,
+                self.plan,
+                training=True,
+                compiled=False,
+                automatic=False,
+                say=self.lines.append,
+                progress=StartProgress(None),
+            ),
+            self.plans,
+        )
+
+    def plan(self, name: str, graph: Any, partitions: Any, *rest: Any, chosen: bool) -> Plan:
+        _, microbatches = rest
+        stages = len(self.ranks.modules) + 1
+        cuts = tuple(partitions[k].name for k in range(1, stages))
+        return Plan(
+            replicas=1, stages=stages, microbatches=microbatches, schedule="gpipe", cuts=cuts
+        )
+
+    def assert_same(self, value: Tensor) -> None:
+        """Outputs and gradients are those of one device."""
+        mine, theirs = self.module.net(value), self.reference(value)
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        for network, output in ((self.module.net, mine), (self.reference, theirs)):
+            network.zero_grad()
+            output.square().sum().backward()
+        for here, there in zip(self.module.net.parameters(), self.reference.parameters()):
+            torch.testing.assert_close(here.grad, there.grad, rtol=1e-12, atol=1e-12)
+
+    @property
+    def remote(self) -> set[str]:
+        """Names of what workers own."""
+        owned = self.ranks.driver._ownership
+        return {name for rank in self.ranks.modules for name in owned.tensors_of(rank)}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_call_is_computed_by_the_stages_that_it_was_cut_into(
+    ranks: Any, workers: int
+) -> None:
+    driven = Driven(ranks, Chooses(), workers)
+    for value in batches(2):
+        driven.assert_same(value)
+    assert driven.plans["net"].microbatches == 2
+    layers = ("first", "second")[:workers]
+    assert driven.remote == {f"net.{n}.{kind}" for n in layers for kind in ("weight", "bias")}
+    driven.discovery.require()
+
+
+def test_another_graph_of_a_network_is_cut_at_the_same_places(ranks: Any) -> None:
+    driven, (first, second) = Driven(ranks, Chooses()), batches(2)
+    driven.assert_same(first)
+    before = driven.remote
+    for network in (driven.module.net, driven.reference):
+        network.double = True
+    driven.assert_same(second)
+    assert driven.remote == before
+    assert list(driven.plans) == ["net"]
+    assert "was captured again" in driven.lines[-1]
+    with torch.no_grad():
+        value = first[:3]
+        torch.testing.assert_close(driven.module.net(value), driven.reference(value))
+
+
+def test_a_network_that_looks_at_the_batch_gets_it_whole(ranks: Any) -> None:
+    driven = Driven(ranks, Centers())
+    driven.assert_same(batches(1)[0])
+    assert driven.plans["net"].microbatches == 1
+    assert "takes each batch whole (num_microbatches=1)" in driven.lines[0]
+
+
+def test_a_graph_that_needs_weights_in_other_places_runs_on_the_driver(ranks: Any) -> None:
+    driven, (first, second) = Driven(ranks, Reverses(), 2), batches(2)
+    driven.assert_same(first)
+    for network in (driven.module.net, driven.reference):
+        network.double = True
+    torch.testing.assert_close(driven.module.net(second), driven.reference(second))
+    assert "runs on the driver in some calls" in driven.lines[-1]
+
+
+def test_a_plan_from_an_earlier_run_is_used(ranks: Any) -> None:
+    driven = Driven(ranks, Chooses())
+    driven.plans["net"] = Plan(
+        replicas=1, stages=2, microbatches=4, schedule="gpipe", cuts=("third",)
+    )
+    driven.assert_same(batches(1)[0])
+    assert driven.lines == []  # it was told when it was made
+    assert "net.second.weight" in driven.remote
+
+
+def test_with_fewer_partitions_than_stages_the_error_says_where_the_weights_are(
+    ranks: Any,
+) -> None:
+    driven = Driven(ranks, Chooses(), 3)
+    with pytest.raises(
+        PlanError, match=r"3 network partitions, fewer than pipeline.*=4\. Use at m"
+    ):
+        driven.module.net(batches(1)[0])
+
+
+def test_an_error_in_the_first_run_of_a_stage_names_the_network(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr("lightning_hybrid.runtime.adoption.check", fail)
+    driven = Driven(ranks, Chooses())
+    with pytest.raises(NetworkError, match=r"Network 'net' \(Chooses\) was captured, but.*on purp"):
+        driven.module.net(batches(1)[0])

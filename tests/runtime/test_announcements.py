@@ -1,0 +1,105 @@
+"""What the user is told of networks, and how often."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.runtime.announcements import Announcements
+from lightning_hybrid.runtime.found import FoundNetwork
+
+PLAN = Plan(replicas=1, stages=2, microbatches=4, schedule="gpipe", cuts=("1",))
+
+
+class Told:
+    """Announcements of a run, and the lines."""
+
+    def __init__(self, *, training: bool = True) -> None:
+        self.lines: list[str] = []
+        self.progress: list[str] = []
+        progress = SimpleNamespace(
+            doing=self.progress.append, over=lambda: self.progress.append("over")
+        )
+        options: Any = SimpleNamespace(say=self.lines.append, training=training, progress=progress)
+        self.announcements = Announcements(options)
+
+
+def found(module: nn.Module, name: str = "net", *, whole: bool = True) -> FoundNetwork:
+    capture: Any = SimpleNamespace(reason=None)
+    nothing: Any = None
+    return FoundNetwork(name, module, module.forward, nothing, whole, "", capture)
+
+
+def test_a_line_is_said_once_for_each_network() -> None:
+    told, one, two = Told(), found(nn.Linear(2, 2)), found(nn.Linear(2, 2), "")
+    for network in (one, one, two):
+        told.announcements.takes_batches_whole(network, "it sorts the batch")
+    assert [line.split(" takes")[0] for line in told.lines] == [
+        "Network 'net' (Linear)",
+        "Network 'self' (Linear)",
+    ]
+    assert "(num_microbatches=1): it sorts the batch, so the numbers" in told.lines[0]
+
+
+def test_a_number_that_grows_is_no_news() -> None:
+    told, one = Told(), found(nn.Linear(2, 2))
+    for reason in (None, "len(self.seen) == 1", "len(self.seen) == 2", "self.flag is True"):
+        one.capture.reason = reason
+        told.announcements.captured_again(one)
+    assert [line.partition("again: ")[2] for line in told.lines] == [
+        "len(self.seen) == 1",
+        "self.flag is True",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "training", "lines"),
+    [
+        (nn.BatchNorm1d(2), True, 2),
+        (nn.BatchNorm1d(2), False, 1),
+        (nn.Linear(2, 2), True, 1),
+    ],
+)
+def test_statistics_of_micro_batches_are_told_where_they_matter(
+    module: nn.Module, training: bool, lines: int
+) -> None:
+    told = Told(training=training)
+    told.announcements.planned(found(module), PLAN)
+    assert len(told.lines) == lines
+    assert lines == 1 or "statistics are those of a micro-batch (1/4 " in told.lines[1]
+
+
+@pytest.mark.parametrize(
+    ("reason", "alone", "line"),
+    [
+        (
+            "takes no tensor",
+            True,
+            "Network 'net' (Linear) takes no tensor: it stays on the driver, as under ddp over the "
+            "replicas.",
+        ),
+        (
+            "takes no tensor",
+            False,
+            "Network 'net' (Linear) takes no tensor: it stays on the driver.",
+        ),
+        (
+            "has\n  two lines",
+            False,
+            "Network 'net' (Linear) has\n  two lines\nIt stays on the driver.",
+        ),
+    ],
+)
+def test_a_network_that_stays_is_told_with_its_reason(reason: str, alone: bool, line: str) -> None:
+    told = Told()
+    told.announcements.stays("net", nn.Linear(2, 2), reason, alone=alone)
+    assert told.lines == [line]
+
+
+def test_progress_ends_with_the_only_graph_and_goes_on_in_a_chain() -> None:
+    told = Told()
+    told.announcements.captured(found(nn.Linear(2, 2)))
+    told.announcements.captured(found(nn.Linear(2, 2), whole=False))
+    assert told.progress == ["over", "capturing 'net'"]
