@@ -864,7 +864,7 @@ class DrivenNetwork(StagedNetwork):
         self._numbers: dict[CallKey, int] = {}
         self._shapes: dict[Any, tuple[int, tuple[tuple[int | float, ...], ...]]] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
-        self._count = 0
+        self._count = self._pattern_count = 0
         # calls whose outputs were dropped; a finaliser may run anywhere, so it only notes them
         self._dropped: deque[int] = deque()
         # Tells "do parameters want gradients?": not a leaf (torch.autograd.grad refuses those),
@@ -994,8 +994,11 @@ class DrivenNetwork(StagedNetwork):
             parameters,
             input_gradient,
         )
-        exchange = pattern_key not in self._patterns
-        pattern = self._patterns.setdefault(pattern_key, len(self._patterns))
+        pattern = self._patterns.get(pattern_key)
+        exchange = pattern is None
+        if pattern is None:
+            pattern = self._pattern_count
+            self._pattern_count += 1
         reduce = parameters and self.driver.overlaps()
         mode = Backward(
             self.number,
@@ -1013,7 +1016,10 @@ class DrivenNetwork(StagedNetwork):
         if parameters:
             self.driver.note_gradients(self.number, averaged=reduce)
         with self.driver.passing(self.engine):
-            return self.engine.backward(call, mode, gradients)
+            found = self.engine.backward(call, mode, gradients)
+        # known from here on: a pass that fails has told that nothing gets a gradient
+        self._patterns[pattern_key] = pattern
+        return found
 
     def drop(self, number: int) -> None:
         """The output of a call was dropped without a backward."""

@@ -232,6 +232,7 @@ class Worker:
             exchange=command.exchange,
             draws=command.draws,
         )
+        before = self._failure
         if self._modes != (command.network, command.key):
             try:
                 network.set_trainable(opened.key)
@@ -241,7 +242,8 @@ class Worker:
         network.engine.failure = self._failure
         with opened.key.precision.applied(), torch.set_grad_enabled(opened.key.grad):
             network.engine.forward(opened)
-        self._failure = network.engine.failure
+        # what fails in a forward the driver hears of at its end: the user may catch it and go on
+        self._failure = before
 
     def _backward(self, command: Backward) -> None:
         network = self._networks[command.network]

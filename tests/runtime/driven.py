@@ -75,6 +75,7 @@ class Replica:
     Attributes:
         ranks: of the replica.
         driver: the driver.
+        workers: the workers, by rank.
         results: of each worker what it returned at the end of the run, or raised.
     """
 
@@ -92,6 +93,10 @@ class Replica:
         self.ranks = MemoryReplica(max(devices) + 1, timeout_s)
         self.modules = {rank: deepcopy(model) for rank in range(1, max(devices) + 1)}
         self.results: dict[int, Any] = {}
+        self.workers = {
+            rank: Worker(module, self._mesh(rank), CPU, StageOptions())
+            for rank, module in self.modules.items()
+        }
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
@@ -143,8 +148,7 @@ class Replica:
         )
 
     def _serve(self, rank: int) -> None:
-        worker = Worker(self.modules[rank], self._mesh(rank), CPU, StageOptions())
         try:
-            self.results[rank] = worker.serve()
+            self.results[rank] = self.workers[rank].serve()
         except Exception as error:
             self.results[rank] = error

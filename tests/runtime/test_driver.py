@@ -178,6 +178,47 @@ def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
     assert "rank 2 (worker, replica 0, stage 1) failed" in str(found.value.__cause__)
 
 
+@pytest.mark.parametrize(("where", "rank"), [("forward", 0), ("backward", 0), ("forward", 2)])
+def test_who_catches_an_error_goes_on_as_on_one_device(
+    replicas: Any, where: str, rank: int
+) -> None:
+    module = model()
+    reference, [value] = deepcopy(module), batches(1)
+    expected = loss_of(reference, reference.net(value))
+    expected.backward()
+    replica, raises = replicas(module, (1, 2, 0)), [True]
+
+    def fail_once(*_: Any) -> None:
+        if raises and raises.pop():
+            raise ValueError("on purpose")
+
+    engine = replica.workers[rank]._networks[0].engine if rank else replica.network.engine
+    stage_for = engine.stage_for
+
+    def failing_stage(*which: Any) -> Any:
+        def stage(*arguments: Any) -> Any:
+            outputs = stage_for(*which)(*arguments)
+            if where == "forward":
+                fail_once()
+            else:
+                outputs[0].register_hook(fail_once)
+            return outputs
+
+        return stage
+
+    engine.stage_for = failing_stage
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(module, replica(value)).backward()
+    for parameter in module.parameters():
+        parameter.grad = None
+    for _ in range(2):  # the first teaches the shapes, the second needs them
+        loss = loss_of(module, replica(value))
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    for mine, theirs in zip(module.parameters(), reference.parameters()):
+        torch.testing.assert_close(mine.grad, 2 * theirs.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_all_workers_hear_of_an_error_of_the_driver(replicas: Any) -> None:
     replica = replicas(model(), (1, 2, 0))
     replica.driver.abort(Failure.of(KeyError("on purpose"), "rank 0"))
