@@ -1,5 +1,6 @@
 """A driver and its workers train a network that is really cut, in one process."""
 
+import threading
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from driven import Model, Replica
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.call_key import Precision
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.errors import RemoteError
 
@@ -217,6 +219,23 @@ def test_who_catches_an_error_goes_on_as_on_one_device(
         assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     for mine, theirs in zip(module.parameters(), reference.parameters()):
         torch.testing.assert_close(mine.grad, 2 * theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_worker_that_cannot_begin_a_forward_keeps_nobody_waiting(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, applied = replicas(model(), (1, 2, 0)), Precision.applied
+
+    def refused(precision: Precision) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise TypeError("this device has no bfloat16")
+        return applied(precision)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Precision, "applied", refused)
+        with pytest.raises(TypeError, match="no bfloat16"):
+            replica(batches(1)[0])
+    assert replica(batches(1)[0]).shape == (4, 3)  # the links are in step
 
 
 def test_all_workers_hear_of_an_error_of_the_driver(replicas: Any) -> None:
