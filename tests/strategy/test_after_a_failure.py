@@ -45,6 +45,16 @@ def test_a_second_error_is_not_taken_for_the_first(rank: int) -> None:
     assert strategy.fail(KeyError("second")) is None
 
 
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.SERVING])
+def test_who_fails_in_a_run_begins_no_meeting(phase: Phase) -> None:
+    # a group with a collective that nobody joins would not let its process end
+    joined: Any = SimpleNamespace(cluster=None, mesh=SimpleNamespace(store=dist.HashStore()))
+    joined.mesh.coordinates, joined.mesh.world = Coordinates(0, 1, 2), None
+    world = World(joined)
+    world.phase = phase
+    assert world.fail(ValueError("on purpose"), "rank 0") is None
+
+
 def test_weights_can_be_saved() -> None:
     strategy, _ = failed(ValueError("first"), 0)
     assert strategy.lightning_module_state_dict().keys() == {"layer.weight", "layer.bias"}
