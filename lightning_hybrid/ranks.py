@@ -7,7 +7,7 @@ Sizes, ranks, barriers and broadcasts are here; what a run does is in
 import os
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.seed import reset_seed
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import choose_interface
+from lightning_hybrid.compat_lightning import ask_strategy_whether_distributed
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.launcher import HybridMultiProcessingLauncher, HybridSubprocessLauncher
@@ -41,6 +42,11 @@ class ReplicaStrategy(DDPStrategy):
         config: what the user has asked for.
         lightning: arguments of ``DDPStrategy``.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        # however it comes to be: made, copied, or unpickled in another process
+        ask_strategy_whether_distributed(ReplicaStrategy)
+        return super().__new__(cls)
 
     def __init__(self, config: Config, **lightning: Any) -> None:
         super().__init__(**lightning)
