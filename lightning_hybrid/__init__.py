@@ -6,7 +6,6 @@ if that is what is imported by then, with ``pytorch_lightning``.
 """
 
 from lightning_hybrid._lightning import StrategyRegistry
-from lightning_hybrid.compat_lightning import ask_strategy_whether_distributed
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.ranks import NAMES
 from lightning_hybrid.strategy import HybridGabraStrategy
@@ -15,5 +14,4 @@ from lightning_hybrid.wrong_package import refuse_in_other_package
 __all__ = ["HybridGabraStrategy", "Plan"]
 
 HybridGabraStrategy.register_strategies(StrategyRegistry)
-ask_strategy_whether_distributed(HybridGabraStrategy)
 refuse_in_other_package(NAMES)

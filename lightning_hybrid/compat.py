@@ -1,5 +1,6 @@
 """The private names of torch that this package uses, each with its reason, all in this one file."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BatchNorm",
+    "Exchanged",
     "FailOnRecompileLimitHit",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
@@ -224,22 +226,66 @@ _PATCHES = (
 )
 
 
+class Exchanged:
+    """A context in which something of torch's is exchanged, for all threads of the process.
+
+    The last thread that leaves it puts back what was there. What takes the place of torch's own
+    must do the same as that for threads that capture nothing.
+
+    Args:
+        put: exchanges.
+        back: puts back.
+    """
+
+    def __init__(self, put: Callable[[], object], back: Callable[[], object]) -> None:
+        self._put, self._back = put, back
+        self._lock, self._inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._put()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._back()
+
+
+_capturing = threading.local()
+_optimizers: Any = OptimizerVariable
+_looks: Any = _optimizers.var_getattr
+
+
+def _looks_at_optimizer(*arguments: Any) -> Any:
+    """Where code looks at an optimizer (its learning rate): as at any other object.
+
+    TorchDynamo would make constants of its parameters, and set `capturable` in it: it is prepared
+    for code that steps, which other threads may be capturing meanwhile.
+    """
+    if getattr(_capturing, "depth", 0):
+        return UserDefinedObjectVariable.var_getattr(*arguments)
+    return _looks(*arguments)
+
+
+_captured_optimizers = Exchanged(
+    lambda: setattr(_optimizers, "var_getattr", _looks_at_optimizer),
+    lambda: setattr(_optimizers, "var_getattr", _looks),
+)
+
+
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Inside, TorchDynamo captures as this package needs it.
-
-    Its settings are those of this thread alone; the method that it looks at optimizers with is
-    exchanged for all threads.
-    """
+    """Inside, TorchDynamo captures as this package needs it, in this thread alone."""
     reverts = [patch() for patch in _PATCHES]
-    # where code looks at an optimizer (its learning rate), TorchDynamo would make constants of
-    # its parameters, and set `capturable` in it: it is prepared for code that steps
-    kind: Any = OptimizerVariable
-    looks, kind.var_getattr = kind.var_getattr, UserDefinedObjectVariable.var_getattr
+    _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:
-        yield
+        with _captured_optimizers:
+            yield
     finally:
-        kind.var_getattr = looks
+        _capturing.depth -= 1
         for revert in reverts:
             revert()
 

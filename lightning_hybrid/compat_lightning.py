@@ -48,6 +48,9 @@ __all__ = [
 ]
 
 
+_ASKED: set[type[Any]] = set()
+
+
 def set_num_threads(num_processes: int) -> None:
     """Share the cores among the processes of a node, as Lightning's launchers do."""
     _set_num_threads_if_needed(num_processes=num_processes)
@@ -89,8 +92,11 @@ def ask_strategy_whether_distributed(kind: type[Any]) -> None:
 
     Lightning takes every subclass of its ``DDPStrategy`` for distributed and has no way to ask.
     With one replica it would replace the user's sampler by one that shuffles, and refuse to look
-    for a batch size. Its own strategies are not touched.
+    for a batch size. Its own strategies are not touched, and nothing is done a second time.
     """
+    if kind in _ASKED:
+        return
+    _ASKED.add(kind)
     theirs: property = vars(_AcceleratorConnector)["is_distributed"]
 
     def is_distributed(self: _AcceleratorConnector) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import MethodType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
+from weakref import finalize, ref
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -40,6 +41,7 @@ from lightning_hybrid.runtime.faults import GRACE_S, is_hearsay, is_loss
 from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2
+_MARK = "_lightning_hybrid_mark"
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
 
@@ -281,8 +283,15 @@ class _Observer(threading.Thread):
         os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
+class _Mark:
+    """Lives as long as the error that carries it; most errors take no weak references."""
+
+
 class _LastWords:
     """What this process prints of an error that came from another rank, if nobody catches it.
+
+    As ``sys.excepthook`` it stays no longer than the error, which it does not keep alive: with an
+    error live its frames, and with them the network and a batch.
 
     Args:
         error: the error.
@@ -294,12 +303,15 @@ class _LastWords:
     def __init__(
         self, error: BaseException, text: str, delay_s: float, usual: Callable[..., Any]
     ) -> None:
-        self._error, self._text, self._delay_s, self.usual = error, text, delay_s, usual
+        self._text, self._delay_s, self.usual = text, delay_s, usual
+        vars(error)[_MARK] = mark = _Mark()
+        self._mark = ref(mark)
+        finalize(mark, self._leave).atexit = False
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if error is not self._error:
+        if self._mark() is None or vars(error).get(_MARK) is not self._mark():
             self.usual(kind, error, trace)
             return
         time.sleep(self._delay_s)
@@ -332,4 +344,8 @@ class _LastWords:
     def forget() -> None:
         """The error was caught: the script goes on."""
         if isinstance(sys.excepthook, _LastWords):
-            sys.excepthook = sys.excepthook.usual
+            sys.excepthook._leave()
+
+    def _leave(self) -> None:
+        if sys.excepthook is self:  # else somebody has put another hook around it
+            sys.excepthook = self.usual

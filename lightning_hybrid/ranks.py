@@ -7,7 +7,7 @@ Sizes, ranks, barriers and broadcasts are here; what a run does is in
 import os
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import choose_interface
+from lightning_hybrid.compat_lightning import ask_strategy_whether_distributed
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.launcher import HybridMultiProcessingLauncher, HybridSubprocessLauncher
@@ -44,6 +45,11 @@ class ReplicaStrategy(DDPStrategy):
         config: what the user has asked for.
         lightning: arguments of ``DDPStrategy``.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        # however it comes to be: made, copied, or unpickled in another process
+        ask_strategy_whether_distributed(ReplicaStrategy)
+        return super().__new__(cls)
 
     def __init__(self, config: Config, **lightning: Any) -> None:
         super().__init__(**lightning)

@@ -9,6 +9,7 @@ LightningModule, the data module, the callbacks and the loggers: ``checkpoint.be
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from io import BytesIO
@@ -134,7 +135,8 @@ def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
     owners = dict(_owners(trainer))
     for (owner, name), data in results.attributes.items():
         if (owner, name) not in own and owner in owners:
-            vars(owners[owner])[name] = pickle.loads(data)
+            with suppress(Exception):  # a class may refuse to be made again in any way it likes
+                vars(owners[owner])[name] = pickle.loads(data)
     trainer.fit_loop.load_state_dict(dict(results.loops))
     trainer.state = results.state
     trainer.should_stop = results.should_stop

@@ -330,7 +330,9 @@ class WorkerSession:
             ConnectionLost: the driver was lost.
         """
         self._run.world.stop_watching()  # what becomes of its driver, a worker hears from it
+        self._run.world.phase = Phase.SERVING
         results: Results = self._worker.serve()
+        self._run.world.phase = Phase.TOGETHER
         self._run.plans.update(results.plans)
         self._run.module.cpu()
         for optimizer in self.optimizers if self.fitting else ():

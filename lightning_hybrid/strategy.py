@@ -261,6 +261,9 @@ class HybridGabraStrategy(ReplicaStrategy):
         self._world.stop_watching()
         self._session.close()
         super().teardown()
+        if self._world.phase is Phase.FAILED:  # nobody is there to hear of a later error
+            self._world = NoWorld()
+            self._rest()
 
     # ------------------------------------------------------------------ made in configure_model
 

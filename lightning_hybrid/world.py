@@ -37,6 +37,7 @@ class Phase(Enum):
     APART = "nobody: this process has no groups yet"
     TOGETHER = "all ranks: before the setup of a run, and after its end"
     RUNNING = "the drivers"
+    SERVING = "nobody: a worker hears its driver alone"
     ALONE = "nobody: this driver handles a signal, and others may wait for it"
     FAILED = "nobody: the others may be gone"
 

@@ -242,11 +242,13 @@ class Obedient:
     """A worker whose driver ends the run at once."""
 
     def __init__(self, run: Run) -> None:
+        self.world, self.phases = run.world, []
         self.optimizers = [SGD(run.module.parameters(), lr=0.1)]
         self.results = collect_results(run.trainer, None, run.before)
         self.results.plans["net"] = PLAN
 
     def serve(self) -> Any:
+        self.phases.append(self.world.phase)
         return self.results
 
 
@@ -261,6 +263,8 @@ def test_a_worker_goes_on_with_what_its_driver_has_found() -> None:
     assert run.plans == {"net": PLAN}
     assert run.trainer.callback_metrics["loss"] == 0.5
     assert session.optimizers is worker.optimizers
+    # one that fails while it serves waits for no meeting: nobody would come
+    assert [*worker.phases, run.world.phase] == [Phase.SERVING, Phase.TOGETHER]
 
 
 def test_between_runs_a_module_is_whole_on_the_rank_that_saves() -> None:

@@ -7,6 +7,7 @@ a training step in its steady state pickles nothing (:mod:`lightning_hybrid.comm
 import threading
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -55,14 +56,23 @@ class Channel:
         Raises:
             ConnectionLost: the peer is gone.
         """
-        frame, data, tensors = encode(message)
+        tensors = _tensors_of(message)
         with self._lock:
-            self._send(torch.tensor(frame))
-            if data:
-                self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             for tensor in tensors:
-                if tensor.numel():
-                    self._send(ready(tensor))
+                self._begin(tensor)
+                while len(self._sends) > _KEPT_SENDS or self._kept_bytes > _KEPT_BYTES:
+                    self._wait_for_oldest()
+
+    def send_last(self, message: Message) -> None:
+        """Send a message after which none follows. Does not wait for the peer in any case.
+
+        Raises:
+            ConnectionLost: the peer is gone.
+        """
+        tensors = _tensors_of(message)
+        with self._lock:
+            for tensor in tensors:
+                self._begin(tensor)
 
     def send_still_alive(self) -> None:
         """From any thread: tell the peer that this rank is busy; :meth:`receive` passes over it."""
@@ -111,11 +121,9 @@ class Channel:
         while self._sends:
             self._wait_for_oldest()
 
-    def _send(self, tensor: Tensor) -> None:
+    def _begin(self, tensor: Tensor) -> None:
         self._sends.append((self._wire.send(tensor), tensor))
         self._kept_bytes += tensor.nbytes
-        while len(self._sends) > _KEPT_SENDS or self._kept_bytes > _KEPT_BYTES:
-            self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
         transfer, tensor = self._sends.popleft()
@@ -137,3 +145,12 @@ class Channel:
     def _receive(self, tensor: Tensor) -> Tensor:
         self._wire.receive(tensor).wait()
         return tensor
+
+
+def _tensors_of(message: Message) -> Iterator[Tensor]:
+    """What travels for a message, in order. Its tensors are made ready one by one."""
+    frame, data, tensors = encode(message)
+    head = [torch.tensor(frame)]
+    if data:
+        head.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return chain(head, (ready(tensor) for tensor in tensors if tensor.numel()))

@@ -10,7 +10,8 @@ import os
 import socket
 import struct
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -19,8 +20,31 @@ _ADDRESS_AT = 20  # in its answer
 _LOOPBACK = "127.0.0.1"
 
 
+class _Process:
+    """What this process has chosen for its groups."""
+
+    interface: str | None = None
+
+
+@contextmanager
+def chosen_interface() -> Iterator[None]:
+    """Inside, groups of gloo are made on the interface that was chosen last.
+
+    gloo knows no other way than the environment, which is the user's again afterwards.
+    """
+    name = _Process.interface
+    if name is None or _VARIABLE in os.environ:
+        yield
+        return
+    os.environ[_VARIABLE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(_VARIABLE, None)
+
+
 def choose_interface(address: str, port: int, hosts: int) -> None:
-    """Tell gloo which interface to use, unless the user has chosen one.
+    """Choose which interface gloo uses in :func:`chosen_interface`, unless the user has done so.
 
     Args:
         address: of the main host.
@@ -28,6 +52,7 @@ def choose_interface(address: str, port: int, hosts: int) -> None:
         hosts: number of hosts. If there are several and ``address`` leads to the loopback
             interface, as a host's own name often does, nothing is chosen.
     """
+    _Process.interface = None
     if _VARIABLE in os.environ or sys.platform != "linux":
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -39,7 +64,7 @@ def choose_interface(address: str, port: int, hosts: int) -> None:
             own = _LOOPBACK
         for _, name in socket.if_nameindex():
             if _address_of(name, probe) == own:
-                os.environ[_VARIABLE] = name
+                _Process.interface = name
 
 
 def bound_to(address: str, port: int, hosts: int) -> int | None:

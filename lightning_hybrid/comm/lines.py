@@ -8,7 +8,7 @@ from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.protocol import Leaving
-from lightning_hybrid.comm.transport import ConnectionLost, Wire
+from lightning_hybrid.comm.transport import Wire
 
 
 class Lines(ABC):
@@ -58,10 +58,11 @@ class Lines(ABC):
     def say_goodbye(self, failure: Failure) -> None:
         """This rank has failed: peers of this replica that wait for a message of it raise that.
 
-        Peers that are gone themselves are passed over.
+        Nobody is waited for. Peers that are gone themselves are passed over, and nothing is said
+        where this rank has left before.
         """
         if self.coordinates.ranks_per_replica > 1 and not self.coordinates.is_driver:
             self.channel(0)  # the driver may wait for its first answer
         for channel in self._channels.values():
-            with suppress(ConnectionLost):
-                channel.send(Leaving(failure))
+            with suppress(RuntimeError):  # ConnectionLost, or that of a group that is given up
+                channel.send_last(Leaving(failure))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.hosts import chosen_interface
 from lightning_hybrid.comm.lines import Lines
 from lightning_hybrid.comm.transport import Group, GroupWire, Wire
 
@@ -61,7 +62,8 @@ def make_group(
     """
     store = dist.PrefixStore(name, store)
     if backend != "nccl":
-        return GroupHandle(dist.ProcessGroupGloo(store, rank, size, timeout))
+        with chosen_interface():
+            return GroupHandle(dist.ProcessGroupGloo(store, rank, size, timeout))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return GroupHandle(dist.ProcessGroupNCCL(store, rank, size, options))
@@ -160,14 +162,15 @@ class Mesh(Lines):
         here = self.coordinates
         if not here.is_driver or here.replicas == 1 or dist.is_initialized():
             return
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("default", self.store),
-            rank=here.dp_rank,
-            world_size=here.replicas,
-            timeout=self.timeout,
-            device_id=None if device.type == "cpu" else device,
-        )
+        with chosen_interface():
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("default", self.store),
+                rank=here.dp_rank,
+                world_size=here.replicas,
+                timeout=self.timeout,
+                device_id=None if device.type == "cpu" else device,
+            )
 
     def __deepcopy__(self, memo: object) -> "Mesh":
         """Whoever copies a Trainer in the middle of a run copies what refers to this rank."""

@@ -60,9 +60,12 @@ class Command(Message):
         answered: whether the worker sends an :class:`Answer`.
         outdates: of which kinds the worker changes the tensors that it owns, so that what the
             driver has fetched of them before is stale.
+        joint: whether ranks carry it out together, so that others wait in the middle of it for one
+            that cannot.
     """
 
     answered: ClassVar[bool] = False
+    joint: ClassVar[bool] = False
     outdates: ClassVar[frozenset[Kind]] = frozenset()
 
 
@@ -108,6 +111,7 @@ class Forward(Command):
     """
 
     in_frame = True
+    joint = True
     outdates = frozenset({Kind.BUFFER})
     network: int
     call: int
@@ -134,6 +138,7 @@ class Backward(Command):
     """
 
     in_frame = True
+    joint = True
     outdates = frozenset({Kind.GRADIENT})
     network: int
     call: int
@@ -159,6 +164,7 @@ class Reduce(Command):
     """Average the gradients of a network over the replicas."""
 
     in_frame = True
+    joint = True
     outdates = frozenset({Kind.GRADIENT})
     network: int
 
@@ -168,6 +174,7 @@ class SynchronizeBuffers(Command):
     """Give every replica the buffers of replica 0, or (``state``) those that training reads."""
 
     in_frame = True
+    joint = True
     outdates = frozenset({Kind.BUFFER})
     state: bool
 
@@ -176,6 +183,7 @@ class SynchronizeBuffers(Command):
 class Share(Command):
     """Give every replica the weights of replica 0; on request the optimizers' states too."""
 
+    joint = True
     network: int
     optimizers: bool
 

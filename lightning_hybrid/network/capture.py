@@ -126,7 +126,7 @@ class Capture:
         self._given = {id(tensor) for tensor in given}
         free_first_size(given)
         try:
-            with capture_settings(), captured_averages(), captured_recurrence():
+            with capture_settings(), captured_averages, captured_recurrence:
                 return self._compiled(*args, **kwargs)
         except (
             TorchDynamoException,

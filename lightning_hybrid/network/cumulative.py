@@ -6,27 +6,15 @@ which cannot be captured. Here it stays a tensor, on the rank that owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hybrid.compat import BatchNorm
+from lightning_hybrid.compat import BatchNorm, Exchanged
 
 _original: Any = BatchNorm.forward
-
-
-@contextmanager
-def captured_averages() -> Iterator[None]:
-    """Inside, what captures a batch normalisation can follow it."""
-    BatchNorm.forward = _forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        BatchNorm.forward = _original  # type: ignore[method-assign]
 
 
 def _forward(self: BatchNorm, input: Tensor) -> Tensor:
@@ -47,3 +35,10 @@ def _forward(self: BatchNorm, input: Tensor) -> Tensor:
     mean.copy_(share * now_mean + (1.0 - share) * mean)
     variance.copy_(share * now_variance + (1.0 - share) * variance)
     return result
+
+
+captured_averages = Exchanged(
+    lambda: setattr(BatchNorm, "forward", _forward),
+    lambda: setattr(BatchNorm, "forward", _original),
+)
+"""Inside, what captures a batch normalisation can follow it."""

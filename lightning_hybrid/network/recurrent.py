@@ -7,28 +7,15 @@ compute with them, and tell the shapes without running.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.compat import is_fake, recurrent_functions
+from lightning_hybrid.compat import Exchanged, is_fake, recurrent_functions
 
 _functions = recurrent_functions()
-
-
-@contextmanager
-def captured_recurrence() -> Iterator[None]:
-    """Inside, what captures a recurrent layer keeps the length of its sequences free."""
-    for name, function in _INSTEAD.items():
-        setattr(_functions, name, function)
-    try:
-        yield
-    finally:
-        for name in _INSTEAD:
-            delattr(_functions, name)
 
 
 _Original = Callable[..., Any]
@@ -68,6 +55,12 @@ _INSTEAD: dict[str, _Original] = {
     "rnn_tanh": rnn_tanh,
     "rnn_relu": rnn_relu,
 }
+
+captured_recurrence = Exchanged(
+    lambda: vars(_functions).update(_INSTEAD),
+    lambda: [vars(_functions).pop(name) for name in _INSTEAD],
+)
+"""Inside, what captures a recurrent layer keeps the length of its sequences free."""
 
 
 def _computed(name: str, args: tuple[Any, ...]) -> Any:

@@ -102,7 +102,7 @@ class DrivenNetwork(StagedNetwork):
         self._specializations = 0
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
-        self._count = 0
+        self._count = self._pattern_count = 0
         # calls whose outputs were dropped; a finaliser may run anywhere, so it only notes them
         self._dropped: deque[int] = deque()
         # Tells "do parameters want gradients?": not a leaf (torch.autograd.grad refuses those),
@@ -178,8 +178,11 @@ class DrivenNetwork(StagedNetwork):
         """Run the pipeline backward. Returns, per micro-batch, the gradients of the inputs."""
         present = tuple(gradient is not None for gradient in gradients[0])
         pattern_key = call.key, present, parameters, input_gradient
-        exchange = pattern_key not in self._patterns
-        pattern = self._patterns.setdefault(pattern_key, len(self._patterns))
+        pattern = self._patterns.get(pattern_key)
+        exchange = pattern is None
+        if pattern is None:
+            pattern = self._pattern_count
+            self._pattern_count += 1
         reduce = parameters and self._gradients.overlap()
         mode = Backward(
             self.number, call.number, pattern, exchange, parameters, keep, input_gradient, reduce
@@ -190,7 +193,10 @@ class DrivenNetwork(StagedNetwork):
         if parameters:
             self._gradients.note(self.number, averaged=reduce)
         with self._commands.workers.passing(self.engine):
-            return self.engine.backward(call, mode, gradients)
+            found = self.engine.backward(call, mode, gradients)
+        # known from here on: a pass that fails has told that nothing gets a gradient
+        self._patterns[pattern_key] = pattern
+        return found
 
     def drop(self, number: int) -> None:
         """The output of a call was dropped without a backward."""

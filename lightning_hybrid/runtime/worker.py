@@ -1,6 +1,7 @@
 """A worker: it owns stages of each network, not the last one, and obeys its driver."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -141,7 +142,8 @@ class Worker:
             What the driver sends at the end: its results.
 
         Raises:
-            Exception: the driver's, which has failed; caused by a RemoteError.
+            Exception: the driver's, which has failed; caused by a RemoteError. Or this rank's, in
+                the middle of what ranks do together.
             ConnectionLost: the driver was lost.
         """
         self._heartbeat = Heartbeat([self._channel], self._mesh.timeout)
@@ -173,6 +175,11 @@ class Worker:
         except ConnectionLost:
             raise
         except Exception as error:
+            if command.joint:  # nobody would wake those who wait for this rank in it
+                if self._failure is None:
+                    raise
+                first = self._failure.exception()
+                raise first from first.__cause__
             self._fail(error)
         return answer or Answer() if self._failure is None else Answer(self._failure)
 
@@ -232,16 +239,20 @@ class Worker:
             exchange=command.exchange,
             draws=command.draws,
         )
-        if self._modes != (command.network, command.key):
+        before, key = self._failure, opened.key
+        with ExitStack() as surroundings:
             try:
-                network.set_trainable(opened.key)
-                self._modes = (command.network, command.key)
+                surroundings.enter_context(key.precision.applied())
+                if self._modes != (command.network, command.key):
+                    network.set_trainable(key)
+                    self._modes = (command.network, command.key)
             except Exception as error:  # the other stages wait for this one all the same
                 self._fail(error)
-        network.engine.failure = self._failure
-        with opened.key.precision.applied(), torch.set_grad_enabled(opened.key.grad):
-            network.engine.forward(opened)
-        self._failure = network.engine.failure
+            network.engine.failure = self._failure
+            with torch.set_grad_enabled(key.grad):
+                network.engine.forward(opened)
+        # what fails in a forward the driver hears of at its end: the user may catch it and go on
+        self._failure = before
 
     def _backward(self, command: Backward) -> None:
         network = self._networks[command.network]

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from ranks import gloo_groups
 
-from lightning_hybrid.comm.hosts import bound_to, choose_interface
+from lightning_hybrid.comm.hosts import bound_to, choose_interface, chosen_interface
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
@@ -40,22 +40,28 @@ def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_of_one_host_listen_on_the_loopback_interface() -> None:
     before = listening()
     choose_interface(LOOPBACK, 1234, hosts=1)
-    assert os.environ[VARIABLE] in {name for _, name in socket.if_nameindex()}
-    groups = gloo_groups(30)
+    with chosen_interface():
+        assert os.environ[VARIABLE] in {name for _, name in socket.if_nameindex()}
+        groups = gloo_groups(30)
     assert listening() - before <= {LOOPBACK}
+    assert VARIABLE not in os.environ  # programs that the user starts later have their own
     for group in groups:
         group.shutdown()
 
 
 def test_a_loopback_address_tells_nothing_where_there_are_several_hosts() -> None:
+    choose_interface(LOOPBACK, 1234, hosts=1)
     choose_interface(LOOPBACK, 1234, hosts=2)
-    assert VARIABLE not in os.environ
+    with chosen_interface():
+        assert VARIABLE not in os.environ
     assert bound_to(LOOPBACK, free_port(), hosts=2) is None
 
 
 def test_the_users_choice_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "eth7")
     choose_interface(LOOPBACK, 1234, hosts=1)
+    with chosen_interface():
+        assert os.environ[VARIABLE] == "eth7"
     assert os.environ[VARIABLE] == "eth7"
 
 

@@ -6,7 +6,9 @@ import torch
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.memory import MemoryReplica
+from lightning_hybrid.comm.mesh import GroupHandle
 from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
+from lightning_hybrid.comm.transport import GroupWire
 from lightning_hybrid.errors import RemoteError
 
 CPU = torch.device("cpu")
@@ -57,3 +59,27 @@ def test_a_peer_that_is_gone_keeps_no_goodbye_from_the_others() -> None:
     with pytest.raises(ValueError, match="on purpose") as found:
         second.channel(0).receive(Message)
     assert isinstance(found.value.__cause__, RemoteError)
+
+
+def test_a_rank_that_has_left_already_leaves_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = MemoryReplica(3)
+    driver, _, second = replica.lines
+    closed = GroupWire(GroupHandle(None), 1, "rank 1")  # as after a later run of other sizes
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "wire", lambda *_: closed)
+        driver.channel(1)
+    driver.channel(2)
+    driver.say_goodbye(FAILURE)
+    with pytest.raises(ValueError, match="on purpose"):
+        second.channel(0).receive(Message)
+
+
+def test_a_goodbye_waits_for_nobody() -> None:
+    driver, busy, _ = MemoryReplica(3, timeout_s=0.5).lines
+    for _ in range(64):  # as many as a channel keeps
+        driver.channel(1).send(Check())
+    driver.say_goodbye(FAILURE)
+    for _ in range(64):
+        busy.channel(0).receive(Check)
+    with pytest.raises(ValueError, match="on purpose"):
+        busy.channel(0).receive(Message)

@@ -93,6 +93,7 @@ class Ranks:
         ranks: of the replica.
         driver: the driver.
         modules: the workers', by ``pp_rank``.
+        workers: likewise.
         results: of each worker what it returned at the end of the run, or raised.
     """
 
@@ -101,6 +102,10 @@ class Ranks:
         self.ranks = MemoryReplica(workers + 1, timeout_s)
         self.modules = {rank: deepcopy(model) for rank in range(1, workers + 1)}
         self.results: dict[int, Any] = {}
+        self.workers = {
+            rank: Worker(module, self.mesh(rank), CPU, StageOptions())
+            for rank, module in self.modules.items()
+        }
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
@@ -133,9 +138,8 @@ class Ranks:
         )
 
     def _serve(self, rank: int) -> None:
-        worker = Worker(self.modules[rank], self.mesh(rank), CPU, StageOptions())
         try:
-            self.results[rank] = worker.serve()
+            self.results[rank] = self.workers[rank].serve()
         except Exception as error:
             self.results[rank] = error
 

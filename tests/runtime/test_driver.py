@@ -1,5 +1,6 @@
 """A driver and its workers train a network that is really cut, in one process."""
 
+import threading
 from copy import deepcopy
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from driven import Model, Replica, batches, loss_of, model, train, train_one_device
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.call_key import Precision
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.errors import RemoteError
@@ -90,6 +92,64 @@ def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
         replica.driver.commands.ask(Check())
     assert isinstance(found.value.__cause__, RemoteError)
     assert "rank 2 (worker, replica 0, stage 1) failed" in str(found.value.__cause__)
+
+
+@pytest.mark.parametrize(("where", "rank"), [("forward", 0), ("backward", 0), ("forward", 2)])
+def test_who_catches_an_error_goes_on_as_on_one_device(
+    replicas: Any, where: str, rank: int
+) -> None:
+    module = model()
+    reference, [value] = deepcopy(module), batches(1)
+    expected = loss_of(reference, reference.net(value))
+    expected.backward()
+    replica, raises = replicas(module, (1, 2, 0)), [True]
+
+    def fail_once(*_: Any) -> None:
+        if raises and raises.pop():
+            raise ValueError("on purpose")
+
+    engine = replica.workers[rank]._networks[0].engine if rank else replica.network.engine
+    stage_for = engine.stage_for
+
+    def failing_stage(*which: Any) -> Any:
+        def stage(*arguments: Any) -> Any:
+            outputs = stage_for(*which)(*arguments)
+            if where == "forward":
+                fail_once()
+            else:
+                outputs[0].register_hook(fail_once)
+            return outputs
+
+        return stage
+
+    engine.stage_for = failing_stage
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(module, replica(value)).backward()
+    for parameter in module.parameters():
+        parameter.grad = None
+    for _ in range(2):  # the first teaches the shapes, the second needs them
+        loss = loss_of(module, replica(value))
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    for mine, theirs in zip(module.parameters(), reference.parameters()):
+        torch.testing.assert_close(mine.grad, 2 * theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_worker_that_cannot_begin_a_forward_keeps_nobody_waiting(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, applied = replicas(model(), (1, 2, 0)), Precision.applied
+
+    def refused(precision: Precision) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise TypeError("this device has no bfloat16")
+        return applied(precision)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Precision, "applied", refused)
+        with pytest.raises(TypeError, match="no bfloat16"):
+            replica(batches(1)[0])
+    assert replica(batches(1)[0]).shape == (4, 3)  # the links are in step
 
 
 def test_all_workers_hear_of_an_error_of_the_driver(replicas: Any) -> None:

@@ -22,14 +22,17 @@ from lightning_hybrid.comm.protocol import (
     Command,
     End,
     ForgetFailure,
+    Free,
     GiveGradients,
     GiveOptimizer,
     GiveWeights,
     GradientNorm,
     Leaving,
+    Reduce,
     Report,
     ScaleGradients,
     Step,
+    SynchronizeBuffers,
     TakeGradients,
     TakeGroups,
     TakeOptimizers,
@@ -197,6 +200,17 @@ def test_a_failure_is_told_with_every_answer_until_it_is_forgotten(service: Serv
         assert not list(answer.tensors)
     service.driver.send(ForgetFailure())
     assert service.ask(Check()).failure is None
+
+
+@pytest.mark.parametrize("command", [Reduce(0), SynchronizeBuffers(False), Free(0, 0)])
+def test_a_worker_leaves_where_others_would_wait_for_it(service: Service, command: Command) -> None:
+    # it has no network: not one of these commands can be carried out
+    service.worker._networks = None  # type: ignore[assignment]
+    service.driver.send(command)
+    if isinstance(command, Free):  # in which nobody waits
+        assert isinstance(service.ask(Check()).failure.exception(), TypeError)  # type: ignore[union-attr]
+    else:
+        assert isinstance(service.close(), TypeError)
 
 
 def test_a_failed_command_leaves_nothing_of_its_tensors_behind(service: Service) -> None:

@@ -6,6 +6,7 @@ Each job is one `fit`; they run one after the other in the same processes. FOLDE
 
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -286,8 +287,14 @@ def fit(
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and trainer.strategy.global_rank < trainer.world_size:
         module.seen.append(scaler.get_scale())
-    module.trainer = None
     return module
+
+
+def can_be_pickled(trainer: Trainer) -> bool:
+    """Whether nothing of a run is left in a Trainer."""
+    module: Any = trainer.lightning_module
+    module.job = None  # has lambdas of its own
+    return bool(pickle.dumps(trainer))
 
 
 def main(folder: Path) -> None:
@@ -311,6 +318,7 @@ def main(folder: Path) -> None:
             "weights": module.state_dict(),
             "gradients": module.gradients,
             "pid": os.getpid(),
+            "pickles": name not in SYNCHRONISED or can_be_pickled(module.trainer),
         }
     torch.save(seen, folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")
 

@@ -195,6 +195,11 @@ def test_batch_statistics_over_the_replicas_are_those_of_their_union(
     assert_is_the_union_of_replicas(ranks, one_device(name, tmp_path, replicas=2), name)
 
 
+def test_a_trainer_can_be_pickled_after_it_had_shared_batch_statistics(runs: Runs) -> None:
+    for rank in runs(2, 2, "Normalised"):
+        assert rank["Normalised"]["pickles"]
+
+
 def assert_is_the_union_of_replicas(ranks: Ranks, expected: Training, name: str) -> None:
     """Two replicas against one device whose batches are those of both."""
     for rank in ranks:  # running statistics too

@@ -1,0 +1,73 @@
+"""What is exchanged in torch while a network is captured does not disturb other threads."""
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from lightning_hybrid import compat
+from lightning_hybrid.compat import Exchanged, capture_settings
+from lightning_hybrid.network.cumulative import captured_averages
+from lightning_hybrid.network.recurrent import captured_recurrence
+
+
+class Layers(nn.Module):
+    """All that something is exchanged for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=None)
+        self.lstm, self.gru, self.rnn = nn.LSTM(3, 3), nn.GRU(3, 3), nn.RNN(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(self.gru(self.lstm(self.norm(x))[0])[0])[0]
+
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+def test_layers_compute_the_same_in_another_thread_and_afterwards() -> None:
+    torch.manual_seed(0)
+    module, value = Layers(), torch.randn(4, 3)
+    call, forward, names = nn.Module.__call__, nn.BatchNorm1d.forward, dict(vars(torch._VF))
+    expected = module(value)
+    with capture_settings(), captured_averages, captured_recurrence:
+        assert torch.equal(in_another_thread(lambda: module(value)), expected)
+        assert nn.Module.__call__ is call
+    assert nn.BatchNorm1d.forward is forward
+    assert vars(torch._VF) == names
+
+
+def test_another_thread_captures_optimizers_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OptimizerVariable, "var_getattr", None)  # restored afterwards
+    monkeypatch.setattr(compat, "_looks", lambda *_: "an optimizer that steps")
+    monkeypatch.setattr(UserDefinedObjectVariable, "var_getattr", lambda *_: "an object")
+
+    def look() -> Any:
+        looks: Any = OptimizerVariable.var_getattr
+        return looks(None, None, "param_groups")
+
+    with capture_settings():
+        assert look() == "an object"
+        assert in_another_thread(look) == "an optimizer that steps"
+    assert look() == "an optimizer that steps"
+
+
+def test_the_last_that_leaves_puts_back() -> None:
+    notes: list[str] = []
+    context = Exchanged(lambda: notes.append("put"), lambda: notes.append("back"))
+    with context:
+        in_another_thread(lambda: context.__enter__())
+    assert notes == ["put"]
+    context.__exit__()
+    assert notes == ["put", "back"]

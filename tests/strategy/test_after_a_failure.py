@@ -1,0 +1,62 @@
+"""A script that catches an error goes on as if there had been no run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.world import Phase, World
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on unused devices
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def failed(error: BaseException, rank: int) -> tuple[HybridGabraStrategy, Failure | None]:
+    """The strategy of a rank, after a run that has failed there; and what it was told first."""
+    strategy = HybridGabraStrategy(pipeline_parallel_size=2)
+    Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+    strategy.connect(Net())
+    joined: Any = SimpleNamespace(cluster=None, mesh=SimpleNamespace(store=dist.HashStore()))
+    joined.mesh.coordinates = Coordinates(rank, 1, 2)
+    joined.mesh.say_goodbye = lambda _: None
+    strategy._world = World(joined)
+    strategy._world.phase = Phase.RUNNING
+    first = strategy.fail(error)
+    strategy.on_exception(error)
+    strategy.teardown()
+    return strategy, first
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_second_error_is_not_taken_for_the_first(rank: int) -> None:
+    strategy, first = failed(ValueError("first"), rank)
+    assert first is None
+    assert strategy.fail(KeyError("second")) is None
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.SERVING])
+def test_who_fails_in_a_run_begins_no_meeting(phase: Phase) -> None:
+    # a group with a collective that nobody joins would not let its process end
+    joined: Any = SimpleNamespace(cluster=None, mesh=SimpleNamespace(store=dist.HashStore()))
+    joined.mesh.coordinates, joined.mesh.world = Coordinates(0, 1, 2), None
+    world = World(joined)
+    world.phase = phase
+    assert world.fail(ValueError("on purpose"), "rank 0") is None
+
+
+def test_weights_can_be_saved() -> None:
+    strategy, _ = failed(ValueError("first"), 0)
+    assert strategy.lightning_module_state_dict().keys() == {"layer.weight", "layer.bias"}
+    strategy.barrier()
+    assert strategy.broadcast("alone") == "alone"
