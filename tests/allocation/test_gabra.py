@@ -91,6 +91,7 @@ def test_gabra_and_exact_equal_brute_force_within_memory(
             assert problem.costs(solve(problem)[None])[0] == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.conformance
 def test_chains_of_50_come_within_1_per_cent_of_the_optimum() -> None:
     gaps = []
     for seed in range(3):
@@ -101,6 +102,7 @@ def test_chains_of_50_come_within_1_per_cent_of_the_optimum() -> None:
     assert np.median(gaps) < 0.001
 
 
+@pytest.mark.conformance
 def test_free_placements_of_50_come_within_1_per_cent_of_a_bound() -> None:
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -134,6 +136,7 @@ def test_every_allocation_is_feasible(seed: int, m: int, more: int, contiguous: 
     assert not contiguous or runs(found.tolist()) == m
 
 
+@pytest.mark.conformance
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(["makespan", "profit"]))
 def test_the_best_value_never_gets_worse(seed: int, objective: Any) -> None:

@@ -36,6 +36,7 @@ def test_the_profit_is_equation_5_and_the_capacities_hold() -> None:
     assert loads == [4, 4]  # the most of what counts more fits exactly
 
 
+@pytest.mark.conformance
 def test_it_finds_most_of_the_optima_of_small_problems() -> None:
     hits = 0
     for seed in range(20):

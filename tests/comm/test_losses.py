@@ -46,7 +46,7 @@ def make_groups(folder: Path, rank: int) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", ["gone", "late"])
+@pytest.mark.parametrize("how", ["gone", pytest.param("late", marks=pytest.mark.conformance)])
 def test_gloo_is_understood(tmp_path: Path, how: str) -> None:
     process = get_context("spawn").Process(target=peer, args=(str(tmp_path), how))
     process.start()

@@ -44,10 +44,6 @@ class TestControl(Conformance):
         of_one_device = {ONE_OF_TWO, ONE_OF_THREE}
         return [row for row in cls.catalogue() if row.control and of_one_device & {*row.shapes}]
 
-    @classmethod
-    def is_fast(cls, row: type[Row]) -> bool:
-        return False
-
 
 class _Hybrid(Conformance):
     refusals = (NetworkError, PlanError)
@@ -66,6 +62,10 @@ class _Hybrid(Conformance):
 class TestTwoStages(_Hybrid):
     stages = 2
     reference = OneDevice
+
+    @classmethod
+    def is_fast(cls, row: type[Row]) -> bool:
+        return row.fast
 
 
 class OneDeviceOfPytorchLightning(OneDevice):
@@ -90,10 +90,6 @@ class TestTwoStagesOfPytorchLightning(_Hybrid):
     @classmethod
     def rows(cls) -> list[type[Row]]:
         return [r for r in super().rows() if r.__module__ in cls.files and r.fast]
-
-    @classmethod
-    def is_fast(cls, row: type[Row]) -> bool:
-        return row.__name__ == "Evaluates"
 
 
 class TestThreeStages(_Hybrid):
@@ -146,7 +142,3 @@ class TestFreePlacement(Conformance):
     def rows(cls) -> list[type[Row]]:
         rows = [row for row in super().rows() if 3 in row.cuts and not row.refused]
         return [row for row in rows if row.__name__ not in cls.without]
-
-    @classmethod
-    def is_fast(cls, row: type[Row]) -> bool:
-        return False

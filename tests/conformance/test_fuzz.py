@@ -13,8 +13,6 @@ from lightning_hybrid.errors import NetworkError, PlanError
 
 # The first test of a class waits for all rows of the class; their session ends what hangs.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0)]
-FAST = 2
-"""As many seeds of two stages belong to `make test`."""
 
 
 class _Fuzz(Conformance):
@@ -37,10 +35,6 @@ class _Fuzz(Conformance):
     @classmethod
     def rows(cls) -> list[type[Fuzzed]]:  # type: ignore[override]
         return cls.catalogue()
-
-    @classmethod
-    def is_fast(cls, row: type[Row]) -> bool:
-        return issubclass(row, Fuzzed) and row.seed < FAST
 
     def test_row(
         self, row: type[Row], records: Callable[[type[Conformance], type[Row]], list[Record]]

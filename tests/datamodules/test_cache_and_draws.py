@@ -105,6 +105,7 @@ class Sums(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+@pytest.mark.conformance
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore")  # advice on loaders, and that a forked process has threads
 @pytest.mark.parametrize("strategy", ["ddp_fork", "hybrid_gabra_fork"])
@@ -161,6 +162,7 @@ def test_the_cache_says_what_it_holds(tiny_cohort, tmp_path):
     assert f"2 of {len(dataset)} scans" in str(kept)
 
 
+@pytest.mark.conformance
 def test_a_kill_while_caching_loses_nothing_and_the_next_run_goes_on(tiny_cohort, tmp_path):
     expected = total(prepared(tiny_cohort, tmp_path / "other"))
     dies = """
@@ -188,6 +190,7 @@ torch.save = half
     assert not part.exists()
 
 
+@pytest.mark.conformance
 def test_two_trainings_may_share_one_cache(tiny_cohort, tmp_path):
     runs = [start(tiny_cohort, tmp_path / "cache") for _ in range(2)]
     said = [run.communicate(timeout=240) for run in runs]

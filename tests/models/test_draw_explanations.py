@@ -52,6 +52,7 @@ def trained(path: Path, *callbacks: DrawExplanations) -> ResAttNetClassifier:
     return model
 
 
+@pytest.mark.conformance
 def test_draws_at_the_end_of_epochs_and_training_stays_the_same(tmp_path) -> None:
     watched = trained(tmp_path, DrawExplanations(every_n_epochs=1, layer="layer1"))
     for epoch in (1, 2):

@@ -59,6 +59,7 @@ def checkpoint(run: Path) -> str:
     return str(run / "checkpoints" / "best.ckpt")
 
 
+@pytest.mark.conformance
 def test_every_run_has_one_folder_of_its_own(config, tmp_path, monkeypatch, capsys) -> None:
     command(monkeypatch, "fit", "--config", config)
     run = tmp_path / "run" / "version_0"

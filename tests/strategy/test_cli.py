@@ -74,6 +74,7 @@ def test_a_wrong_size_is_named(tmp_path: Path) -> None:
         strategy_of(f"--config={config(tmp_path, strategy=strategy)}")
 
 
+@pytest.mark.conformance
 @pytest.mark.distributed
 def test_a_run_from_a_file(tmp_path: Path) -> None:
     strategy = {

@@ -195,6 +195,7 @@ def test_batch_statistics_over_the_replicas_are_those_of_their_union(
     assert_is_the_union_of_replicas(ranks, one_device(name, tmp_path, replicas=2), name)
 
 
+@pytest.mark.conformance
 def test_a_trainer_can_be_pickled_after_it_had_shared_batch_statistics(runs: Runs) -> None:
     for rank in runs(2, 2, "Normalised"):
         assert rank["Normalised"]["pickles"]
