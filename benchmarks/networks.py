@@ -34,6 +34,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.allocation import allocate
 from lightning_hybrid.network import (
     Capture,
@@ -48,7 +49,6 @@ from lightning_hybrid.network import (
     network_partitions,
 )
 from lightning_hybrid.network.find import own_forward
-from lightning_hybrid.network.structure import rebuild, tensors_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "conformance"))
 import rows_zoo as zoo

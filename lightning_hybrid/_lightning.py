@@ -3,7 +3,7 @@
 Lightning exists twice: as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``.
 Both have the same names for different classes: a Trainer of one takes no strategy, callback or
 LightningModule of the other. So one is chosen, once, when this package is imported. Private names
-are in :mod:`lightning_hybrid.compat_lightning`.
+are in :mod:`lightning_hybrid._lightning_private`.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 A network that is made in ``__init__`` is whole on every rank before a run. One that is made in
 ``configure_model`` is whole on none: each rank notes down how weights are made, and makes those of
-its own stages; see :mod:`lightning_hybrid.network.deferred`. Its checkpoint is read by rank 0, and
+its own stages; see :mod:`lightning_hybrid.tensors.deferred`. Its checkpoint is read by rank 0, and
 the other ranks get an outline of it.
 """
 
@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import Callback, LightningModule, Trainer, WeightAveraging
+from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.compat_lightning import set_module_device
-from lightning_hybrid.network.deferred import Deferral
 from lightning_hybrid.runtime.large import Unfilled, outline, whole
+from lightning_hybrid.tensors.deferred import Deferral
 from lightning_hybrid.world import NoWorld, Phase, World
 
 Checkpoint = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
-from lightning_hybrid.compat_lightning import WrappingCheckpointIO
+from lightning_hybrid._lightning_private import WrappingCheckpointIO
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -11,7 +11,7 @@ first step's end, in which networks are traced, measured and cut.
                              tensor, times the replicas)
 ``hybrid/bubble``            share of the time of a replica's stages in which they run neither
                              forward nor backward: waiting, but also loading, losses, optimizers
-``hybrid/speedup``           Eq. 14, see :func:`lightning_hybrid.runtime.performance.speedup`
+``hybrid/speedup``           Eq. 14, see :func:`lightning_hybrid.pipeline.performance.speedup`
 ===========================  ======================================================================
 
 The last two need stages. The plan goes to the same loggers as hyper-parameters.
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._lightning import TensorBoardLogger, Trainer
+from lightning_hybrid.pipeline.performance import Stopwatch, bubble, speedup
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.runtime.performance import Stopwatch, bubble, speedup
 
 BUSY = "busy_s"
 """Name of a worker's report: the seconds that it has computed since the last one."""

@@ -17,14 +17,17 @@ from lightning_hybrid._lightning import (
     TorchElasticEnvironment,
     reset_seed,
 )
+from lightning_hybrid._lightning_private import ask_strategy_whether_distributed
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import choose_interface
-from lightning_hybrid.compat_lightning import ask_strategy_whether_distributed
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.launcher import HybridMultiProcessingLauncher, HybridSubprocessLauncher
-from lightning_hybrid.runtime.joining import Meeting, join
-from lightning_hybrid.runtime.survey import survey
+from lightning_hybrid.process.joining import Meeting, join
+from lightning_hybrid.process.launcher import (
+    HybridMultiProcessingLauncher,
+    HybridSubprocessLauncher,
+)
+from lightning_hybrid.process.survey import survey
 from lightning_hybrid.world import NoWorld, Phase, World
 
 NAMES = {

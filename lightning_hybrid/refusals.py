@@ -15,7 +15,7 @@ from lightning_hybrid._lightning import (
     TorchSyncBatchNorm,
     Trainer,
 )
-from lightning_hybrid.compat import unscales_by_itself
+from lightning_hybrid._torch import unscales_by_itself
 from lightning_hybrid.errors import PlanError
 
 

@@ -20,13 +20,13 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid.building import DeferredModule, WholeModule
 from lightning_hybrid.config import Config
 from lightning_hybrid.performance_log import Measurement, NoMeasurement
+from lightning_hybrid.pipeline.replicas import broadcast_module
+from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.process.results import Snapshot
 from lightning_hybrid.progress import StartProgress, display_of
-from lightning_hybrid.results import Snapshot
-from lightning_hybrid.runtime.engine import StageOptions
 from lightning_hybrid.runtime.large import make_what_no_network_owns
-from lightning_hybrid.runtime.replicas import broadcast_module
 from lightning_hybrid.world import World
 
 

@@ -18,20 +18,20 @@ from lightning_hybrid._lightning import (
     move_data_to_device,
     rank_zero_info,
 )
+from lightning_hybrid._torch import replace_unscaling
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import run_pending
-from lightning_hybrid.compat import replace_unscaling
 from lightning_hybrid.performance_log import (
     NoPerformanceLog,
     PerformanceLog,
 )
-from lightning_hybrid.results import Results, adopt_results, collect_results
+from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.process.faults import is_loss
+from lightning_hybrid.process.results import Results, adopt_results, collect_results
 from lightning_hybrid.run import Run, scalers_of
-from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.faults import is_loss
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
 from lightning_hybrid.runtime.worker import Worker
 from lightning_hybrid.world import Phase

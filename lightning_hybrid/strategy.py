@@ -34,8 +34,9 @@ from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import restore_handlers
 from lightning_hybrid.config import Config, Count
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.launcher import Parted
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.process.launcher import Parted
+from lightning_hybrid.process.results import Results
 from lightning_hybrid.ranks import ReplicaStrategy, given
 from lightning_hybrid.refusals import (
     refuse_accelerator,
@@ -43,7 +44,6 @@ from lightning_hybrid.refusals import (
     refuse_layer_sync,
     refuse_optimizers,
 )
-from lightning_hybrid.results import Results
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.session import DriverSession, WorkerSession
 from lightning_hybrid.world import NoWorld, Phase

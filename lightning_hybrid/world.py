@@ -18,14 +18,14 @@ from lightning_hybrid.comm.collectives import broadcast_object, meet
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import make_deferrable, run_pending
-from lightning_hybrid.runtime.faults import (
+from lightning_hybrid.process.faults import (
     Watch,
     first_fault,
     is_loss,
     read_fault,
     say_at_next_meeting,
 )
-from lightning_hybrid.runtime.joining import Joined, forget
+from lightning_hybrid.process.joining import Joined, forget
 from lightning_hybrid.runtime.large import gather_after_run, gather_optimizer_after_run
 
 T = TypeVar("T")

@@ -18,30 +18,40 @@ USE_CASE = {
 OUTERMOST = {
     "lightning_hybrid/__init__.py",  # only to register the names
     "lightning_hybrid/strategy.py",
-    "lightning_hybrid/launcher.py",
+    "lightning_hybrid/process/launcher.py",
     "lightning_hybrid/building.py",
     "lightning_hybrid/checkpoints.py",
-    "lightning_hybrid/compat_lightning.py",
+    "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/performance_log.py",
     "lightning_hybrid/ranks.py",
     "lightning_hybrid/refusals.py",
     "lightning_hybrid/progress.py",
-    "lightning_hybrid/results.py",
+    "lightning_hybrid/process/results.py",
     "lightning_hybrid/run.py",
     "lightning_hybrid/session.py",
     "lightning_hybrid/wrong_package.py",
 }
-WITH_PRIVATE_NAMES = {"lightning_hybrid/compat.py", "lightning_hybrid/compat_lightning.py"}
+WITH_PRIVATE_NAMES = {"lightning_hybrid/_torch.py", "lightning_hybrid/_lightning_private.py"}
 # what each part may import of the others, from the inside out
 LAYERS = {
     "errors": set(),
-    "compat": set(),
+    "_torch": set(),
+    "_trees": set(),
     "allocation": {"errors"},
     "schedules": {"errors"},
-    "network": {"errors", "compat"},
+    "tensors": {"errors", "_torch", "_trees"},
+    "network": {"errors", "_torch", "_trees", "tensors"},
     "planning": {"errors", "allocation", "schedules", "network"},
-    "comm": {"errors", "compat", "network"},
-    "runtime": {"errors", "compat", "schedules", "network", "planning", "comm"},
+    "comm": {"errors", "_torch", "tensors", "network"},
+    "pipeline": {"errors", "_torch", "tensors", "network", "schedules", "comm"},
+    "process": {
+        *("errors", "comm", "planning"),
+        *("_lightning", "_lightning_private", "wrong_package"),
+    },
+    "runtime": {
+        *("errors", "_torch", "_trees", "schedules", "tensors"),
+        *("network", "planning", "comm", "pipeline", "process"),
+    },
 }
 
 
@@ -85,11 +95,12 @@ def test_only_the_outermost_files_use_lightning() -> None:
     assert importers(FILES, "lightning_hybrid._lightning") == OUTERMOST
 
 
-def test_only_comm_and_the_runtime_import_torch_distributed() -> None:
-    rooms = ("lightning_hybrid/comm/", "lightning_hybrid/runtime/")
+def test_only_what_talks_to_other_ranks_imports_torch_distributed() -> None:
+    rooms = tuple(
+        f"lightning_hybrid/{room}/" for room in ("comm", "pipeline", "process", "runtime")
+    )
     found = importers(FILES, "torch.distributed", "torch.multiprocessing")
     found -= {"lightning_hybrid/planning/cluster.py"}  # measures links
-    found -= {"lightning_hybrid/launcher.py"}  # torch's error where a spawned process was killed
     assert all(path.startswith(rooms) for path in found)
     for path, tree in FILES.items():
         names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -121,10 +132,9 @@ def test_the_strategy_is_on_top() -> None:
 @pytest.mark.parametrize("part", LAYERS)
 def test_imports_go_one_way(part: str) -> None:
     allowed = LAYERS[part] | {part}
-    files = inside(f"lightning_hybrid/{part}")
+    files = inside(f"lightning_hybrid/{part}/") or inside(f"lightning_hybrid/{part}.py")
+    assert files
     for path, tree in files.items():
-        if path.startswith("lightning_hybrid/compat_lightning"):
-            continue
         for name, line in imports(tree):
             if name.startswith("lightning_hybrid"):
                 assert name.split(".")[1] in allowed, f"{path}:{line} imports {name}"

@@ -10,7 +10,7 @@ import pytest
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid._lightning import CHOSEN, VARIABLE, choose, chosen_in_children
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.launcher import Part
+from lightning_hybrid.process.launcher import Part
 from lightning_hybrid.ranks import NAMES
 from lightning_hybrid.wrong_package import refuse_in_other_package
 

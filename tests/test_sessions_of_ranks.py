@@ -21,8 +21,8 @@ from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.performance_log import NoMeasurement, NoPerformanceLog
+from lightning_hybrid.process.results import Snapshot, collect_results
 from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.results import Snapshot, collect_results
 from lightning_hybrid.run import Run
 from lightning_hybrid.session import DriverSession, WorkerSession
 from lightning_hybrid.world import NoWorld, Phase

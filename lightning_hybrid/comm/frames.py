@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm.protocol import MESSAGES, Message, Tensors
 from lightning_hybrid.comm.specs import TensorSpec
-from lightning_hybrid.network.deferred import value_of
+from lightning_hybrid.tensors.deferred import value_of
 
 _INTEGERS = 8
 FRAME = _INTEGERS + 2

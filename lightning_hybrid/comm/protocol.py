@@ -18,7 +18,6 @@ default. A field ``tensors`` is neither: specs are pickled, then the tensors fol
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -27,20 +26,13 @@ from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.network import StageCode
+from lightning_hybrid.tensors.kind import Kind
 
 Tensors = Iterable[tuple[str, Tensor]]
 """Named tensors. The receiver gets an iterator that takes them off the wire one by one."""
 
 Hyperparameters = dict[str, Any]
 """A parameter group of an optimizer; its parameters by name."""
-
-
-class Kind(Enum):
-    """What a tensor of another rank is to the LightningModule."""
-
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    GRADIENT = "gradient"
 
 
 class Message:
@@ -103,7 +95,7 @@ class Forward(Command):
     Attributes:
         network: number of the network.
         call: number of the call.
-        draw: decides the random numbers; see :func:`lightning_hybrid.runtime.random.draw_number`.
+        draw: decides the random numbers; see :func:`lightning_hybrid.pipeline.random.draw_number`.
         key: number of the call's key.
         exchange: headers travel with the activations.
         draws: the generators' state travels with the activations.

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid._torch import unrecorded
 from lightning_hybrid.comm.losses import is_late
-from lightning_hybrid.compat import unrecorded
 from lightning_hybrid.errors import RemoteError
 
 Group = Any

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hybrid.compat import (
+from lightning_hybrid._torch import (
     FakeTensorMode,
     ShapeEnv,
     TorchDispatchMode,
@@ -27,7 +27,7 @@ from lightning_hybrid.compat import (
     symbols_in,
     value_with,
 )
-from lightning_hybrid.network.structure import tensors_in
+from lightning_hybrid._trees import tensors_in
 
 
 @dataclass(frozen=True)

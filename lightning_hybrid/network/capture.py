@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import lightning_hybrid.network.rewritten  # noqa: F401  (code is captured with these functions)
-from lightning_hybrid.compat import (
+from lightning_hybrid._torch import (
     FailOnRecompileLimitHit,
     GuardOnDataDependentSymNode,
     TorchDynamoException,
@@ -30,10 +30,10 @@ from lightning_hybrid.compat import (
     free_first_size,
     recapture_reason,
 )
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative import captured_averages
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.recurrent import captured_recurrence
-from lightning_hybrid.network.structure import tensors_in
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 """Computes the outputs of a graph from its arguments."""

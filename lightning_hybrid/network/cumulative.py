@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hybrid.compat import BatchNorm, Exchanged
+from lightning_hybrid._torch import BatchNorm, Exchanged
 
 _original: Any = BatchNorm.forward
 

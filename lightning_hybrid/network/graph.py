@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.compat import (
+from lightning_hybrid._torch import (
     guards_hold,
     guards_of,
     higher_order_name,

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.compat import as_they_are
+from lightning_hybrid._torch import as_they_are
 from lightning_hybrid.network.check import fresh
 from lightning_hybrid.network.cuts import Cuts
-from lightning_hybrid.network.deferred import value_of
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import PartitionProfile, Profile, parameter_bytes
 from lightning_hybrid.network.stage import Stage, cut
+from lightning_hybrid.tensors.deferred import value_of
 
 Clock = Callable[[], float]
 Advance = Callable[[int, int], None]

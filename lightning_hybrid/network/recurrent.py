@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.compat import Exchanged, is_fake, recurrent_functions
+from lightning_hybrid._torch import Exchanged, is_fake, recurrent_functions
 
 _functions = recurrent_functions()
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.compat import (
+from lightning_hybrid._torch import (
     BatchNorm,
     TorchDispatchMode,
     higher_order_name,
@@ -26,11 +26,11 @@ from lightning_hybrid.compat import (
     is_symbolic,
     symbols_in,
 )
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.check import fresh
-from lightning_hybrid.network.deferred import is_unmade
 from lightning_hybrid.network.graph import Layer, NetworkGraph
 from lightning_hybrid.network.stage import Stage, cut_at
-from lightning_hybrid.network.structure import tensors_in
+from lightning_hybrid.tensors.deferred import is_unmade
 
 MICROBATCH_STATISTICS = (
     "running_mean",

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.compat import exit_autocast, set_gradients
+from lightning_hybrid._torch import exit_autocast, set_gradients
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.checkpointing import close_region
 from lightning_hybrid.network.code import GraphCode
 from lightning_hybrid.network.cuts import Cuts
-from lightning_hybrid.network.deferred import make
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.regions import Open, open_at
+from lightning_hybrid.tensors.deferred import make
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:

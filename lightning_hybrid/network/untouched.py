@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.compat import as_they_are
-from lightning_hybrid.network.deferred import is_unmade
+from lightning_hybrid._torch import as_they_are
+from lightning_hybrid.tensors.deferred import is_unmade
 
 
 @contextlib.contextmanager

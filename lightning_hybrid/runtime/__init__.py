@@ -1,1 +1,1 @@
-"""The plan at work: ranks, links, stages, gradients and weights of a running job."""
+"""One replica at work: the driver, its workers, their networks, weights and optimizers."""

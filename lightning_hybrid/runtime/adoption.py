@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid._torch import BatchNorm, own_saved_tensors
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.compat import BatchNorm, own_saved_tensors
 from lightning_hybrid.errors import HybridError, NetworkError, PlanError
 from lightning_hybrid.network import (
     NetworkGraph,
@@ -23,9 +23,9 @@ from lightning_hybrid.network import (
 from lightning_hybrid.network.following import CannotFollow, follow
 from lightning_hybrid.network.places import place_of
 from lightning_hybrid.network.stage import cut_at
+from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.announcements import Announcements
-from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found import FoundNetwork, count
 from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement, Specialization

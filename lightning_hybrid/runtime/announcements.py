@@ -4,7 +4,7 @@ import re
 
 from torch import nn
 
-from lightning_hybrid.compat import BatchNorm
+from lightning_hybrid._torch import BatchNorm
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.found import FoundNetwork
 from lightning_hybrid.runtime.network_options import NetworkOptions

@@ -3,18 +3,19 @@
 The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
 borrow. Before a forward the borrowers have the owner's values, and after a backward the owner has
 the borrowers' gradients. What the driver's own stages borrow are proxies
-(:mod:`lightning_hybrid.runtime.remote`) and needs no bringing.
+(:mod:`lightning_hybrid.tensors.remote`) and needs no bringing.
 """
 
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_hybrid.comm.protocol import GiveBorrowedGradients, Kind, TakeWeights
+from lightning_hybrid.comm.protocol import GiveBorrowedGradients, TakeWeights
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.unsettled import Unsettled
+from lightning_hybrid.tensors.kind import Kind
 
 
 class Borrowing:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network.structure import rebuild, tensors_in
 
 
 def call_in_chunks(

@@ -12,8 +12,8 @@ from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.protocol import Answer, Command
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.runtime.engine import Engine
-from lightning_hybrid.runtime.remote import RemoteTensors
+from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.tensors.remote import RemoteTensors
 
 
 class Workers:

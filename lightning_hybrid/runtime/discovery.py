@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.compat import (
+from lightning_hybrid._torch import (
     drop_hooks,
     has_backward_hooks,
     own_saved_tensors,
     without_mode,
 )
+from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError
 from lightning_hybrid.network import (
     Capture,
@@ -36,21 +36,21 @@ from lightning_hybrid.network import (
     network_partitions,
 )
 from lightning_hybrid.network.capture import kind_of
-from lightning_hybrid.network.deferred import Hollow, make
 from lightning_hybrid.network.find import candidates, own_forward, unwatch, watch
 from lightning_hybrid.network.following import CannotFollow
 from lightning_hybrid.network.stage import cut_at
+from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.pipeline.staged import tensors_of
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.adoption import Adoption, why_not_cut
 from lightning_hybrid.runtime.announcements import Announcements
-from lightning_hybrid.runtime.batchnorm import Synchronised
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found import FoundNetwork, count, indented, inside, layers
 from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.network_call import Specialization
 from lightning_hybrid.runtime.network_options import NetworkOptions
-from lightning_hybrid.runtime.staged import tensors_of
+from lightning_hybrid.tensors.deferred import Hollow, make
 
 
 class Discovery:

@@ -13,18 +13,19 @@ from lightning_hybrid.comm.protocol import Command, Cut, TakeWeights
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import StageCode, make_stages
-from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.runtime.engine import Engine, StageOptions
-from lightning_hybrid.runtime.large import Claim, leave_to_worker, refuse_tied, to_send
-from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement
-from lightning_hybrid.runtime.replicas import Copies, state_buffers
-from lightning_hybrid.runtime.staged import (
+from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.pipeline.replicas import Copies, state_buffers
+from lightning_hybrid.pipeline.staged import (
     borrowed_parameters,
     own_buffers,
     own_parameters,
     tensors_of,
 )
-from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.pipeline.trace import Trace
+from lightning_hybrid.runtime.commands import Commands
+from lightning_hybrid.runtime.large import Claim, leave_to_worker, refuse_tied, to_send
+from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement
 
 
 @dataclass(frozen=True)

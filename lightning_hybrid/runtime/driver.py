@@ -26,30 +26,30 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.network import StageCode
-from lightning_hybrid.network.deferred import is_unmade, make
+from lightning_hybrid.pipeline.performance import Stopwatch
+from lightning_hybrid.pipeline.replicas import Copies, state_buffers
+from lightning_hybrid.pipeline.staged import (
+    tensors_of,
+)
+from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.pipeline.trace import Trace
+from lightning_hybrid.process.faults import read_fault
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands, Workers
 from lightning_hybrid.runtime.distribution import Distributed, Distribution
 from lightning_hybrid.runtime.driven_optimizers import ALL, DrivenOptimizers
-from lightning_hybrid.runtime.engine import StageOptions
-from lightning_hybrid.runtime.faults import read_fault
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.large import (
     share_optimizers,
 )
 from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement
 from lightning_hybrid.runtime.ownership import Ownership
-from lightning_hybrid.runtime.performance import Stopwatch
-from lightning_hybrid.runtime.remote import RemoteTensors
-from lightning_hybrid.runtime.replicas import Copies, state_buffers
 from lightning_hybrid.runtime.replicated import Replicated
-from lightning_hybrid.runtime.staged import (
-    tensors_of,
-)
 from lightning_hybrid.runtime.step_calls import StepCalls
-from lightning_hybrid.runtime.trace import Trace
 from lightning_hybrid.runtime.unsettled import Unsettled
 from lightning_hybrid.runtime.weights import Weights
+from lightning_hybrid.tensors.deferred import is_unmade, make
+from lightning_hybrid.tensors.remote import RemoteTensors
 
 
 class Driver:

@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Capture, NetworkGraph
-from lightning_hybrid.network.deferred import Hollow, is_unmade
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.network_call import DrivenNetwork, Specialization
+from lightning_hybrid.tensors.deferred import Hollow, is_unmade
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """Networks that are whole on no rank: who makes which weights, who brings them where.
 
-Each rank makes the weights of its own stage (:mod:`lightning_hybrid.network.deferred`). What only
+Each rank makes the weights of its own stage (:mod:`lightning_hybrid.tensors.deferred`). What only
 the driver of replica 0 has, a loaded checkpoint, travels from there: to the workers of its replica
 when the network is cut, and to the other replicas from copy to copy of each stage.
 """
@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid._torch import TorchDispatchMode
+from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.protocol import Answer
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
-from lightning_hybrid.compat import TorchDispatchMode
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.network.deferred import (
+from lightning_hybrid.pipeline.staged import tensors_of
+from lightning_hybrid.runtime.optimizer_state import placed
+from lightning_hybrid.runtime.optimizers import complete, state_of
+from lightning_hybrid.tensors.deferred import (
     claim,
     has_loaded,
     is_away,
@@ -31,10 +35,6 @@ from lightning_hybrid.network.deferred import (
     make,
     put_away,
 )
-from lightning_hybrid.network.structure import rebuild, tensors_in
-from lightning_hybrid.runtime.optimizer_state import placed
-from lightning_hybrid.runtime.optimizers import complete, state_of
-from lightning_hybrid.runtime.staged import tensors_of
 
 
 def where(coordinates: Coordinates, pp_rank: int) -> str:

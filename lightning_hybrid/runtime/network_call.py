@@ -4,7 +4,7 @@ A :class:`Specialization` is one captured graph of a network. The user's call of
 autograd (:class:`_NetworkCall`): its forward runs the pipeline and returns the outputs, its
 backward sends the gradients back through the stages. :class:`DrivenNetwork` tells the workers
 (:mod:`lightning_hybrid.runtime.commands`) and runs this rank's stages
-(:mod:`lightning_hybrid.runtime.engine`).
+(:mod:`lightning_hybrid.pipeline.engine`).
 """
 
 import weakref
@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid.comm.call_key import CallKey, Precision
-from lightning_hybrid.comm.protocol import Backward, Forward, Free
-from lightning_hybrid.comm.signals import signals_deferred
-from lightning_hybrid.comm.specs import TensorSpec
-from lightning_hybrid.compat import (
+from lightning_hybrid._torch import (
     as_they_are,
     backward_reaches,
     forward_derivatives,
     graph_is_kept,
 )
+from lightning_hybrid.comm.call_key import CallKey, Precision
+from lightning_hybrid.comm.protocol import Backward, Forward, Free
+from lightning_hybrid.comm.signals import signals_deferred
+from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NetworkGraph, StageCode
 from lightning_hybrid.network.places import place_now
 from lightning_hybrid.network.splitting import fits
-from lightning_hybrid.runtime.calls import Call, Gradients, Values
+from lightning_hybrid.pipeline.calls import Call, Gradients, Values
+from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.pipeline.random import random_state, set_random_state
+from lightning_hybrid.pipeline.staged import StagedNetwork, tensors_of
 from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.runtime.engine import Engine
 from lightning_hybrid.runtime.gradients import ReplicaGradients
-from lightning_hybrid.runtime.random import random_state, set_random_state
-from lightning_hybrid.runtime.staged import StagedNetwork, tensors_of
 from lightning_hybrid.runtime.step_calls import StepCalls
 from lightning_hybrid.runtime.weights import Weights
 

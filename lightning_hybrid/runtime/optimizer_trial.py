@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hybrid.compat import as_they_are, runs_step_hooks
+from lightning_hybrid._torch import as_they_are, runs_step_hooks
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.network.deferred import is_away
 from lightning_hybrid.runtime.optimizers import (
     groups_of,
     kind_of_group,
@@ -44,6 +43,7 @@ from lightning_hybrid.runtime.optimizers import (
     unship,
     write_records,
 )
+from lightning_hybrid.tensors.deferred import is_away
 
 _SCALES = (1.0, 30.0, 1e-3, 1.0, 1e3, 0.1, 1.0, 10.0, 1e-2, 1.0, 3.0, 1.0)
 """Of the gradients in each step."""

@@ -9,7 +9,6 @@ from lightning_hybrid.comm.protocol import (
     Command,
     GiveGradients,
     GiveWeights,
-    Kind,
     NameGradients,
     TakeGradients,
     TakeWeights,
@@ -17,12 +16,13 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.runtime.commands import Workers
 from lightning_hybrid.runtime.unsettled import Unsettled
+from lightning_hybrid.tensors.kind import Kind
 
 
 class Ownership:
     """The tensors of the workers of one replica.
 
-    It is what :class:`~lightning_hybrid.runtime.remote.RemoteTensors` asks, and so sends its
+    It is what :class:`~lightning_hybrid.tensors.remote.RemoteTensors` asks, and so sends its
     commands without bringing the changes of remote tensors before: that one does it.
 
     Args:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.transport import Group
-from lightning_hybrid.network.deferred import is_unmade
-from lightning_hybrid.runtime.replicas import Copies, state_buffers
-from lightning_hybrid.runtime.staged import tensors_of
-from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.pipeline.replicas import Copies, state_buffers
+from lightning_hybrid.pipeline.staged import tensors_of
+from lightning_hybrid.pipeline.trace import Trace
+from lightning_hybrid.tensors.deferred import is_unmade
 
 
 class Replicated:

@@ -5,17 +5,18 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lightning_hybrid._torch import as_they_are
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.protocol import Kind, SynchronizeBuffers, TakeWeights
+from lightning_hybrid.comm.protocol import SynchronizeBuffers, TakeWeights
 from lightning_hybrid.comm.signals import signals_deferred
-from lightning_hybrid.compat import as_they_are
-from lightning_hybrid.network.deferred import is_deferred, is_unmade
+from lightning_hybrid.pipeline.staged import tensors_of, write_tensors
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.large import leave_to_worker, to_send, whole
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
-from lightning_hybrid.runtime.staged import tensors_of, write_tensors
+from lightning_hybrid.tensors.deferred import is_deferred, is_unmade
+from lightning_hybrid.tensors.kind import Kind
 
 
 class Weights:

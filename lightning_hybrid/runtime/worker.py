@@ -48,14 +48,10 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.comm.signals import signals_ignored
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.network import Stage
-from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
-from lightning_hybrid.runtime.engine import Engine, StageOptions
-from lightning_hybrid.runtime.large import Claim, share_optimizers
-from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
-from lightning_hybrid.runtime.performance import Stopwatch
-from lightning_hybrid.runtime.replicas import Copies, state_buffers
-from lightning_hybrid.runtime.scaling import unscale
-from lightning_hybrid.runtime.staged import (
+from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.pipeline.performance import Stopwatch
+from lightning_hybrid.pipeline.replicas import Copies, state_buffers
+from lightning_hybrid.pipeline.staged import (
     StagedNetwork,
     names_of,
     own_buffers,
@@ -63,7 +59,12 @@ from lightning_hybrid.runtime.staged import (
     tensors_of,
     write_tensors,
 )
-from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.pipeline.trace import Trace
+from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
+from lightning_hybrid.runtime.large import Claim, share_optimizers
+from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
+from lightning_hybrid.runtime.scaling import unscale
 
 DRIVER = 0
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.comm import protocol
-from lightning_hybrid.comm.protocol import MESSAGES, Command, Kind, Message, Reduce
+from lightning_hybrid.comm.protocol import MESSAGES, Command, Message, Reduce
+from lightning_hybrid.tensors.kind import Kind
 
 FAMILIES = {Message, Command, protocol.OptimizerCommand, protocol.Word}
 DEFINED = {

@@ -7,9 +7,10 @@ import pytest
 from crew import Crew
 
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.protocol import Answer, Check, Free, Kind, Report, Step
+from lightning_hybrid.comm.protocol import Answer, Check, Free, Report, Step
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.runtime.commands import Commands
+from lightning_hybrid.tensors.kind import Kind
 
 
 class Proxies:

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.runtime.distribution import Distribution
-from lightning_hybrid.runtime.engine import StageOptions
 from lightning_hybrid.runtime.network_call import Placement
 
 

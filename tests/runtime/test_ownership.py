@@ -9,13 +9,13 @@ from lightning_hybrid.comm.protocol import (
     ClearGradients,
     GiveGradients,
     GiveWeights,
-    Kind,
     NameGradients,
     TakeGradients,
     TakeWeights,
 )
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.unsettled import Unsettled
+from lightning_hybrid.tensors.kind import Kind
 
 ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
 

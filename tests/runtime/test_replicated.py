@@ -7,8 +7,8 @@ import torch
 from driven import Model
 from torch import nn
 
+from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.replicated import Replicated
-from lightning_hybrid.runtime.trace import Trace
 
 ELSEWHERE: Any = torch.float64  # stands for an accelerator: what goes there shows it
 

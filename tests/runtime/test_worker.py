@@ -40,7 +40,7 @@ from lightning_hybrid.comm.protocol import (
     Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.runtime.engine import StageOptions
+from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.runtime.optimizers import groups_of, ship
 from lightning_hybrid.runtime.worker import Worker
 

@@ -14,7 +14,7 @@ from conftest import DEFAULTS, Training
 from test_exact_training import one_device as one_device_of
 from training_script import train
 
-from lightning_hybrid.runtime.faults import GRACE_S
+from lightning_hybrid.process.faults import GRACE_S
 
 pytestmark = [
     pytest.mark.distributed,

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.runtime import faults
-from lightning_hybrid.runtime.faults import Watch, first_fault
+from lightning_hybrid.process import faults
+from lightning_hybrid.process.faults import Watch, first_fault
 
 
 class Flaky:

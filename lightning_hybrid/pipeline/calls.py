@@ -38,7 +38,7 @@ class Call:
 
     Attributes:
         number: counts the calls of the network.
-        draw: decides the random numbers; see :func:`lightning_hybrid.runtime.random.draw_number`.
+        draw: decides the random numbers; see :func:`lightning_hybrid.pipeline.random.draw_number`.
         exchange: headers travel with the activations.
         draws: the generators' state travels with the activations.
         traffic: of each stage of this rank.

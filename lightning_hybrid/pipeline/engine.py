@@ -15,91 +15,34 @@ after an error it goes on to receive and send what its list says, with zeros, an
 travels to the driver behind the activations.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from lightning_hybrid._torch import own_saved_tensors
 from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import Arriving, Links
 from lightning_hybrid.comm.protocol import Backward, Header, Pattern, Status
 from lightning_hybrid.comm.specs import TensorSpec
-from lightning_hybrid.comm.transport import Group
-from lightning_hybrid.compat import own_saved_tensors
 from lightning_hybrid.network import Stage
-from lightning_hybrid.runtime.batchnorm import Synchronised
-from lightning_hybrid.runtime.calls import Call, Gradients, Values
-from lightning_hybrid.runtime.random import (
+from lightning_hybrid.pipeline.ahead import Ahead
+from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.pipeline.calls import Call, Gradients, Values
+from lightning_hybrid.pipeline.lists import Todo, lists_of, schedule_of
+from lightning_hybrid.pipeline.random import (
     generators_of_microbatch,
     microbatch_seed,
     random_state,
     set_random_state,
 )
-from lightning_hybrid.runtime.replicas import Copies
-from lightning_hybrid.runtime.trace import Trace
-from lightning_hybrid.schedules import SCHEDULES, Instruction, Kind, Schedule, merge
-
-
-@dataclass(frozen=True)
-class StageOptions:
-    """How the stages of a run compute, the same on all ranks.
-
-    Attributes:
-        compiled: by ``torch.compile``.
-        statistics: the group over which batch normalisation takes its statistics; ``None``: each
-            replica by itself.
-    """
-
-    compiled: bool = False
-    statistics: Group = None
-
-
-@lru_cache(maxsize=256)
-def _schedule(name: str, stages: int, microbatches: int, input_gradient: bool) -> Schedule:
-    return SCHEDULES[name](stages, microbatches, input_gradient=input_gradient)
-
-
-_Todo = tuple[tuple[int, str, int], ...]
-"""What a rank does, in order: which of its stages, the name of the instruction, micro-batch."""
-
-
-@lru_cache(maxsize=256)
-def _lists(
-    name: str, devices: tuple[int, ...], here: int, microbatches: int, input_gradient: bool
-) -> tuple[_Todo, _Todo]:
-    """The forward and the backward list of the rank with this ``pp_rank``."""
-    schedule = _schedule(name, len(devices), microbatches, input_gradient)
-    own = [stage for stage, device in enumerate(devices) if device == here]
-    forward, backward = (
-        tuple((own.index(stage), str(i.kind), i.microbatch) for stage, i in merged[here])
-        for merged in (merge(lists, devices) for lists in (schedule.forward, schedule.backward))
-    )
-    return forward, backward
-
-
-@dataclass
-class OwnedStage:
-    """A stage of this rank.
-
-    Attributes:
-        number: of the stage in the network.
-        variants: the part of the network that it is, in each of its variants (see
-            :class:`CallKey`); the first one is enough to begin with.
-        links: to its neighbours.
-        is_last: whether it is the network's last stage.
-        label: what tells it from other stages of the rank in a trace.
-    """
-
-    number: int
-    variants: list[Stage]
-    links: Links
-    is_last: bool
-    label: str
+from lightning_hybrid.pipeline.replicas import Copies
+from lightning_hybrid.pipeline.stages import OwnedStage, StageOptions
+from lightning_hybrid.pipeline.trace import Trace
+from lightning_hybrid.schedules import Kind, Schedule
 
 
 class Engine:
@@ -220,13 +163,15 @@ class Engine:
         for own in self.owned:
             own.variants.append(stages[own.number])
 
-    def _lists(self, key: CallKey, *, input_gradient: bool) -> tuple[_Todo, _Todo]:
+    def _lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
         here, microbatches = self.coordinates.pp_rank, key.microbatches
-        return _lists(self._schedule_name, self._devices, here, microbatches, input_gradient)
+        return lists_of(self._schedule_name, self._devices, here, microbatches, input_gradient)
 
     def schedule(self, key: CallKey, *, input_gradient: bool) -> Schedule:
         """What each stage does in a call."""
-        return _schedule(self._schedule_name, len(self._devices), key.microbatches, input_gradient)
+        return schedule_of(
+            self._schedule_name, len(self._devices), key.microbatches, input_gradient
+        )
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
         """The variant of a stage that a call needs."""
@@ -498,21 +443,3 @@ class _Backward:
         found = torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
         by_value = iter(found)
         return [next(by_value) if value.requires_grad else None for value in values]
-
-
-class Ahead:
-    """Receives that are posted one before they are needed, so that they overlap computation."""
-
-    def __init__(
-        self, steps: Sequence[Instruction], kind: Kind, post: Callable[[int], Arriving]
-    ) -> None:
-        self._todo = [step.microbatch for step in reversed(steps) if step.kind is kind]
-        self._post = post
-        self._posted: Arriving | None = None
-
-    def take(self, microbatch: int) -> Values:
-        """Wait for this micro-batch's tensors, after posting the receive of the next one's."""
-        assert self._todo.pop() == microbatch
-        arrival = self._posted or self._post(microbatch)
-        self._posted = self._post(self._todo[-1]) if self._todo else None
-        return arrival.wait()

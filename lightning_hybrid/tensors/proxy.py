@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid.compat import as_they_are
+from lightning_hybrid._torch import as_they_are
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.network.structure import tensors_in
 
 
 class Behind(Protocol):

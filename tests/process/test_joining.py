@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.speed import look_at
-from lightning_hybrid.runtime import joining
-from lightning_hybrid.runtime.joining import Joined, Meeting, forget, join
+from lightning_hybrid.process import joining
+from lightning_hybrid.process.joining import Joined, Meeting, forget, join
 
 CPU = torch.device("cpu")
 SECONDS = timedelta(seconds=30)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_hybrid.results import Snapshot, adopt_results, collect_results
+from lightning_hybrid.process.results import Snapshot, adopt_results, collect_results
 
 
 class OneWay(Exception):

@@ -15,7 +15,11 @@ from torch.nn.utils import parametrizations
 
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.network.capture import Capture
-from lightning_hybrid.network.deferred import (
+from lightning_hybrid.network.find import own_forward
+from lightning_hybrid.network.graph import NetworkGraph
+from lightning_hybrid.network.measure import measure
+from lightning_hybrid.network.partition import network_partitions
+from lightning_hybrid.tensors.deferred import (
     Deferral,
     Hollow,
     claim,
@@ -28,10 +32,6 @@ from lightning_hybrid.network.deferred import (
     put_away,
     value_of,
 )
-from lightning_hybrid.network.find import own_forward
-from lightning_hybrid.network.graph import NetworkGraph
-from lightning_hybrid.network.measure import measure
-from lightning_hybrid.network.partition import network_partitions
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
 

@@ -24,10 +24,7 @@ from weakref import finalize, ref
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_hybrid._lightning import ParallelStrategy, Trainer, chosen_in_children
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure, told_text
-from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
-from lightning_hybrid.compat_lightning import (
+from lightning_hybrid._lightning_private import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     TunerExit,
@@ -35,9 +32,12 @@ from lightning_hybrid.compat_lightning import (
     end_run,
     set_num_threads,
 )
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.failure import Failure, told_text
+from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
 from lightning_hybrid.errors import HybridError, RemoteError
-from lightning_hybrid.results import Results
-from lightning_hybrid.runtime.faults import GRACE_S, is_hearsay, is_loss
+from lightning_hybrid.process.faults import GRACE_S, is_hearsay, is_loss
+from lightning_hybrid.process.results import Results
 from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2

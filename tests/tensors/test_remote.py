@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.protocol import Kind
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.runtime.remote import RemoteTensors
+from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.remote import RemoteTensors
 
 
 class Owner:

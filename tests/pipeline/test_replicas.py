@@ -11,9 +11,9 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_hybrid.runtime import replicas
-from lightning_hybrid.runtime.replicas import Copies, broadcast_module
-from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.pipeline import replicas
+from lightning_hybrid.pipeline.replicas import Copies, broadcast_module
+from lightning_hybrid.pipeline.trace import Trace
 
 pytestmark = pytest.mark.distributed
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

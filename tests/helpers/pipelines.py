@@ -13,10 +13,11 @@ from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.memory import MemoryReplica
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.specs import TensorSpec
-from lightning_hybrid.runtime.calls import Call, Traffic
-from lightning_hybrid.runtime.engine import Engine, StageOptions
-from lightning_hybrid.runtime.replicas import Copies
-from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.pipeline.calls import Call, Traffic
+from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.pipeline.replicas import Copies
+from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.pipeline.trace import Trace
 
 CPU = torch.device("cpu")
 ALONE: Any = SimpleNamespace(size=lambda: 1)  # the group of one replica

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid._torch import as_they_are
 from lightning_hybrid.comm.call_key import CallKey
-from lightning_hybrid.compat import as_they_are
 from lightning_hybrid.network import Stage
-from lightning_hybrid.network.deferred import is_unmade
-from lightning_hybrid.runtime.calls import Call, Traffic, Values
-from lightning_hybrid.runtime.engine import Engine
+from lightning_hybrid.pipeline.calls import Call, Traffic, Values
+from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.tensors.deferred import is_unmade
 
 
 class StagedNetwork:

@@ -25,10 +25,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.protocol import Kind
-from lightning_hybrid.compat import as_they_are
+from lightning_hybrid._torch import as_they_are
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.runtime.windows import open_window, shut_window
+from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.proxy import open_window, shut_window
 
 
 class Owners(Protocol):

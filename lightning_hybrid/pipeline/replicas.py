@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid._torch import BatchNorm
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
-from lightning_hybrid.compat import BatchNorm
-from lightning_hybrid.network.deferred import is_unmade
-from lightning_hybrid.runtime.trace import Trace
+from lightning_hybrid.pipeline.trace import Trace
+from lightning_hybrid.tensors.deferred import is_unmade
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """As in DistributedDataParallel: large enough for the link, and the first one small, to start

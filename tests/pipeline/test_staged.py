@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.runtime.staged import StagedNetwork, borrowed_parameters, write_tensors
+from lightning_hybrid.pipeline.staged import StagedNetwork, borrowed_parameters, write_tensors
 
 
 @pytest.mark.parametrize(

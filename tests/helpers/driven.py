@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from lightning_hybrid.comm.memory import MemoryReplica
 from lightning_hybrid.network import Capture, NetworkGraph, cut, make_stages, network_partitions
 from lightning_hybrid.network.check import run
-from lightning_hybrid.network.deferred import Hollow
 from lightning_hybrid.network.find import own_forward
+from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.engine import StageOptions
 from lightning_hybrid.runtime.network_call import Placement
 from lightning_hybrid.runtime.worker import Worker
+from lightning_hybrid.tensors.deferred import Hollow
 
 
 class Model(nn.Module):

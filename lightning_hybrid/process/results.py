@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_hybrid._lightning import Callback, Logger, Strategy, Trainer, move_data_to_device
-from lightning_hybrid.compat_lightning import random_states, set_random_states
+from lightning_hybrid._lightning_private import random_states, set_random_states
 from lightning_hybrid.planning.plan import Plan
 
 LIMIT_BYTES = 16 * 2**20

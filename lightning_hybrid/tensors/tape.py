@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.network.structure import Token, rebuild, tensors_in
 
 _SNAPSHOT_BYTES = 2**20
 """Real tensors up to this size are copied when an operation on the tape reads them."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network import (
     Capture,
     NetworkGraph,
@@ -20,9 +21,8 @@ from lightning_hybrid.network import (
     network_partitions,
 )
 from lightning_hybrid.network.check import run
-from lightning_hybrid.network.deferred import Hollow
 from lightning_hybrid.network.find import own_forward
-from lightning_hybrid.network.structure import tensors_in
+from lightning_hybrid.tensors.deferred import Hollow
 
 Boundaries = Callable[[Sequence[NetworkPartition]], Sequence[int]]
 """Chooses the partitions that stages begin with."""

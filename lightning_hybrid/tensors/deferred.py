@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.compat import TorchDispatchMode, as_they_are, swap_memory
+from lightning_hybrid._torch import TorchDispatchMode, as_they_are, swap_memory
+from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.network.structure import rebuild, tensors_in
-from lightning_hybrid.network.tape import Tape, View, memory_for
+from lightning_hybrid.tensors.tape import Tape, View, memory_for
 
 
 class _Unmade:

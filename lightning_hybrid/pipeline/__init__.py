@@ -1,0 +1,1 @@
+"""The stages of one rank at work: forward and backward, random numbers, averaged gradients."""

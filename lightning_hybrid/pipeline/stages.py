@@ -1,0 +1,41 @@
+"""What a rank knows of its stages before they run."""
+
+from dataclasses import dataclass
+
+from lightning_hybrid.comm.links import Links
+from lightning_hybrid.comm.transport import Group
+from lightning_hybrid.network import Stage
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How the stages of a run compute, the same on all ranks.
+
+    Attributes:
+        compiled: by ``torch.compile``.
+        statistics: the group over which batch normalisation takes its statistics; ``None``: each
+            replica by itself.
+    """
+
+    compiled: bool = False
+    statistics: Group = None
+
+
+@dataclass
+class OwnedStage:
+    """A stage of this rank.
+
+    Attributes:
+        number: of the stage in the network.
+        variants: the part of the network that it is, in each of its variants (see
+            :class:`CallKey`); the first one is enough to begin with.
+        links: to its neighbours.
+        is_last: whether it is the network's last stage.
+        label: what tells it from other stages of the rank in a trace.
+    """
+
+    number: int
+    variants: list[Stage]
+    links: Links
+    is_last: bool
+    label: str

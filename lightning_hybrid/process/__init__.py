@@ -1,0 +1,1 @@
+"""Processes start, find each other, are watched, and end."""
