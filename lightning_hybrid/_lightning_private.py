@@ -33,7 +33,23 @@ _AcceleratorConnector = pytorch.trainer.trainer._AcceleratorConnector
 # how the learning-rate finder and the batch-size finder leave a run
 TunerExit = pytorch.utilities.exceptions._TunerExitException
 
+INHERITED = {
+    "_call_children_scripts": "starts the processes of a script; ours watches them afterwards",
+    "_checkpoint_io": "what the user has given, before Lightning's default takes its place",
+    "_configure_launcher": "where DDPStrategy, too, makes its launcher",
+    "_get_process_group_backend": "the backend that the user or the device asks for",
+    "_launcher": "what `_configure_launcher` sets",
+    "_layer_sync": "set by the Trainer for sync_batchnorm; there is no property",
+    "_lightning_optimizers": "the wrappers that the user's code steps",
+    "_optimizers": "what the property `optimizers` returns; its setter is overridden",
+    "_process_group_backend": "read by the property of DDPStrategy",
+    "_start_method": "which launcher the name of the strategy has asked for",
+    "_timeout": "of the groups, as given to DDPStrategy",
+}
+"""Protected names of Lightning's strategies and launchers that subclasses here use, and why."""
+
 __all__ = [
+    "INHERITED",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TunerExit",

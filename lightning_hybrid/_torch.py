@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import sympy
@@ -55,6 +56,41 @@ __all__ = [
     "TorchDynamoException",
     "as_they_are",
 ]
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to; autograd compares it too."""
+    return tensor._version
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Tells living storages apart; those on the meta device all have the data pointer 0."""
+    key: int = storage._cdata
+    return key
+
+
+def schema(operator: Any) -> Any:
+    """What an operator takes, returns and writes to; dispatch modes are given nothing else."""
+    return operator._schema
+
+
+def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters and its buffers; ``setattr`` refuses other types."""
+    return module._parameters, module._buffers
+
+
+def check_dimensions(norm: BatchNorm, value: Tensor) -> None:
+    """As ``forward`` of a batch normalisation does: each of its classes has dimensions of its own.
+
+    Raises:
+        ValueError: they are others.
+    """
+    norm._check_input_dim(value)
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Set the time-out in the options of a group; NCCL's take it in no other way."""
+    options._timeout = timeout
 
 
 def backward_reaches(ctx: Any, index: int) -> bool:

@@ -6,6 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_hybrid._lightning_private import (
+    INHERITED,
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+)
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_hybrid"
@@ -32,6 +41,8 @@ OUTERMOST = {
     "lightning_hybrid/wrong_package.py",
 }
 WITH_PRIVATE_NAMES = {"lightning_hybrid/_torch.py", "lightning_hybrid/_lightning_private.py"}
+SUBCLASSES = [f"lightning_hybrid/{name}.py" for name in ("strategy", "ranks", "process/launcher")]
+LAUNCHERS = (MultiProcessingLauncher, SubprocessScriptLauncher)
 # what each part may import of the others, from the inside out
 LAYERS = {
     "errors": set(),
@@ -149,7 +160,7 @@ def test_the_plugin_knows_nothing_of_the_use_case() -> None:
     assert importers(FILES, "models", "datamodules", "monai", "nibabel") == set()
 
 
-def test_private_names_of_torch_and_lightning_are_in_one_place() -> None:
+def test_private_names_of_torch_and_lightning_are_imported_in_one_place() -> None:
     for path, tree in FILES.items():
         if path in WITH_PRIVATE_NAMES:
             continue
@@ -157,9 +168,56 @@ def test_private_names_of_torch_and_lightning_are_in_one_place() -> None:
         names += [(dotted(n), n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
         for name, line in names:
             first, *rest = name.split(".")
-            private = any(part.startswith("_") and not part.startswith("__") for part in rest)
             theirs = first in ("torch", "lightning", "pytorch", "fabric", "dist", "fx", "nn")
-            assert not (theirs and private), f"{path}:{line} {name}"
+            assert not (theirs and any(map(is_private, rest))), f"{path}:{line} {name}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def their_private_names() -> set[str]:
+    """Private attributes of the objects of torch and Lightning that this package handles."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    objects = [
+        *(parameter, parameter.untyped_storage(), torch.nn.BatchNorm1d(1), torch.Generator()),
+        *(torch.optim.SGD([parameter]), torch.amp.GradScaler("cpu"), torch.ops.aten.add.Tensor),
+        *(torch.fx.Graph(), torch.fx.Graph().placeholder("x"), torch.distributed.ProcessGroup),
+        *(trainer, trainer.strategy, trainer.fit_loop, LightningModule(), DDPStrategy()),
+        torch.distributed.ProcessGroupGloo._Options,
+    ]
+    return {name for thing in objects for name in dir(thing) if is_private(name)}
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on unused devices
+def test_private_attributes_of_torch_and_lightning_are_used_in_one_place() -> None:
+    theirs = their_private_names()
+    assert {"_version", "_cdata", "_schema", "_timeout", "_parameters"} <= theirs
+    for path, tree in FILES.items():
+        if path in WITH_PRIVATE_NAMES:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                of_ours = ast.unparse(node.value) in ("self", "cls", "super()")
+                name = node.attr
+            elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr"):
+                of_ours, name = False, getattr(node.args[1], "value", "")
+            else:
+                continue
+            assert of_ours or name not in theirs, f"{path}:{node.lineno} {ast.unparse(node)}"
+
+
+@pytest.mark.filterwarnings("ignore")  # likewise
+def test_protected_names_of_base_classes_are_listed_with_their_reason() -> None:
+    theirs = {name for name in dir(DDPStrategy()) if is_private(name)}
+    theirs |= {name for kind in LAUNCHERS for name in dir(kind) if is_private(name)}
+    used = set()
+    for path in SUBCLASSES:
+        own = {n.name for n in ast.walk(FILES[path]) if isinstance(n, ast.FunctionDef)}
+        names = {n.attr for n in ast.walk(FILES[path]) if isinstance(n, ast.Attribute)}
+        used |= (names | own) & theirs
+    assert used == set(INHERITED)
 
 
 def test_exported_names() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid._torch import set_timeout
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import chosen_interface
 from lightning_hybrid.comm.lines import Lines
@@ -65,7 +66,7 @@ def make_group(
         with chosen_interface():
             return GroupHandle(dist.ProcessGroupGloo(store, rank, size, timeout))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    set_timeout(options, timeout)
     return GroupHandle(dist.ProcessGroupNCCL(store, rank, size, options))
 
 

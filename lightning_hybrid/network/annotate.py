@@ -24,8 +24,11 @@ from lightning_hybrid._torch import (
     dual_level,
     functorch_level,
     is_symbolic,
+    schema,
+    storage_key,
     symbols_in,
     value_with,
+    version,
 )
 from lightning_hybrid._trees import tensors_in
 
@@ -170,7 +173,7 @@ class _Run:
             self.alive.append(tensor)
             return self.numbers.setdefault(id(tensor), len(self.numbers))
         self.alive.append(storage)  # an address is only a name while its owner lives
-        return self.numbers.setdefault(storage._cdata, len(self.numbers))
+        return self.numbers.setdefault(storage_key(storage), len(self.numbers))
 
 
 def _plain(number: Any) -> int:
@@ -183,7 +186,7 @@ def _plain(number: Any) -> int:
 
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor has been written to; inference tensors do not count it."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else version(tensor)
 
 
 class _Watch(TorchDispatchMode):
@@ -201,7 +204,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        given = dict(zip((argument.name for argument in func._schema.arguments), args))
+        given = dict(zip((argument.name for argument in schema(func).arguments), args))
         given |= kwargs or {}
         if given.get("training", given.get("train")):
             running = (given.get(name) for name in ("running_mean", "running_var"))

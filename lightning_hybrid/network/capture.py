@@ -29,6 +29,7 @@ from lightning_hybrid._torch import (
     capture_settings,
     free_first_size,
     recapture_reason,
+    tables,
 )
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative import captured_averages
@@ -185,9 +186,10 @@ class Capture:
         self._names = {id(value): name for name, value in found}
         self._alive = [value for _, value in found]
         self._buffers = [
-            (part._buffers, key, full)
+            (table, key, full)
             for name, part in self.network.named_modules()
-            for key in part._buffers
+            for table in (tables(part)[1],)
+            for key in table
             if (full := f"{name}.{key}".removeprefix(".")) in self._shared
         ]
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hybrid._torch import BatchNorm, Exchanged
+from lightning_hybrid._torch import BatchNorm, Exchanged, check_dimensions
 
 _original: Any = BatchNorm.forward
 
@@ -24,7 +24,7 @@ def _forward(self: BatchNorm, input: Tensor) -> Tensor:
     if not captured or count is None or mean is None or variance is None:
         result: Tensor = _original(self, input)
         return result
-    self._check_input_dim(input)
+    check_dimensions(self, input)
     count.add_(1)
     # with a momentum of 1 they become the statistics of this batch
     now_mean, now_variance = torch.zeros_like(mean), torch.ones_like(variance)

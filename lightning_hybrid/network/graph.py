@@ -340,8 +340,9 @@ class _Describing:
         }
         self.module_names = {str(id(part)): name for name, part in network.named_modules()}
         # (the weights of a parametrized layer are made by modules inside it)
+        modules = network.named_modules()
         self.childless = {
-            name for name, part in network.named_modules() if {*part._modules} <= {_MAKES_WEIGHTS}
+            name for name, part in modules if {*dict(part.named_children())} <= {_MAKES_WEIGHTS}
         }
         self.symbol = self._batch_symbol()
         self.info: dict[fx.Node, TensorInfo] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch import exit_autocast, set_gradients
+from lightning_hybrid._torch import exit_autocast, set_gradients, tables
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.checkpointing import close_region
 from lightning_hybrid.network.code import GraphCode
@@ -150,8 +150,8 @@ class Stage:
 def _place(network: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """The table of a module in which a parameter or buffer stands, and its key there."""
     owner, _, key = name.rpartition(".")
-    part = network.get_submodule(owner)
-    return (part._parameters if key in part._parameters else part._buffers), key
+    parameters, buffers = tables(network.get_submodule(owner))
+    return (parameters if key in parameters else buffers), key
 
 
 def cut(

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid._torch import TorchDispatchMode, as_they_are, swap_memory
+from lightning_hybrid._torch import (
+    TorchDispatchMode,
+    as_they_are,
+    schema,
+    storage_key,
+    swap_memory,
+    version,
+)
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.tensors.tape import Tape, View, memory_for
@@ -33,7 +40,7 @@ class _Unmade:
     """What both classes of unmade tensors have in common."""
 
     _deferral: Deferral | None
-    _name: str
+    _full_name: str
     _where: str
 
     @classmethod
@@ -50,7 +57,7 @@ class _Unmade:
     def __repr__(self, **_: Any) -> str:
         with as_they_are():
             size = tuple(self.shape)  # type: ignore[attr-defined]
-        return f"<{self._name or 'a tensor'} of size {size}, {self._where or 'not made yet'}>"
+        return f"<{self._full_name or 'a tensor'} of size {size}, {self._where or 'not made yet'}>"
 
 
 class UnmadeTensor(_Unmade, Tensor):  # type: ignore[misc]
@@ -233,13 +240,13 @@ def put_away(tensor: Any, name: str, where: str) -> None:
         _mark(tensor, None, name, where)
 
 
-_ATTRIBUTES = ("_deferral", "_name", "_where")
+_ATTRIBUTES = ("_deferral", "_full_name", "_where")
 
 
 def _mark(tensor: Any, deferral: Deferral | None, name: str, where: str) -> None:
     """Make an unmade tensor of one that has no memory; it stays the same object."""
     tensor.__class__ = UnmadeParameter if isinstance(tensor, nn.Parameter) else UnmadeTensor
-    tensor._deferral, tensor._name, tensor._where = deferral, name, where
+    tensor._deferral, tensor._full_name, tensor._where = deferral, name, where
 
 
 def _numbers(tensor: Any) -> Tensor:
@@ -252,8 +259,8 @@ def _numbers(tensor: Any) -> Tensor:
 
 def _elsewhere(tensor: Any) -> DeferredError:
     return DeferredError(
-        f"{tensor._name!r} is {tensor._where}: a network that is made in configure_model is whole "
-        "on no rank. trainer.save_checkpoint() and strategy.full_state_dict() gather all weights; "
+        f"{tensor._full_name!r} is {tensor._where}: a network that is made in configure_model is "
+        "whole on no rank. trainer.save_checkpoint() and strategy.full_state_dict() gather all weights; "
         "a network that fits on every rank can be made in __init__, and is whole there after fit."
     )
 
@@ -318,7 +325,7 @@ class Deferral:
     def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
         """Let tensors that other ranks have be written to here. Returns what they were."""
         away: list[Any] = [tensor for _, tensor in _state(module) if is_away(tensor)]
-        before = [(tensor, tensor._name, tensor._where) for tensor in away]
+        before = [(tensor, tensor._full_name, tensor._where) for tensor in away]
         for tensor, name, _ in before:
             with as_they_are():
                 self.open(tensor, name)
@@ -438,8 +445,8 @@ class _Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
-        names = {argument.name for argument in func._schema.arguments}
-        makes = "device" in names and (not tensors or func._schema.name.startswith("aten::new_"))
+        names = {argument.name for argument in schema(func).arguments}
+        makes = "device" in names and (not tensors or schema(func).name.startswith("aten::new_"))
         if not makes and not any(tensor.is_meta for tensor in tensors):
             if _is_meta(kwargs.get("device")):  # `device=weight.device`
                 kwargs = {**kwargs, "device": self._tape.device}
@@ -485,7 +492,7 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, func: Any, noted: tuple[Any, Any], written: list[View]) -> None:
         """Let the generator go on: draw the numbers and drop them."""
-        fills = func._schema.name in _FILLS
+        fills = schema(func).name in _FILLS
 
         def real(value: Any) -> Any:
             if not isinstance(value, View):
@@ -522,9 +529,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    given = dict(zip((argument.name for argument in schema(func).arguments), args)) | kwargs
     found: list[Tensor] = []
-    for argument in func._schema.arguments:
+    for argument in schema(func).arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += [tensor for _, tensor in tensors_in(given.get(argument.name))]
     return found
@@ -564,10 +571,10 @@ class _OnlyLooks(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        schema = func._schema
-        aliases = [returned.alias_info for returned in schema.returns]
+        described = schema(func)
+        aliases = [returned.alias_info for returned in described.returns]
         views = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-        tracked = torch.is_grad_enabled() and schema.name != "aten::detach"
+        tracked = torch.is_grad_enabled() and described.name != "aten::detach"
         with as_they_are():
             wanted = tracked and any(t.requires_grad for _, t in tensors_in((args, kwargs)))
         if not views or wanted:
@@ -611,14 +618,14 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unmade: l
             raise _elsewhere(tensor)
     with as_they_are():
         values = list(unmade[0]._deferral.numbers(unmade))
-        versions = [value._version for value in values]
+        versions = [version(value) for value in values]
         of = {id(tensor): value for tensor, value in zip(unmade, values)}
         back = {id(value): tensor for tensor, value in zip(unmade, values)}
         args, kwargs = rebuild((args, kwargs), lambda v: of.get(id(v), v))
     result = func(*args, **kwargs)
     with as_they_are():
-        for tensor, value, version in zip(unmade, values, versions):
-            if value._version != version and is_unmade(tensor):
+        for tensor, value, before in zip(unmade, values, versions):
+            if version(value) != before and is_unmade(tensor):
                 tensor._deferral.settle(tensor, value)
     if any(id(tensor) in back for _, tensor in tensors_in(result)):
         return rebuild(result, lambda v: back.get(id(v), v))
@@ -639,12 +646,12 @@ def _same_memory(result: Any, unmade: list[Any]) -> Any:
     """A result that shows the memory of an unmade tensor is unmade too."""
     for _, tensor in tensors_in(result):
         if type(tensor) is Tensor and tensor.is_meta:
-            key = tensor.untyped_storage()._cdata
-            source = next((t for t in unmade if t.untyped_storage()._cdata == key), unmade[0])
+            key = storage_key(tensor.untyped_storage())
+            source = next((t for t in unmade if storage_key(t.untyped_storage()) == key), unmade[0])
             if source._deferral is None:
-                _mark(tensor, None, source._name, source._where)
+                _mark(tensor, None, source._full_name, source._where)
             else:
-                source._deferral.open(tensor, source._name)
+                source._deferral.open(tensor, source._full_name)
     return result
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import as_they_are
+from lightning_hybrid._torch import as_they_are, version
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import HybridError
 
@@ -88,11 +88,11 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with as_they_are():
         for window in windows:
             _behind(window).read()
-        before = [window._version for window in windows]
+        before = [version(window) for window in windows]
         result = func(*args, **kwargs)
-        for window, version in zip(windows, before):
+        for window, count in zip(windows, before):
             written = func in _NORMS and not isinstance(window, RemoteParameter)
-            if written or window._version != version or func == _SET_DATA:
+            if written or version(window) != count or func == _SET_DATA:
                 _behind(window).touch()
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(result)):
             _enter_graph(windows)

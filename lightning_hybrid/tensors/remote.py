@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import as_they_are
+from lightning_hybrid._torch import as_they_are, tables, version
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.kind import Kind
 from lightning_hybrid.tensors.proxy import open_window, shut_window
@@ -62,7 +62,7 @@ class Remote:
     def __init__(self, table: "RemoteTensors", kind: Kind, name: str, value: Tensor) -> None:
         self.table, self.kind, self.name, self.value = table, kind, name, value
         self.seen: int | None = None
-        self.version = value._version
+        self.version = version(value)
         self.written = False
 
     def read(self) -> None:
@@ -87,11 +87,11 @@ class Remote:
 
     @property
     def changed(self) -> bool:
-        return self.written or (self.seen is not None and self.value._version != self.version)
+        return self.written or (self.seen is not None and version(self.value) != self.version)
 
     def settle(self) -> None:
         """``value`` is what the owner has."""
-        self.version, self.written = self.value._version, False
+        self.version, self.written = version(self.value), False
 
 
 class RemoteTensors:
@@ -135,9 +135,8 @@ class RemoteTensors:
         self._here_too.update(here_too)
         for name in names:
             owner, _, key = name.rpartition(".")
-            part = module.get_submodule(owner)
-            is_parameter = part._parameters.get(key) is not None
-            self._open(name, part._parameters if is_parameter else part._buffers, key)
+            parameters, buffers = tables(module.get_submodule(owner))
+            self._open(name, buffers if parameters.get(key) is None else parameters, key)
         # what this step has computed before, it has computed with ordinary tensors
         self._in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid._torch import schema, storage_key, version
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 
@@ -61,10 +62,10 @@ class Constant:
         tensor = tensor.detach()
         if tensor.nbytes <= _SNAPSHOT_BYTES:
             return cls(tensor.clone(), None)
-        return cls(tensor, None if tensor.is_inference() else tensor._version)
+        return cls(tensor, None if tensor.is_inference() else version(tensor))
 
     def value(self) -> Tensor:
-        if self.version is not None and self.tensor._version != self.version:
+        if self.version is not None and version(self.tensor) != self.version:
             raise DeferredError(
                 f"a tensor of size {tuple(self.tensor.shape)} was copied into a weight in "
                 "configure_model and changed in place afterwards; give the weight a copy of it "
@@ -121,14 +122,14 @@ class Tape:
     def view(self, tensor: Tensor) -> View:
         """Where a tensor on the meta device lies."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         self._storages.setdefault(key, storage)
         size, stride = tuple(tensor.shape), tuple(tensor.stride())
         return View(key, size, stride, int(tensor.storage_offset()), tensor.dtype)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor on the meta device was made under this tape."""
-        return tensor.is_meta and tensor.untyped_storage()._cdata in self._storages
+        return tensor.is_meta and storage_key(tensor.untyped_storage()) in self._storages
 
     def bytes_behind(self, view: View) -> int:
         """The size of the storage that a view lies in."""
@@ -172,7 +173,7 @@ class Tape:
         if not writes:
             return  # a view of what there is
         replaces = None
-        if len(written) == 1 and function._schema.name in _WHOLE and self._covers(written[0]):
+        if len(written) == 1 and schema(function).name in _WHOLE and self._covers(written[0]):
             reads = {v.key for v in _views((arguments[1:], keywords))}
             replaces = written[0].key if written[0].key not in reads else None
         self._add(
