@@ -261,7 +261,8 @@ def _elsewhere(tensor: Any) -> DeferredError:
     return DeferredError(
         f"{tensor._full_name!r} is {tensor._where}: a network that is made in configure_model is "
         "whole on no rank. trainer.save_checkpoint() and strategy.full_state_dict() gather all "
-        "weights; a network that fits on every rank can be made in __init__, and is whole there after fit."
+        "weights; a network that fits on every rank can be made in __init__, and is whole there "
+        "after fit."
     )
 
 
