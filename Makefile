@@ -40,9 +40,9 @@ test: $(READY)
 conformance: $(READY)
 	$(PYTEST) -m conformance
 
-# another third with each commit
+# another third of the rows with each commit
 third: $(READY)
-	$(PYTEST) -m conformance --third "$$(git rev-parse HEAD)"
+	$(PYTEST) -m conformance --third "$$(git rev-parse HEAD)" tests/conformance
 
 lint: $(READY)
 	ruff check .
