@@ -49,8 +49,8 @@ class CallKey:
     """All that decides what travels in a call: calls with equal keys exchange no shapes.
 
     Attributes:
-        variant: number of the captured graph. Where a value that the network's Python looks at
-            has changed, there is a graph of its own, cut at the same places.
+        specialization: number of the captured graph. Where a value that the network's Python
+            looks at has changed, there is a graph of its own, cut at the same places.
         inputs: per micro-batch, what enters stage 0.
         numbers: per micro-batch, what the graph's numbers are (see
             :class:`~lightning_hybrid.network.NetworkGraph`).
@@ -62,7 +62,7 @@ class CallKey:
             generators are the last inputs, and there is one micro-batch.
     """
 
-    variant: int
+    specialization: int
     inputs: tuple[tuple[TensorSpec, ...], ...]
     numbers: tuple[tuple[int | float, ...], ...]
     grad: bool

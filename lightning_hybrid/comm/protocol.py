@@ -98,7 +98,7 @@ class Forward(Command):
         draw: decides the random numbers; see :func:`lightning_hybrid.pipeline.random.draw_number`.
         key: number of the call's key.
         exchange: headers travel with the activations.
-        draws: the generators' state travels with the activations.
+        uses_rng: the generators' state travels with the activations.
         new_key: the key, where the worker has not heard of it yet.
     """
 
@@ -110,7 +110,7 @@ class Forward(Command):
     draw: int
     key: int
     exchange: bool
-    draws: bool
+    uses_rng: bool
     new_key: CallKey | None = None
 
 
@@ -382,11 +382,11 @@ class Header(Word):
 
     Attributes:
         specs: of the values.
-        draws: whether a stage up to here draws random numbers.
+        uses_rng: whether a stage up to here draws random numbers.
     """
 
     specs: list[TensorSpec] | None = None
-    draws: bool = False
+    uses_rng: bool = False
 
 
 @dataclass(frozen=True)

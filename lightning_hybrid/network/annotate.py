@@ -116,7 +116,7 @@ class _Run:
             self.found.memory[node] = self._memory(value)
 
     def _effects(self, node: fx.Node, before: tuple[Any, ...]) -> Effects:
-        counted, self.watch.draws = self.flops.get_total_flops(), False
+        counted, self.watch.uses_rng = self.flops.get_total_flops(), False
         writes = self._run(node) | {self._memory(t) for t in self.watch.statistics}
         self.watch.statistics.clear()
         if self.lost:
@@ -124,7 +124,7 @@ class _Run:
         return Effects(
             frozenset(self._memory(t) for _, t in tensors_in(self.values[node])),
             frozenset(writes),
-            self.watch.draws,
+            self.watch.uses_rng,
             _fixed(_modes()) == _fixed(before),
             True,
             _plain(self.flops.get_total_flops() - counted),
@@ -197,13 +197,13 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws = False
+        self.uses_rng = False
         self.statistics: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.uses_rng |= torch.Tag.nondeterministic_seeded in func.tags
         given = dict(zip((argument.name for argument in schema(func).arguments), args))
         given |= kwargs or {}
         if given.get("training", given.get("train")):

@@ -184,7 +184,7 @@ class NetworkGraph:
         return frozenset[str]().union(*(layer.written for layer in self.layers))
 
     @cached_property
-    def draws(self) -> bool:
+    def uses_rng(self) -> bool:
         """Whether a call draws random numbers."""
         return any(layer.effects.random for layer in self.layers)
 

@@ -19,7 +19,7 @@ class Traffic:
     Attributes:
         incoming: per micro-batch, the values that come from the previous stage.
         outgoing: per micro-batch, the values that go to the next one.
-        draws: whether a stage up to this one draws random numbers.
+        uses_rng: whether a stage up to this one draws random numbers.
         gradients_in: per pattern of gradients that the driver starts with, which of ``outgoing``
             get a gradient.
         gradients_out: likewise, which of ``incoming`` get one.
@@ -27,7 +27,7 @@ class Traffic:
 
     incoming: list[list[TensorSpec]] = field(default_factory=list)
     outgoing: list[list[TensorSpec]] = field(default_factory=list)
-    draws: bool = False
+    uses_rng: bool = False
     gradients_in: dict[int, list[bool]] = field(default_factory=dict)
     gradients_out: dict[int, list[bool]] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class Call:
         number: counts the calls of the network.
         draw: decides the random numbers; see :func:`lightning_hybrid.pipeline.random.draw_number`.
         exchange: headers travel with the activations.
-        draws: the generators' state travels with the activations.
+        uses_rng: the generators' state travels with the activations.
         traffic: of each stage of this rank.
         saved: of each stage of this rank, per micro-batch, its inputs and outputs, for its
             backward.
@@ -51,7 +51,7 @@ class Call:
     draw: int
     key: CallKey
     exchange: bool
-    draws: bool
+    uses_rng: bool
     traffic: list[Traffic]
     saved: list[dict[int, tuple[Values, list[Any]]]]
     states: Values = field(default_factory=list)

@@ -92,7 +92,7 @@ class Engine:
             for number, both in links.items()
         ]
         # the first stage of the rank is the last to have its gradients
-        first, *others = (dict.fromkeys(own.variants[0].parameters()) for own in self.owned)
+        first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)
         self.done_before = [p for other in others for p in other if p not in first]
         self._schedule_name, self._devices = schedule, tuple(devices)
         self._compiled = options.compiled
@@ -158,10 +158,10 @@ class Engine:
             self._raise(next((work.error for work in works if work.error), None))
         return works[-1].inputs
 
-    def add_variant(self, stages: Mapping[int, Stage]) -> None:
+    def add_specialization(self, stages: Mapping[int, Stage]) -> None:
         """Take the stages of another graph of the same network."""
         for own in self.owned:
-            own.variants.append(stages[own.number])
+            own.specializations.append(stages[own.number])
 
     def _lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
         here, microbatches = self.coordinates.pp_rank, key.microbatches
@@ -174,8 +174,8 @@ class Engine:
         )
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
-        """The variant of a stage that a call needs."""
-        stage = own.variants[key.variant]
+        """The graph of a stage that a call needs."""
+        stage = own.specializations[key.specialization]
         if self._compiled:
             stage.compile_code()
         return stage
@@ -217,9 +217,9 @@ class _Forward:
         self._first = self.own.number == 0
         # what the generators' state looks like on the way; nothing if it does not travel
         self._states = (
-            [TensorSpec.of(state) for state in random_state(engine.device)] if call.draws else []
+            [TensorSpec.of(state) for state in random_state(engine.device)] if call.uses_rng else []
         )
-        self._takes_states = call.draws and (not self._first or call.key.continues)
+        self._takes_states = call.uses_rng and (not self._first or call.key.continues)
         self._previous_failed = False
         self._told_failure = False
         self.links.next.flush()  # frees what an earlier pass sent
@@ -247,7 +247,7 @@ class _Forward:
                 self._previous_failed = True
             else:
                 self.traffic.incoming.append(header.specs)
-                self.traffic.draws |= header.draws
+                self.traffic.uses_rng |= header.uses_rng
         if not self._previous_failed:
             self._values = self._post(microbatch).wait()
 
@@ -286,7 +286,7 @@ class _Forward:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]
             self.traffic.outgoing.append(specs)
-            self.links.next.send_word(Header(specs, self.traffic.draws))
+            self.links.next.send_word(Header(specs, self.traffic.uses_rng))
         elif not self._told_failure:
             self._told_failure = True
             self.links.next.send_word(Header())
@@ -295,7 +295,7 @@ class _Forward:
         engine, call = self.engine, self.call
         with ExitStack() as stack:
             before: Values = []
-            if call.draws:
+            if call.uses_rng:
                 seed = microbatch_seed(
                     engine.seed, engine.coordinates.dp_rank, call.draw, microbatch
                 )
@@ -307,10 +307,10 @@ class _Forward:
                     set_random_state(states, engine.device)
                 before = random_state(engine.device)
             outputs = self._compute(microbatch, values)
-            if not call.draws:
+            if not call.uses_rng:
                 return outputs
             after = random_state(engine.device)
-            self.traffic.draws |= not all(torch.equal(a, b) for a, b in zip(before, after))
+            self.traffic.uses_rng |= not all(torch.equal(a, b) for a, b in zip(before, after))
             if not self.own.is_last:
                 return [*outputs, *after]
             call.states = after

@@ -57,14 +57,14 @@ class StagedNetwork:
         self._traffic[number] = [Traffic() for _ in self.engine.owned]
         return number
 
-    def draws(self, key: int) -> bool:
+    def uses_rng(self, key: int) -> bool:
         """Whether a stage up to the last one of this rank draws random numbers."""
-        return self._traffic[key][-1].draws
+        return self._traffic[key][-1].uses_rng
 
-    def open(self, number: int, draw: int, key: int, *, exchange: bool, draws: bool) -> Call:
+    def open(self, number: int, draw: int, key: int, *, exchange: bool, uses_rng: bool) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]]]] = [{} for _ in self.engine.owned]
-        call = Call(number, draw, self.keys[key], exchange, draws, self._traffic[key], saved)
+        call = Call(number, draw, self.keys[key], exchange, uses_rng, self._traffic[key], saved)
         if call.key.grad:
             self.calls[number] = call
         return call
@@ -82,7 +82,7 @@ class StagedNetwork:
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
         prefix = f"{self.name}." if self.name else ""
-        names = names_of([own.variants[0] for own in self.engine.owned])
+        names = names_of([own.specializations[0] for own in self.engine.owned])
         return [prefix + name for name in names if name not in self.borrowed]
 
 

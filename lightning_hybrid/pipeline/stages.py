@@ -27,7 +27,7 @@ class OwnedStage:
 
     Attributes:
         number: of the stage in the network.
-        variants: the part of the network that it is, in each of its variants (see
+        specializations: the part of the network that it is, in each of its graphs (see
             :class:`CallKey`); the first one is enough to begin with.
         links: to its neighbours.
         is_last: whether it is the network's last stage.
@@ -35,7 +35,7 @@ class OwnedStage:
     """
 
     number: int
-    variants: list[Stage]
+    specializations: list[Stage]
     links: Links
     is_last: bool
     label: str

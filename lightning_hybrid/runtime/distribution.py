@@ -120,7 +120,7 @@ class Distribution:
         self._order(network.number, network.name, codes, network.placement, nobody, linked=True)
         here = [own.number for own in network.engine.owned]
         stages = make_stages([codes[n] for n in here], network.module, self._device)
-        network.engine.add_variant(dict(zip(here, stages)))
+        network.engine.add_specialization(dict(zip(here, stages)))
 
     def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
         for parameter in borrowed if self._options.compiled else ():

@@ -189,7 +189,7 @@ class Driver:
         self.optimizers.ship(fresh=ALL if first else 0)
         tensors = tensors_of(self._module)
         owned_there = (name for names in made.remote.values() for name in names)
-        stages = [own.variants[0] for own in driven.engine.owned]
+        stages = [own.specializations[0] for own in driven.engine.owned]
         used_here = [prefix + name for stage in stages for name in stage.buffer_names]
         proxies = (name for name in owned_there if not is_unmade(tensors[name]))
         self.remote.add(self._module, proxies, used_here)

@@ -146,7 +146,7 @@ class DrivenNetwork(StagedNetwork):
         graph = specialization.graph
         self._weights.before_forward(grad=grad, written=graph.writes_parameters)
         slices, numbers = specialization.split(leaves)
-        continues = self._continues and graph.draws
+        continues = self._continues and graph.uses_rng
         if continues:
             slices = [[*slices[0], *random_state(self.engine.device)]]
         key = self._key(specialization.number, slices, numbers, grad, continues)
@@ -207,10 +207,10 @@ class DrivenNetwork(StagedNetwork):
         known = self._numbers.get(key)
         exchange = known is None
         number = self.add_key(key) if known is None else known
-        uses_rng = exchange or key.continues or self.draws(number)
+        uses_rng = exchange or key.continues or self.uses_rng(number)
         self._count += 1
         draw = self._step_calls.draw_number(key.grad)
-        call = self.open(self._count, draw, number, exchange=exchange, draws=uses_rng)
+        call = self.open(self._count, draw, number, exchange=exchange, uses_rng=uses_rng)
         new_key = key if exchange else None
         self._commands.tell(
             Forward(self.number, call.number, draw, number, exchange, uses_rng, new_key)

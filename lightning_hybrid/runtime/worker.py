@@ -200,7 +200,7 @@ class Worker:
         network = self._module.get_submodule(order.name)
         stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
         if known:
-            self._networks[order.network].engine.add_variant(stages)
+            self._networks[order.network].engine.add_specialization(stages)
             return
         mine = [stages[number] for number in links]
         prefix = f"{order.name}." if order.name else ""
@@ -238,7 +238,7 @@ class Worker:
             command.draw,
             command.key,
             exchange=command.exchange,
-            draws=command.draws,
+            uses_rng=command.uses_rng,
         )
         before, key = self._failure, opened.key
         with ExitStack() as surroundings:

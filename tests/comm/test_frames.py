@@ -49,7 +49,7 @@ OTHERS = [
     ClipValues(0, 0.5),
     Cut(0, "net", {}, (1, 0), frozenset("a"), "gpipe", 2**64 - 1),
     Answer(value={"a": 1}),
-    Header([SPEC], draws=True),
+    Header([SPEC], uses_rng=True),
     Status(Failure("text")),
     Pattern([True, False]),
     Leaving(Failure("text")),

@@ -41,7 +41,7 @@ def test_a_worker_numbers_keys_as_its_driver_does_though_it_misses_some() -> Non
     numbers = [driver.add_key(key) for key in keys]
     for key, number in (pair for pair in zip(keys, numbers) if pair[1] != 1):  # one was not sent
         worker.add_key(key, number)
-    opened = worker.open(1, 0, numbers[2], exchange=True, draws=False)
+    opened = worker.open(1, 0, numbers[2], exchange=True, uses_rng=False)
     assert opened.key is keys[2]
 
 

@@ -10,7 +10,7 @@ def calls() -> StepCalls:
 
 
 def test_two_calls_of_a_step_that_stages_do_not_run_draw_other_numbers() -> None:
-    def draws() -> list[float]:
+    def uses_rng() -> list[float]:
         made = calls()
         made.begin(3)
         found = []
@@ -20,9 +20,9 @@ def test_two_calls_of_a_step_that_stages_do_not_run_draw_other_numbers() -> None
         return found
 
     before = torch.get_rng_state()
-    first, second = draws()
+    first, second = uses_rng()
     assert first != second
-    assert draws() == [first, second]  # of the same step, resumed
+    assert uses_rng() == [first, second]  # of the same step, resumed
     assert torch.equal(torch.get_rng_state(), before)
 
 
