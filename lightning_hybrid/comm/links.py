@@ -117,7 +117,7 @@ class _Mailbox:
 
 
 class LocalLink:
-    """A link to a stage of the same rank: tensors are handed on, without their graph."""
+    """A link to a stage of the same rank: copies of tensors, without their graph."""
 
     def __init__(self, out: _Mailbox, back: _Mailbox) -> None:
         self._out, self._back = out, back
@@ -129,7 +129,8 @@ class LocalLink:
         return cls(along, against), cls(against, along)
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        self._out.tensors.append([tensor.detach() for tensor in tensors])
+        # a copy, as over a wire: who receives it may write into it
+        self._out.tensors.append([tensor.detach().clone() for tensor in tensors])
 
     def post(self, specs: Sequence[TensorSpec]) -> Arriving:
         return self._back

@@ -38,6 +38,7 @@ from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.step_calls import StepCalls
 from lightning_hybrid.runtime.weights import Weights
+from lightning_hybrid.tensors.proxy import read_now
 
 Numbers = tuple[tuple[int | float, ...], ...]
 """Per micro-batch, what the graph's numbers are."""
@@ -145,7 +146,8 @@ class DrivenNetwork(StagedNetwork):
             self._free(self._dropped.popleft())
         graph = specialization.graph
         self._weights.before_forward(grad=grad, written=graph.writes_parameters)
-        slices, numbers = specialization.split(leaves)
+        # in the middle of a pass no worker could answer what its buffer is now
+        slices, numbers = specialization.split([read_now(leaf) for leaf in leaves])
         continues = self._continues and graph.uses_rng
         if continues:
             slices = [[*slices[0], *random_state(self.engine.device)]]

@@ -81,4 +81,4 @@ class Replicated:
         if not self._cut:
             return set()
         named = tensors_of(self._module)
-        return {id(named[name]) for name in self._cut}
+        return {id(named[name]) for name in self._cut if name in named}

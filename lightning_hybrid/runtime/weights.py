@@ -45,6 +45,7 @@ class Weights:
         self._ownership, self._borrowing, self._replicated = ownership, borrowing, replicated
         # what a hook makes on this rank alone, the workers do not have
         self._shared = frozenset(tensors_of(module))
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
 
     def before_forward(self, *, grad: bool, written: bool) -> None:
         """A forward follows: every stage must have the values that it computes with.
@@ -60,14 +61,23 @@ class Weights:
 
     def gather(self) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them."""
-        tensors = tensors_of(self._module)
-        self._fetch([name for name in self._ownership.network_of if not is_unmade(tensors[name])])
+        tensors = self._owned_elsewhere()
+        self._fetch([name for name, tensor in tensors.items() if not is_unmade(tensor)])
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the module holds the weights of all stages."""
-        with whole(self._module, self._fetch(list(self._ownership.network_of))):
+        with whole(self._module, self._fetch(list(self._owned_elsewhere()))):
             yield
+
+    def _owned_elsewhere(self) -> dict[str, Tensor]:
+        """What workers own, without layers that the user has removed or replaced since."""
+        tensors = tensors_of(self._module)
+        return {
+            name: tensors[name]
+            for name in self._ownership.network_of
+            if name in tensors and self._parameters.get(name, tensors[name]) is tensors[name]
+        }
 
     @signals_deferred
     def _fetch(self, names: list[str]) -> dict[str, Tensor]:
@@ -84,10 +94,10 @@ class Weights:
     @signals_deferred
     def scatter(self) -> None:
         """Give the workers the weights of their stages as they stand in the module."""
-        tensors = tensors_of(self._module)
+        tensors = self._owned_elsewhere()
         workers = self._commands.workers
         for worker in workers.ranks if self._ownership.any_network else ():
-            owned = self._ownership.tensors_of(worker)
+            owned = [name for name in self._ownership.tensors_of(worker) if name in tensors]
             with as_they_are():
                 workers.send(worker, TakeWeights(to_send(tensors, owned).items()))
             leave_to_worker(tensors, owned, self._coordinates, worker)

@@ -72,6 +72,15 @@ def shut_window(tensor: Any) -> None:
     vars(tensor).pop("_behind", None)
 
 
+def read_now(tensor: Tensor) -> Tensor:
+    """What a tensor without gradient holds now, as an ordinary tensor that asks nobody later."""
+    if not isinstance(tensor, _Listens) or tensor.requires_grad:
+        return tensor
+    _behind(tensor).read()
+    with as_they_are():
+        return tensor.detach()
+
+
 def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation of torch with a window among its arguments."""
     if func in _LOOKS:

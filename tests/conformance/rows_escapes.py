@@ -411,6 +411,8 @@ class CountsOnTheClass(Row):
 class Prints(Row):
     """Lines of text from within the network, as often as on one device."""
 
+    equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
+
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.first(x))

@@ -70,6 +70,8 @@ class MeasuresItself(_Own):
 class MeasuresInForward(_Own):
     """The metric object is updated within `forward`, once per call."""
 
+    equal_or_refused = ("Data-dependent branching", "fewer than 3 stages")  # the parts between
+
     def build(self) -> None:
         super().build()
         self.size = MeanMetric()

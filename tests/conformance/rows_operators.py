@@ -418,6 +418,8 @@ class CheckpointsDropout(_Between):
 class HasDistributions(_Between):
     """Log-probabilities, entropies, divergences; nothing is drawn."""
 
+    equal_or_refused = ("kl_divergence", "fewer than 3 stages")  # the parts between
+
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             normal = torch.distributions.Normal(x, nn.functional.softplus(x) + 0.1)

@@ -352,6 +352,8 @@ class ReadsAMode(_Scaled):
 class DrawsInPython(_Whole):
     """`random` and NumPy: the second layer is skipped now and then, once for the whole batch."""
 
+    equal_or_refused = ("random", "fewer than 3 stages")  # the parts between
+
     control = False  # random numbers
 
     def forward(self, x: Tensor) -> Tensor:
@@ -432,9 +434,9 @@ class GrowsDeeper(Row):
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
             self.head = nn.Linear(6, 3)
-            self.depth = 2
+            self.depth = 3
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers[: self.depth]:
@@ -445,7 +447,7 @@ class GrowsDeeper(Row):
         self.net = self.Net()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.net.depth = 2 + self.trainer.global_step // 2
+        self.net.depth = 3 + self.trainer.global_step // 2
 
 
 class RepeatsALayer(GrowsDeeper):

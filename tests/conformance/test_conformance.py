@@ -109,23 +109,31 @@ class _DriverAtBothEnds(HybridGabraStrategy):
     row: type[Row]
 
     def _make_plan(self, run: Any, name: str, *arguments: Any, chosen: bool) -> Plan:
+        own = f"{name}." if name else ""
         return Plan(
             replicas=self.num_replicas,
             stages=3,
             microbatches=arguments[-1],
             schedule="gpipe",
-            cuts=tuple(point.removeprefix(f"{name}.") for point in self.row.cuts[3]),
+            cuts=tuple(p.removeprefix(own) for p in self.row.cuts[3] if p.startswith(own)),
             devices=(0, 1, 0),
         )
 
 
 class TestFreePlacement(Conformance):
-    """Rows that have cuts for three stages, but for those that look for the names of two."""
+    """Rows that have cuts for three stages.
+
+    Without those that look for the names of two, and those that become a chain of graphs, of
+    which none begins where the plan says.
+    """
 
     stages: ClassVar = 2
     reference = OneDevice
     refusals = _Hybrid.refusals
-    without = ("LogsPerformance", "MonitorsThroughputAndDevices")
+    without = (
+        *("LogsPerformance", "MonitorsThroughputAndDevices"),
+        *("DrawsInPython", "HasDistributions", "MeasuresInForward", "Prints"),
+    )
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> HybridGabraStrategy:

@@ -79,6 +79,29 @@ def test_a_graph_of_a_chain_goes_on_with_the_numbers_around_it(devices: tuple[in
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
+def test_a_layer_of_another_rank_may_be_removed() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.third(x if self.second is None else self.second(x))
+
+    module = Model(Skips()).double()
+    replica = Replica(module, batches(1)[0], (1, 2, 0))
+    module.net.second = None
+    with replica.driver.weights.whole():
+        names = set(module.state_dict())
+    replica.driver.weights.scatter()
+    replica.end()
+    assert names == {
+        "scale",
+        *(f"net.{n}.{k}" for n in ("first", "third") for k in ("weight", "bias")),
+    }
+
+
 def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
     module = model()
     replica = replicas(module, (1, 2, 0))
