@@ -18,7 +18,7 @@ from lightning_hybrid._lightning import Callback, LightningModule, Trainer, Weig
 from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.runtime.large import Unfilled, outline, whole
-from lightning_hybrid.tensors.deferred import Deferral
+from lightning_hybrid.tensors.deferral import Deferral
 from lightning_hybrid.world import NoWorld, Phase, World
 
 Checkpoint = dict[str, Any]

@@ -33,6 +33,7 @@ from lightning_hybrid._torch import (
 )
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative import captured_averages
+from lightning_hybrid.network.describe import describe
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.recurrent import captured_recurrence
 
@@ -154,7 +155,7 @@ class Capture:
             names = self._named(values, tensors)
             graph = graphs.get(names)
             if graph is None:
-                graph = NetworkGraph.of(module, self.network, names, self._given, values)
+                graph = describe(module, self.network, names, self._given, values)
                 graphs[names] = graph
             return self._run(graph, values)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +119,22 @@ class GraphCode:
             made[name] = graph.create_node(op, found, new_args, new_kwargs, name)
         return graph, {name: _arrived(value, device) for name, value in self.attributes}
 
-    def function(self, device: torch.device) -> Callable[..., Any]:
-        """The graph as a Python function; it forgets each tensor after its last use."""
+    def function(
+        self, device: torch.device, without: Collection[Callable[..., Any]] = ()
+    ) -> Callable[..., Any]:
+        """The graph as a Python function; it forgets each tensor after its last use.
+
+        Args:
+            device: where it runs.
+            without: functions that ``torch.compile`` is to call as they are.
+        """
         graph, attributes = self.graph(device)
         root = _Root(attributes)
         code = graph.python_code("self")
-        scope: dict[str, Any] = dict(code.globals)
+        scope: dict[str, Any] = {
+            name: torch.compiler.disable(value) if any(value is f for f in without) else value
+            for name, value in code.globals.items()
+        }
         exec(compile(code.src, "<stage>", "exec"), scope)
         forward = scope["forward"]
         return lambda *values: forward(root, *values)

@@ -2,12 +2,12 @@
 
 To find the shapes of their results TorchDynamo runs torch's own operations step by step, and so
 captures them for one length only. These take the place of torch's while a network is captured; they
-compute with them, and tell the shapes without running.
+compute with them, and tell the shapes of all steps from one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +56,9 @@ _INSTEAD: dict[str, _Original] = {
     "rnn_relu": rnn_relu,
 }
 
+RECURRENT = tuple(_INSTEAD.values())
+"""All of them, as they stand in captured graphs."""
+
 captured_recurrence = Exchanged(
     lambda: vars(_functions).update(_INSTEAD),
     lambda: [vars(_functions).pop(name) for name in _INSTEAD],
@@ -67,23 +70,19 @@ def _computed(name: str, args: tuple[Any, ...]) -> Any:
     value, states, weights = args[:3]
     # a packed sequence has the sizes of its steps in the second place
     packed = isinstance(weights, Tensor) or (name == "lstm" and isinstance(states, Tensor))
-    if packed or not is_fake(value) or _must_run(args):
+    if packed or not is_fake(value):
         return _ORIGINAL[name](*args)
-    return _shapes(value, states if name == "lstm" else [states], weights, args[7])
+    return _shapes(name, value, args)
 
 
-def _must_run(args: tuple[Any, ...]) -> bool:
-    """Whether more than shapes is to be known: random numbers are drawn, types may change."""
-    value, _, _, _, layers, dropout, training, *_ = args
-    draws = training and dropout and layers > 1
-    return bool(draws or torch.is_autocast_enabled(value.device.type))
+def _shapes(name: str, value: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Outputs of all steps, and the last states, without numbers.
 
-
-def _shapes(
-    value: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bidirectional: bool
-) -> tuple[Tensor, ...]:
-    """Outputs of all steps, and the last states, without numbers."""
-    size = states[0].shape[-1] * (2 if bidirectional else 1)
-    tie = 0 * (value.sum() + weights[0].sum() + states[0].sum())  # they have gradients if one has
-    results = [value.new_empty((*value.shape[:2], size)), *map(torch.empty_like, states)]
-    return tuple(result + tie for result in results)
+    They are found by one step, whose types (autocast) and random numbers are those of all steps.
+    """
+    time = 1 if args[8] else 0
+    outputs, *states = _ORIGINAL[name](value.narrow(time, 0, 1), *args[1:])
+    shape = list(outputs.shape)
+    shape[time] = value.shape[time]
+    # a sum of nothing: the outputs have gradients if those of one step have
+    return outputs.new_empty(shape) + 0 * outputs.sum(), *states

@@ -30,7 +30,7 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.check import fresh
 from lightning_hybrid.network.graph import Layer, NetworkGraph
 from lightning_hybrid.network.stage import Stage, cut_at
-from lightning_hybrid.tensors.deferred import is_unmade
+from lightning_hybrid.tensors.deferred import is_deferred
 
 MICROBATCH_STATISTICS = (
     "running_mean",
@@ -172,7 +172,7 @@ def _place(graph: NetworkGraph, node: fx.Node) -> str:
 
 def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
-    if any(is_unmade(state[name]) for name in graph.used):
+    if any(is_deferred(state[name]) for name in graph.used):
         return None
     code = cut_at(graph, [])[0]
     here = next((t.device for t in leaves), torch.device("cpu"))

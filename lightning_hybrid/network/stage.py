@@ -17,8 +17,9 @@ from lightning_hybrid.network.code import GraphCode
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
+from lightning_hybrid.network.recurrent import RECURRENT
 from lightning_hybrid.network.regions import Open, open_at
-from lightning_hybrid.tensors.deferred import make
+from lightning_hybrid.tensors.deferred import materialize
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +77,7 @@ class Stage:
         self._numbers = code.numbers
         self._all_places = [_place(network, name) for name in code.owned]
         self._places = self._all_places[: len(code.tensors)]
+        self._code, self._device = code.code, device
         self._run = code.code.function(device)
         self.compiled = False
 
@@ -83,7 +85,8 @@ class Stage:
         """From now on run through ``torch.compile``."""
         if not self.compiled:
             self.compiled = True
-            self._run = compiled(self._run)
+            # (AOTAutograd fails to save what the backward of a recurrent layer needs, torch 2.13)
+            self._run = compiled(self._code.function(self._device, without=RECURRENT))
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[Any] = ()) -> list[Any]:
         """Run the layers of this stage.
@@ -104,7 +107,7 @@ class Stage:
 
     def move(self, device: torch.device | str) -> None:
         """Move the network's parameters and buffers that this stage uses."""
-        make([*self.parameters(), *self.buffers()])
+        materialize([*self.parameters(), *self.buffers()])
         for _, parameter in self.named_parameters():
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch import as_they_are
-from lightning_hybrid.tensors.deferred import is_unmade
+from lightning_hybrid.tensors.deferred import is_deferred
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def untouched(network: nn.Module, names: Iterable[str]) -> Iterator[None]:
         names: of the parameters and buffers that the block writes to.
     """
     tensors = dict((*network.named_parameters(), *network.named_buffers()))
-    written = [tensors[name] for name in names if not is_unmade(tensors[name])]
+    written = [tensors[name] for name in names if not is_deferred(tensors[name])]
     with as_they_are():
         kept = [(tensor, tensor.detach().clone()) for tensor in written]
     with torch.random.fork_rng(devices=cuda_devices(tensors.values())):

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid._torch import BatchNorm
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.tensors.deferred import is_unmade
+from lightning_hybrid.tensors.deferred import is_deferred
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """As in DistributedDataParallel: large enough for the link, and the first one small, to start
@@ -35,7 +35,7 @@ _SPARSE = 256.0
 class _Bucket:
     """Gradients of some parameters in one flat tensor, kept between steps.
 
-    Behind them stands one element per parameter: how many replicas had a gradient for it, and
+    Remote them stands one element per parameter: how many replicas had a gradient for it, and
     whether that is sparse. A parameter that no replica used keeps ``grad is None``, as on one
     device.
     """
@@ -251,7 +251,7 @@ def broadcast_module(module: nn.Module, group: Group) -> None:
     if group.size() == 1:
         return
     everything = (*module.parameters(), *module.buffers())
-    tensors = [t.detach() for t in everything if not is_unmade(t)]
+    tensors = [t.detach() for t in everything if not is_deferred(t)]
     copies = [t.cpu().contiguous() for t in tensors]
     _broadcast(group, [copy for copy in copies if copy.numel()])
     for tensor, copy in zip(tensors, copies):

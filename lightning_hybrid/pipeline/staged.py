@@ -11,7 +11,7 @@ from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.calls import Call, Traffic, Values
 from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.tensors.deferred import is_unmade
+from lightning_hybrid.tensors.deferred import is_deferred
 
 
 class StagedNetwork:
@@ -97,7 +97,7 @@ def borrowed_parameters(
     """Per rank of a replica, the names of the parameters that it uses and another one owns.
 
     The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
-    other rank uses it: what the driver borrows it sees through its windows.
+    other rank uses it: what the driver borrows it sees through its proxies.
 
     Args:
         stages: of each stage of the network, the names of the parameters that it uses.
@@ -137,7 +137,7 @@ def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> No
     with torch.no_grad(), as_they_are():
         for name, value in values:
             tensor = tensors[name]
-            if is_unmade(tensor):
+            if is_deferred(tensor):
                 continue
             if tensor.shape == value.shape:
                 tensor.copy_(value)

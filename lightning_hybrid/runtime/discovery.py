@@ -5,8 +5,8 @@ planned, cut and checked then and there (:mod:`lightning_hybrid.runtime.adoption
 runs, like every later call, through the pipeline
 (:class:`lightning_hybrid.runtime.network_call.Specialization`).
 
-A module whose Python cannot be captured as one graph (it prints, logs, or branches on values) runs
-that Python as ever, on the driver, and the modules that it calls are looked at in its place; if
+A module whose Python cannot be captured as one graph (it prints, or branches on values) runs that
+Python as ever, on the driver, and the modules that it calls are looked at in its place; if
 none of them is large enough, it becomes a chain of graphs, of which the large ones are cut. A
 network that is cut already and is then called in a way that cannot be captured, or that does not
 suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right.
@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_hybrid._torch import (
     drop_hooks,
@@ -50,7 +50,8 @@ from lightning_hybrid.runtime.found import FoundNetwork, count, indented, inside
 from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.network_call import Specialization
 from lightning_hybrid.runtime.network_options import NetworkOptions
-from lightning_hybrid.tensors.deferred import Hollow, make
+from lightning_hybrid.tensors.deferred import materialize
+from lightning_hybrid.tensors.hollow import Hollow
 
 
 class Discovery:
@@ -197,7 +198,7 @@ class Discovery:
         """Let a module run its own Python from here on, and look at the modules that it calls."""
         name, module = found.name, found.module
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        make(own)
+        materialize(own)
         for tensor in own:
             tensor.data = tensor.data.to(self._driver.device)
         if name:
@@ -396,9 +397,7 @@ def _compute_here(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
     leaves = graph.bind(values)
     numbers = graph.values_of_numbers(graph.sizes(leaves))
     outputs = stage.run_with([tensors[name] for name in code.tensors], leaves, numbers)
-    found = dict(zip((*graph.tensor_outputs, *graph.scalar_outputs), outputs))
-    found |= zip(graph.numbers, numbers)
-    return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
+    return graph.returned(outputs, numbers)
 
 
 def _shares(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.staged import (
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.runtime.large import Claim, leave_to_worker, refuse_tied, to_send
+from lightning_hybrid.runtime.large import Takeover, leave_to_worker, refuse_tied, to_send
 from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement
 
 
@@ -202,7 +202,7 @@ class Distribution:
         stages = dict(zip(links, make_stages([codes[n] for n in links], network, self._device)))
         here = [*stages.values()]
         mine = [prefix + n for part in here for n in part.tensor_names]
-        Claim(self._module, mine, (), self._mesh.coordinates).settle(())
+        Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self._device)
         copies = Copies(

@@ -48,7 +48,7 @@ from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.step_calls import StepCalls
 from lightning_hybrid.runtime.unsettled import Unsettled
 from lightning_hybrid.runtime.weights import Weights
-from lightning_hybrid.tensors.deferred import is_unmade, make
+from lightning_hybrid.tensors.deferred import is_deferred, materialize
 from lightning_hybrid.tensors.remote import RemoteTensors
 
 
@@ -165,7 +165,7 @@ class Driver:
 
     def keep(self, module: nn.Module) -> None:
         """Take in a network that is not cut."""
-        make((*module.parameters(), *module.buffers()))
+        materialize((*module.parameters(), *module.buffers()))
         module.to(self.device)
         self._replicated.renew_rest()
         if self._share:
@@ -191,7 +191,7 @@ class Driver:
         owned_there = (name for names in made.remote.values() for name in names)
         stages = [own.specializations[0] for own in driven.engine.owned]
         used_here = [prefix + name for stage in stages for name in stage.buffer_names]
-        proxies = (name for name in owned_there if not is_unmade(tensors[name]))
+        proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here)
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
         if self._share:

@@ -12,7 +12,8 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Capture, NetworkGraph
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.network_call import DrivenNetwork, Specialization
-from lightning_hybrid.tensors.deferred import Hollow, is_unmade
+from lightning_hybrid.tensors.deferred import is_deferred
+from lightning_hybrid.tensors.hollow import Hollow
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class FoundNetwork:
     @property
     def is_materialized(self) -> bool:
         """Whether numbers of all weights are here (those of other ranks may be old ones)."""
-        return not any(map(is_unmade, (*self.module.parameters(), *self.module.buffers())))
+        return not any(map(is_deferred, (*self.module.parameters(), *self.module.buffers())))
 
     def network_of(self, graph: NetworkGraph) -> tuple[DrivenNetwork, Plan] | None:
         """The network that this graph is another form of, if there is one.

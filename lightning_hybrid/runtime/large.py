@@ -24,16 +24,16 @@ from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.pipeline.staged import tensors_of
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
+from lightning_hybrid.tensors.deferral import has_loaded
 from lightning_hybrid.tensors.deferred import (
-    claim,
-    has_loaded,
-    is_away,
     is_deferred,
-    is_unmade,
-    lent,
-    made,
-    make,
-    put_away,
+    is_of_one_rank,
+    is_offloaded,
+    materialize,
+    materialize_here,
+    materialized,
+    materialized_with,
+    offload,
 )
 
 
@@ -44,7 +44,7 @@ def where(coordinates: Coordinates, pp_rank: int) -> str:
 
 def is_whole(module: nn.Module) -> bool:
     """Whether every weight is here, or can be made here."""
-    return not any(is_away(t) for t in (*module.parameters(), *module.buffers()))
+    return not any(is_offloaded(t) for t in (*module.parameters(), *module.buffers()))
 
 
 def make_what_no_network_owns(module: nn.Module) -> None:
@@ -52,16 +52,16 @@ def make_what_no_network_owns(module: nn.Module) -> None:
 
     All others are weights of modules, and wait until a call tells whose stage they belong to.
     """
-    make((*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    materialize((*module.parameters(recurse=False), *module.buffers(recurse=False)))
     for part in module.modules():
         if part is not module and next(part.parameters(), None) is None:
-            make(part.buffers())
+            materialize(part.buffers())
 
 
 def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     """What a worker cannot make by itself, of the tensors that it owns."""
     owned = {name: tensors[name] for name in names}
-    return {name: t for name, t in owned.items() if not is_unmade(t) or has_loaded(t)}
+    return {name: t for name, t in owned.items() if not is_deferred(t) or has_loaded(t)}
 
 
 def leave_to_worker(
@@ -69,8 +69,8 @@ def leave_to_worker(
 ) -> None:
     """On a driver: free what a worker owns from here on."""
     for name in names:
-        if is_deferred(tensors[name]):
-            put_away(tensors[name], name, where(coordinates, pp_rank))
+        if is_of_one_rank(tensors[name]):
+            offload(tensors[name], name, where(coordinates, pp_rank))
 
 
 def refuse_tied(
@@ -88,7 +88,7 @@ def refuse_tied(
     """
     prefix = f"{name}." if name else ""
     for device, names in enumerate(borrowed):
-        for parameter in sorted(prefix + n for n in names if is_deferred(tensors[prefix + n])):
+        for parameter in sorted(prefix + n for n in names if is_of_one_rank(tensors[prefix + n])):
             raise DeferredError(
                 f"device {device} of a replica shares {parameter!r} of network {name!r} with "
                 f"another one, and {parameter!r} is made in configure_model, by one rank alone. "
@@ -97,7 +97,7 @@ def refuse_tied(
             )
 
 
-class Claim:
+class Takeover:
     """On the owner of a stage: take charge of its weights.
 
     Args:
@@ -115,12 +115,12 @@ class Claim:
         coordinates: Coordinates,
     ) -> None:
         tensors = tensors_of(module)
-        missing = {id(tensor) for tensor in claim(tensors[name] for name in names)}
+        missing = {id(tensor) for tensor in materialize_here(tensors[name] for name in names)}
         self._missing = [name for name in names if id(tensors[name]) in missing]
         self._coordinates = coordinates
         for name in set(others) - set(names):
-            if is_deferred(tensors[name]):
-                put_away(tensors[name], name, f"on another rank of replica {coordinates.dp_rank}")
+            if is_of_one_rank(tensors[name]):
+                offload(tensors[name], name, f"on another rank of replica {coordinates.dp_rank}")
 
     def settle(self, arrived: Iterable[str]) -> None:
         """All that comes has come.
@@ -143,10 +143,12 @@ def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     tensors = tensors_of(module)
     with ExitStack() as stack:
         for name, value in values.items():
-            if is_away(tensors[name]):
-                stack.enter_context(lent(tensors[name], value))
-        rest = {id(t): t for t in tensors_of(module).values() if is_unmade(t) and not is_away(t)}
-        stack.enter_context(made(rest.values()))
+            if is_offloaded(tensors[name]):
+                stack.enter_context(materialized_with(tensors[name], value))
+        rest = {
+            id(t): t for t in tensors_of(module).values() if is_deferred(t) and not is_offloaded(t)
+        }
+        stack.enter_context(materialized(rest.values()))
         yield
 
 
@@ -217,7 +219,7 @@ def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
         return {}
     tensors = tensors_of(module)
     if not mesh.coordinates.is_driver:
-        mine = {n: t for n, t in tensors.items() if is_deferred(t) and not is_unmade(t)}
+        mine = {n: t for n, t in tensors.items() if is_of_one_rank(t) and not is_deferred(t)}
         _answer_driver(mesh, Answer(tensors=mine.items()))
         return {}
     return {name: tensor for answer in _hear_workers(mesh) for name, tensor in answer.tensors}

@@ -9,12 +9,12 @@ backward sends the gradients back through the stages. :class:`DrivenNetwork` tel
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_hybrid._torch import (
     as_they_are,
@@ -276,12 +276,10 @@ class Specialization:
         if outputs is None:
             _, parts = self.network.forward(self, leaves, grad=False)
             outputs = _join(parts)
-        found = dict(zip((*graph.tensor_outputs, *graph.scalar_outputs), outputs))
         if graph.written_leaves:
-            self._write_back(leaves, found)
-        if graph.numbers:
-            found |= zip(graph.numbers, graph.values_of_numbers(graph.sizes(leaves)))
-        return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
+            self._write_back(leaves, outputs)
+        numbers = graph.values_of_numbers(graph.sizes(leaves)) if graph.numbers else ()
+        return graph.returned(outputs, numbers)
 
     def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], Numbers]:
         """The inputs of each micro-batch, and its numbers."""
@@ -298,8 +296,9 @@ class Specialization:
         parts, numbers = known
         return self.graph.split(leaves, parts), numbers
 
-    def _write_back(self, leaves: Sequence[Tensor], found: Mapping[Any, Any]) -> None:
+    def _write_back(self, leaves: Sequence[Tensor], outputs: Sequence[Any]) -> None:
         """What the network has changed in place, in tensors that are not its own."""
+        found = dict(zip(self.graph.tensor_outputs, outputs))
         for leaf, tensor in zip(self.graph.leaves, leaves):
             if leaf in self.graph.written_leaves:
                 with torch.no_grad():

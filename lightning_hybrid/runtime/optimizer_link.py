@@ -15,7 +15,7 @@ from lightning_hybrid._torch import as_they_are, order_step_hooks, runs_step_hoo
 from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
 from lightning_hybrid.runtime.optimizers import complete, groups_of, kind_of_group
-from lightning_hybrid.tensors.deferred import is_unmade
+from lightning_hybrid.tensors.deferred import is_deferred
 
 
 class Counterparts(Protocol):
@@ -133,7 +133,7 @@ class OptimizerLink:
             state = remote.get(self._names.get(id(parameter), ""))
             if state is not None:
                 with as_they_are():
-                    is_here = not is_unmade(parameter)
+                    is_here = not is_deferred(parameter)
                     found[parameter] = placed(state, parameter) if is_here else state
             elif parameter in here:
                 found[parameter] = here[parameter]
@@ -211,7 +211,7 @@ class OptimizerLink:
         self._counterparts.settle()
         if closure is None or not self.whole:
             self._enter()
-        # else what comes before the closure is rarely more than its call: windows will do
+        # else what comes before the closure is rarely more than its call: proxies will do
         if closure is None:
             return None
 

@@ -43,7 +43,7 @@ from lightning_hybrid.runtime.optimizers import (
     unship,
     write_records,
 )
-from lightning_hybrid.tensors.deferred import is_away
+from lightning_hybrid.tensors.deferred import is_offloaded
 
 _SCALES = (1.0, 30.0, 1e-3, 1.0, 1e3, 0.1, 1.0, 10.0, 1e-2, 1.0, 3.0, 1.0)
 """Of the gradients in each step."""
@@ -94,7 +94,7 @@ def refuse_deferred(optimizer: Optimizer, reason: str) -> None:
         HybridError: one was made in ``configure_model``, on another rank.
     """
     with as_they_are():
-        away = any(is_away(p) for group in optimizer.param_groups for p in group["params"])
+        away = any(is_offloaded(p) for group in optimizer.param_groups for p in group["params"])
     if away:
         raise HybridError(
             f"{type(optimizer).__name__} cannot be stepped in parts, one for each stage: {reason}. "

@@ -10,7 +10,7 @@ from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.pipeline.replicas import Copies, state_buffers
 from lightning_hybrid.pipeline.staged import tensors_of
 from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.tensors.deferred import is_unmade
+from lightning_hybrid.tensors.deferred import is_deferred
 
 
 class Replicated:
@@ -65,7 +65,7 @@ class Replicated:
 
     def _make_rest(self) -> Copies:
         cut = self._identities()
-        parameters = [p for p in self._module.parameters() if not (id(p) in cut or is_unmade(p))]
+        parameters = [p for p in self._module.parameters() if not (id(p) in cut or is_deferred(p))]
         if self.here:
             for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self._device)
@@ -74,7 +74,7 @@ class Replicated:
 
     def _buffers_of_the_rest(self) -> list[Tensor]:
         cut = self._identities()
-        return [b for b in self._module.buffers() if not (id(b) in cut or is_unmade(b))]
+        return [b for b in self._module.buffers() if not (id(b) in cut or is_deferred(b))]
 
     def _identities(self) -> set[int]:
         """Of the tensors that networks own, looked up anew, since a buffer may be replaced."""

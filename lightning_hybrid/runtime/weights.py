@@ -15,7 +15,7 @@ from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.large import leave_to_worker, to_send, whole
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
-from lightning_hybrid.tensors.deferred import is_deferred, is_unmade
+from lightning_hybrid.tensors.deferred import is_deferred, is_of_one_rank
 from lightning_hybrid.tensors.kind import Kind
 
 
@@ -45,6 +45,7 @@ class Weights:
         self._ownership, self._borrowing, self._replicated = ownership, borrowing, replicated
         # what a hook makes on this rank alone, the workers do not have
         self._shared = frozenset(tensors_of(module))
+        # what takes the place of one of these in the middle of a run is this rank's alone
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
 
     def before_forward(self, *, grad: bool, written: bool) -> None:
@@ -62,7 +63,7 @@ class Weights:
     def gather(self) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them."""
         tensors = self._owned_elsewhere()
-        self._fetch([name for name, tensor in tensors.items() if not is_unmade(tensor)])
+        self._fetch([name for name, tensor in tensors.items() if not is_deferred(tensor)])
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -108,7 +109,7 @@ class Weights:
         everyones = {
             name: tensor
             for name, tensor in tensors_of(self._module).items()
-            if name in self._shared and not is_deferred(tensor)
+            if name in self._shared and not is_of_one_rank(tensor)
         }
         for worker in self._commands.workers.ranks:
             with as_they_are():

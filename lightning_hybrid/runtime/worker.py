@@ -62,7 +62,7 @@ from lightning_hybrid.pipeline.staged import (
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
-from lightning_hybrid.runtime.large import Claim, share_optimizers
+from lightning_hybrid.runtime.large import Takeover, share_optimizers
 from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
 from lightning_hybrid.runtime.scaling import unscale
 
@@ -105,7 +105,7 @@ class Worker:
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._modes: tuple[int, int] | None = None
         self._failure: Failure | None = None
-        self._claim: Claim | None = None
+        self._takeover: Takeover | None = None
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
             Cut: self._cut,
             Forward: self._forward,
@@ -206,7 +206,7 @@ class Worker:
         prefix = f"{order.name}." if order.name else ""
         names = [prefix + n for n in names_of(mine)]
         whole = [*network.named_parameters(), *network.named_buffers()]
-        self._claim = Claim(
+        self._takeover = Takeover(
             self._module, names, (prefix + n for n, _ in whole), self._mesh.coordinates
         )
         for stage in mine:
@@ -334,9 +334,9 @@ class Worker:
                 arrived.append(name)
 
         write_tensors(self._module, each())
-        if self._claim is not None:
-            claim, self._claim = self._claim, None
-            claim.settle(arrived)
+        if self._takeover is not None:
+            takeover, self._takeover = self._takeover, None
+            takeover.settle(arrived)
 
     def _name_gradients(self, _: NameGradients) -> Answer:
         owned = [name for network in self._networks for name in network.owned()]

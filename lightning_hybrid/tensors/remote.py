@@ -3,18 +3,18 @@
 The weights, buffers and gradients of the earlier stages live on the workers, but users read and
 change them in the middle of a run as on one device: they log norms, clip by hand, clear gradients,
 average or load weights, add a penalty over all parameters. So on the driver those parameters and
-buffers become *windows*: the same objects, of a class that hears of every operation on them.
+buffers become *proxies*: the same objects, of a class that intercepts every operation on them.
 
 * Reading fetches what the worker has now, once until it changes there: the first tensor alone,
   with the second all of them, since who reads two mostly reads all.
 * A change in place travels back before the next command to the workers; so do changes through a
-  view (seen by the version counter), through ``data`` and ``detach()`` (windows themselves), and
+  view (seen by the version counter), through ``data`` and ``detach()`` (proxies themselves), and
   buffers that were replaced.
-* ``parameter.grad`` is a window on the worker's gradient; setting and clearing it travels too.
+* ``parameter.grad`` is a proxy on the worker's gradient; setting and clearing it travels too.
 * A parameter may enter the graph (a penalty). Its gradient then arises on the driver and is added
   to the worker's before anything uses that.
 
-Copies and pickles are ordinary tensors. Nothing here costs anything until a window is used, but a
+Copies and pickles are ordinary tensors. Nothing here costs anything until a proxy is used, but a
 look at its class by torch; our own code looks at the tensors as they are (:func:`as_they_are`).
 """
 
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from lightning_hybrid._torch import as_they_are, tables, version
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.kind import Kind
-from lightning_hybrid.tensors.proxy import open_window, shut_window
+from lightning_hybrid.tensors.proxy import make_plain, make_proxy, source_of
 
 
-class Owners(Protocol):
+class RemoteStore(Protocol):
     """The ranks that own the tensors; names are those of the LightningModule."""
 
     def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]:
@@ -51,7 +51,7 @@ class Remote:
     """One tensor of another rank, and what this rank knows of it.
 
     Attributes:
-        value: the memory that windows show here; a parameter or buffer itself.
+        value: the memory that proxies show here; a parameter or buffer itself.
         seen: the age (see :class:`RemoteTensors`) in which ``value`` was fetched; ``None``: never.
         version: of ``value`` when it was last equal to the owner's.
         written: changed by an operation that the version of ``value`` does not count.
@@ -70,7 +70,7 @@ class Remote:
         self.table.read(self)
 
     def touch(self) -> None:
-        """It was written to in a way that only the window has seen."""
+        """It was written to in a way that only the proxy has seen."""
         self.table.touch(self)
 
     def enter_graph(self) -> None:
@@ -78,7 +78,7 @@ class Remote:
         self.table.enter_graph(self)
 
     def gradient(self) -> Tensor | None:
-        """A window on the gradient of a parameter, if it has one."""
+        """A proxy on the gradient of a parameter, if it has one."""
         return self.table.gradient(self)
 
     def assign_gradient(self, value: Tensor | None) -> None:
@@ -95,7 +95,7 @@ class Remote:
 
 
 class RemoteTensors:
-    """The windows of one driver.
+    """The proxies of one driver.
 
     Each kind has an *age*, which ends when the owners change what they have.
 
@@ -103,10 +103,10 @@ class RemoteTensors:
         owners: of the tensors.
 
     Attributes:
-        in_graph: whether a window has entered the graph of this step.
+        in_graph: whether a proxy has entered the graph of this step.
     """
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: RemoteStore) -> None:
         self._owners = owners
         self._tensors: dict[Kind, dict[str, Remote]] = {kind: {} for kind in Kind}
         self._places: dict[str, tuple[dict[str, Any], str, Remote]] = {}
@@ -118,12 +118,12 @@ class RemoteTensors:
         self._present: set[str] | None = None
         self._assigned: dict[str, Tensor | None] = {}
         self._busy = False
-        self._lent = False  # see at_hand
+        self._at_hand = False  # see at_hand
         self._writes = 0
         self.in_graph = False
 
     def add(self, module: nn.Module, names: Iterable[str], here_too: Iterable[str] = ()) -> None:
-        """Make windows of these parameters and buffers of ``module``.
+        """Make proxies of these parameters and buffers of ``module``.
 
         Args:
             module: the LightningModule.
@@ -148,8 +148,8 @@ class RemoteTensors:
         self.in_graph = False
 
     def close(self) -> None:
-        """Make ordinary tensors of all windows again."""
-        self._shut_all()
+        """Make ordinary tensors of all proxies again."""
+        self._make_plain()
         for table in (self._places, self._touched, self._assigned, self._in_graph, self._here_too):
             table.clear()
         for tensors in self._tensors.values():
@@ -157,15 +157,15 @@ class RemoteTensors:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, there are no windows: for code of ours that looks at a whole network."""
+        """Inside, there are no proxies: for code of ours that looks at a whole network."""
         self.flush()
-        self._shut_all()
+        self._make_plain()
         try:
             yield
         finally:
             for place, key, known in self._places.values():
                 if place.get(key) is known.value:  # else it was replaced, which a forward settles
-                    open_window(known.value, known)
+                    make_proxy(known.value, known)
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
@@ -215,19 +215,19 @@ class RemoteTensors:
             held = {r.name: gradients[r.name] for r in parameters if r.name in present}
             self._fetch(held.values())
         for remote in parameters:
-            shut_window(remote.value)
+            make_plain(remote.value)
             remote.value.grad = held[remote.name].value if remote.name in held else None
-        self._lent = True
+        self._at_hand = True
         try:
             yield
         finally:
-            self._lent = False
+            self._at_hand = False
             for remote in parameters:
                 self._take_back(remote, held.get(remote.name))
 
     def _take_back(self, remote: Remote, held: Remote | None) -> None:
         gradient, remote.value.grad = remote.value.grad, None
-        open_window(remote.value, remote)
+        make_proxy(remote.value, remote)
         self.touch(remote)
         if gradient is not (held and held.value):
             self._assigned[remote.name] = gradient
@@ -250,7 +250,7 @@ class RemoteTensors:
         Raises:
             HybridError: a parameter was replaced, or a view of an outdated value changed.
         """
-        if self._busy or self._lent or not (self._touched or self._assigned or self._in_graph):
+        if self._busy or self._at_hand or not (self._touched or self._assigned or self._in_graph):
             return
         self._busy = True
         try:
@@ -325,7 +325,7 @@ class RemoteTensors:
             self.enter_graph(self._tensors[Kind.PARAMETER][name])
 
     def gradient(self, remote: Remote) -> Tensor | None:
-        """A window on the gradient of a parameter, if it has one."""
+        """A proxy on the gradient of a parameter, if it has one."""
         name = remote.name
         if name in self._assigned:
             return self._assigned[name]
@@ -334,14 +334,14 @@ class RemoteTensors:
         if name not in self._present_names():
             return None
         found = self._tensors[Kind.GRADIENT][name]
-        return open_window(found.value.detach(), found)
+        return make_proxy(found.value.detach(), found)
 
     def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
-        other = getattr(value, "_behind", None)
+        other = source_of(value)
         if isinstance(other, Remote):
             if (other.kind, other.name) == (Kind.GRADIENT, remote.name):
-                return  # as in `parameter.grad *= 2`: the window has been written to
+                return  # as in `parameter.grad *= 2`: the proxy has been written to
             other.read()
         with as_they_are():
             remote.value.grad = value  # torch's own check of shape, dtype and device
@@ -381,12 +381,12 @@ class RemoteTensors:
         if known is None or known.value is not value:
             known = self._tensors[kind][name] = Remote(self, kind, name, value)
         self._places[name] = (place, key, known)
-        open_window(value, known)
+        make_proxy(value, known)
 
-    def _shut_all(self) -> None:
+    def _make_plain(self) -> None:
         for kind in (Kind.PARAMETER, Kind.BUFFER):
             for remote in self._tensors[kind].values():
-                shut_window(remote.value)
+                make_plain(remote.value)
 
     def _replace(self, name: str, value: Any) -> None:
         place, key, known = self._places[name]
@@ -396,7 +396,7 @@ class RemoteTensors:
                 f"{type(value).__name__} in the middle of a run, but another rank owns it. Change "
                 "its values in place (parameter.copy_(...), load_state_dict) instead."
             )
-        shut_window(known.value)
+        make_plain(known.value)
         self._open(name, place, key)
         self.touch(self._tensors[Kind.BUFFER][name])
 
@@ -420,7 +420,7 @@ class RemoteTensors:
         values = {name: value for name, value in assigned.items() if value is not None}
         if values:
             self._owners.take(Kind.GRADIENT, values)
-        for name in assigned:  # windows on what was there before have nothing to say any more
+        for name in assigned:  # proxies on what was there before have nothing to say any more
             self._touched.pop((Kind.GRADIENT, name), None)
             self._tensors[Kind.GRADIENT].pop(name, None)
         self.outdate(Kind.GRADIENT)

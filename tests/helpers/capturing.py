@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network import (
@@ -22,7 +22,7 @@ from lightning_hybrid.network import (
 )
 from lightning_hybrid.network.check import run
 from lightning_hybrid.network.find import own_forward
-from lightning_hybrid.tensors.deferred import Hollow
+from lightning_hybrid.tensors.hollow import Hollow
 
 Boundaries = Callable[[Sequence[NetworkPartition]], Sequence[int]]
 """Chooses the partitions that stages begin with."""
@@ -79,9 +79,7 @@ def outputs_of(graph: NetworkGraph, codes: Sequence[StageCode], values: Sequence
     leaves = graph.bind(values)
     numbers = graph.values_of_numbers(graph.sizes(leaves))
     results = run(graph, make_stages(codes, graph.network, graph.device), leaves)
-    found = dict(zip((*graph.tensor_outputs, *graph.scalar_outputs), results, strict=True))
-    found |= zip(graph.numbers, numbers)
-    return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
+    return graph.returned(results, numbers)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.network_call import Placement
 from lightning_hybrid.runtime.worker import Worker
-from lightning_hybrid.tensors.deferred import Hollow
+from lightning_hybrid.tensors.hollow import Hollow
 
 
 class Model(nn.Module):

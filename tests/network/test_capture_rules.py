@@ -413,14 +413,17 @@ RECURRENT = [
     nn.GRU(4, 4, batch_first=True),
     nn.LSTM(4, 2, 2, bidirectional=True),
     nn.RNN(4, 4, nonlinearity="relu"),
+    nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True),
 ]
 
 
-@pytest.mark.parametrize("layer", RECURRENT, ids=lambda layer: type(layer).__name__)
-def test_recurrent_layers_are_captured_for_all_lengths(layer: nn.RNNBase) -> None:
+@pytest.mark.parametrize("layer", RECURRENT, ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_recurrent_layers_are_captured_for_all_lengths(layer: nn.RNNBase, autocast: bool) -> None:
     def code(net: Any, x: Tensor) -> Tensor:
-        states, _ = net.layer(net.a(x))
-        return net.c(states).mean(1 if layer.batch_first else 0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            states, _ = net.layer(net.a(x))
+            return net.c(states).mean(1 if layer.batch_first else 0)
 
     network = Net(code)
     network.layer = layer

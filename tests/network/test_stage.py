@@ -1,7 +1,8 @@
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -153,14 +154,32 @@ def test_moving_a_stage_moves_what_it_uses_and_nothing_else(
     assert torch.equal(network.one.weight, before.one.weight)
 
 
+class Recurrent(nn.Module):
+    """Layers that capture exchanges for its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(4, 4, 2, dropout=0.5)
+        self.norm = nn.BatchNorm1d(4, momentum=None)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.first(x.view(-1, 2, 4))
+        return cast("Tensor", self.last(self.norm(states[-1])))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
-def test_a_compiled_stage_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, x = FunctionalDropout(), torch.randn(3, 4)
+@pytest.mark.parametrize("made", [FunctionalDropout, Recurrent])
+def test_a_compiled_stage_keeps_its_numbers(
+    made: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, x = made(), torch.randn(6, 4)
     found = captured(network, x)
+    reference = deepcopy(network)
     chain = make_stages(cut(found.graph, network_partitions(found.graph), [1]), network, CPU)
     light = partial(torch.compile, backend="aot_eager")  # Inductor needs half a minute of g++
     monkeypatch.setattr(torch, "compile", lambda code, dynamic, options: light(code))
-    expected = outputs_and_gradients(network, network, x)
+    expected = outputs_and_gradients(reference, reference, x)
     for stage in chain:
         stage.compile_code()
     assert same(outputs_and_gradients(network, lambda y: run(found.graph, chain, [y]), x), expected)

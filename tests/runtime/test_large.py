@@ -7,7 +7,7 @@ from torch import nn
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.pipeline.staged import tensors_of
 from lightning_hybrid.runtime.large import refuse_tied
-from lightning_hybrid.tensors.deferred import Deferral
+from lightning_hybrid.tensors.deferral import Deferral
 
 
 def test_stages_cannot_share_a_weight_that_one_rank_makes() -> None:

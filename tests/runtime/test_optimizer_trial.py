@@ -247,6 +247,6 @@ def test_parameters_that_are_on_no_one_rank_refuse_a_whole_step(
 ) -> None:
     optimizer = ClipsTogether(Net().parameters())
     refuse_deferred(optimizer, "a reason")
-    monkeypatch.setattr(optimizer_trial, "is_away", lambda tensor: tensor.dim() == 2)
+    monkeypatch.setattr(optimizer_trial, "is_offloaded", lambda tensor: tensor.dim() == 2)
     with pytest.raises(HybridError, match=r"ClipsTogether .* a reason.*configure_model.*__init__"):
         refuse_deferred(optimizer, "a reason")

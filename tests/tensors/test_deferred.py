@@ -19,19 +19,18 @@ from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.measure import measure
 from lightning_hybrid.network.partition import network_partitions
+from lightning_hybrid.tensors.deferral import Deferral, has_loaded
 from lightning_hybrid.tensors.deferred import (
-    Deferral,
-    Hollow,
-    claim,
-    has_loaded,
-    is_away,
-    is_unmade,
-    lent,
-    made,
-    make,
-    put_away,
+    is_deferred,
+    is_offloaded,
+    materialize,
+    materialize_here,
+    materialized,
+    materialized_with,
+    offload,
     value_of,
 )
+from lightning_hybrid.tensors.hollow import Hollow
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
 
@@ -147,11 +146,11 @@ def test_numbers_and_generator_are_those_of_one_device(name: str) -> None:
     state = torch.get_rng_state()
     network, _ = build(NETWORKS[name])
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(is_unmade(parameter) or name == "computed" for parameter in network.parameters())
+    assert all(is_deferred(parameter) or name == "computed" for parameter in network.parameters())
     identities = {key: id(value) for key, value in tensors_of(network).items()}
     # each for itself, in any order
     values = {key: value_of(value) for key, value in reversed(tensors_of(network).items())}
-    make(tensors_of(network).values())
+    materialize(tensors_of(network).values())
     assert torch.equal(torch.get_rng_state(), state)
     assert {key: id(value) for key, value in tensors_of(network).items()} == identities
     for key, value in tensors_of(expected).items():
@@ -204,7 +203,7 @@ def test_looking_and_running_make_nothing_for_good(pair: nn.Module, made_pair: n
     profile = measure(graph, network_partitions(graph), [x], repeats=1)
     assert [p.parameter_bytes for p in profile.partitions] == [100, 72]
     pair.cpu()
-    assert all(map(is_unmade, pair.parameters()))
+    assert all(map(is_deferred, pair.parameters()))
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="Linux's account of a process is not there")
@@ -232,9 +231,9 @@ def test_copies_and_pickles_are_ordinary_tensors(pair: nn.Module, made_pair: nn.
     for key, value in made_pair.state_dict().items():
         for found in (copied.state_dict()[key], read[key], pickle.loads(pickle.dumps(pair))):
             tensor = found.state_dict()[key] if isinstance(found, nn.Module) else found
-            assert not is_unmade(tensor)
+            assert not is_deferred(tensor)
             assert torch.equal(tensor, value)
-    assert all(map(is_unmade, pair.parameters()))
+    assert all(map(is_deferred, pair.parameters()))
 
 
 def test_what_is_written_to_or_trained_is_made_for_good(pair: nn.Module) -> None:
@@ -247,12 +246,12 @@ def test_what_is_written_to_or_trained_is_made_for_good(pair: nn.Module) -> None
     (second * 2).sum().backward()
     assert torch.equal(second.grad, torch.full((3, 5), 2.0))
     assert hooked == [second]
-    assert is_unmade(pair[0].bias)
+    assert is_deferred(pair[0].bias)
 
 
 def test_a_tensor_of_another_rank_says_where_it_is(pair: nn.Module) -> None:
-    put_away(pair[0].weight, "net.0.weight", "on rank 1")
-    assert is_away(pair[0].weight)
+    offload(pair[0].weight, "net.0.weight", "on rank 1")
+    assert is_offloaded(pair[0].weight)
     assert pair[0].weight.shape == (5, 4)
     optimizer = torch.optim.AdamW(pair.parameters())
     optimizer.step()
@@ -261,26 +260,26 @@ def test_a_tensor_of_another_rank_says_where_it_is(pair: nn.Module) -> None:
         pair[0].weight.sum()
     with pytest.raises(DeferredError, match=r"net\.0\.weight"):
         pair(torch.ones(1, 4))
-    with lent(pair[0].weight, torch.ones(5, 4)):
+    with materialized_with(pair[0].weight, torch.ones(5, 4)):
         assert pair.state_dict()["0.weight"].sum() == 20
-    assert claim(pair.parameters()) == [pair[0].weight]
-    assert not any(map(is_unmade, pair.parameters()))
+    assert materialize_here(pair.parameters()) == [pair[0].weight]
+    assert not any(map(is_deferred, pair.parameters()))
 
 
 def test_changes_inside_of_made_are_lost(pair: nn.Module, made_pair: nn.Module) -> None:
-    with made(pair.parameters()), torch.no_grad():
+    with materialized(pair.parameters()), torch.no_grad():
         pair[0].weight.zero_()
     assert torch.equal(value_of(pair[0].weight), made_pair[0].weight)
 
 
 def test_only_what_was_loaded_must_travel() -> None:
     network, deferral = build(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)))
-    put_away(network[1].bias, "1.bias", "on rank 1")
+    offload(network[1].bias, "1.bias", "on rank 1")
     state = {"0.weight": torch.ones(5, 4)}
     with deferral.building(network, loading=True):
         network.load_state_dict(state, strict=False)
     assert [has_loaded(p) for p in network.parameters()] == [True, False, False, False]
-    assert is_away(network[1].bias)
+    assert is_offloaded(network[1].bias)
     assert torch.equal(value_of(network[0].weight), state["0.weight"])
 
 

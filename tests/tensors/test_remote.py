@@ -1,4 +1,4 @@
-"""Windows on tensors of another rank, which here is an ordinary copy of the module."""
+"""Proxies of tensors of another rank, which here is an ordinary copy of the module."""
 
 import copy
 import io
@@ -56,17 +56,17 @@ class World:
             for tensor in self.there.parameters():
                 tensor += 1
         self.owner = Owner(self.there)
-        self.windows = RemoteTensors(self.owner)
+        self.remote = RemoteTensors(self.owner)
         names = [n for n, _ in self.here.named_parameters()]
         names += [n for n, _ in self.here.named_buffers()]
-        self.windows.add(self.here, names)
+        self.remote.add(self.here, names)
 
     def backward_there(self) -> None:
         self.there(torch.randn(5, 3)).square().sum().backward()
-        self.windows.outdate(Kind.GRADIENT, Kind.BUFFER)
+        self.remote.outdate(Kind.GRADIENT, Kind.BUFFER)
 
     def same(self) -> bool:
-        self.windows.flush()
+        self.remote.flush()
         mine, theirs = self.here.state_dict(), self.there.state_dict()
         return all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
@@ -93,7 +93,7 @@ def test_statistics_that_batch_normalisation_writes_here_reach_the_owner(world: 
     x = torch.randn(5, 3)
     world.here(x)
     expected(x)
-    world.windows.flush()
+    world.remote.flush()
     assert torch.equal(world.there[1].running_mean, expected[1].running_mean)
     assert torch.equal(world.there[1].running_var, expected[1].running_var)
 
@@ -107,18 +107,18 @@ def test_reading_shows_what_the_owner_has(world: World) -> None:
     assert len(world.owner.given[1]) == 5
     with torch.no_grad():
         world.there[0].weight.mul_(2)
-    world.windows.outdate(Kind.PARAMETER)
+    world.remote.outdate(Kind.PARAMETER)
     assert torch.equal(world.here[0].weight.norm(), world.there[0].weight.norm())
 
 
 def test_a_constant_that_is_here_too_is_not_fetched_but_its_changes_travel(world: World) -> None:
-    world.windows.add(world.here, [], ["1.running_mean"])
+    world.remote.add(world.here, [], ["1.running_mean"])
     for _ in range(2):
-        world.windows.outdate(Kind.BUFFER)
+        world.remote.outdate(Kind.BUFFER)
         world.here[1].running_mean.sum()
     assert world.owner.given == []
     world.here[1].running_mean.fill_(7.0)
-    world.windows.flush()
+    world.remote.flush()
     assert (world.there[1].running_mean == 7.0).all()
 
 
@@ -148,10 +148,10 @@ def test_changes_in_place_reach_the_owner(world: World, change: object) -> None:
 def test_a_view_kept_from_before_an_update_is_refused_not_lost(world: World) -> None:
     with torch.no_grad():
         view = world.here[0].weight.requires_grad_(False).unbind(0)[0]
-        world.windows.outdate(Kind.PARAMETER)
+        world.remote.outdate(Kind.PARAMETER)
         view.zero_()
     with pytest.raises(HybridError, match=r"A view of parameter '0\.weight'.*Take the view anew"):
-        world.windows.flush()
+        world.remote.flush()
 
 
 def test_replaced_buffers_reach_the_owner_and_replaced_parameters_are_refused(
@@ -160,13 +160,13 @@ def test_replaced_buffers_reach_the_owner_and_replaced_parameters_are_refused(
     norm = world.here[1]
     norm.running_mean = torch.full((4,), 2.0)
     norm.num_batches_tracked *= 0
-    world.windows.adopt_replaced()
+    world.remote.adopt_replaced()
     assert world.same()
     assert world.there[1].running_mean.tolist() == [2.0] * 4  # type: ignore[union-attr,operator]
     other = World()
     other.here[0].weight = nn.Parameter(torch.zeros(4, 3))
     with pytest.raises(HybridError, match=r"parameter '0\.weight' was replaced"):
-        other.windows.adopt_replaced()
+        other.remote.adopt_replaced()
 
 
 def test_gradients_are_seen_changed_and_cleared(world: World) -> None:
@@ -176,17 +176,17 @@ def test_gradients_are_seen_changed_and_cleared(world: World) -> None:
     assert all(torch.equal(a.grad + 0, b.grad) for a, b in zip(mine, theirs))  # type: ignore[operator,arg-type]
     expected = nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
     norm = nn.utils.clip_grad_norm_(world.here.parameters(), 0.1)
-    world.windows.flush()
+    world.remote.flush()
     assert torch.equal(norm, expected)
     clipped = nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
     assert clipped == pytest.approx(0.1, rel=1e-4)
     mine[0].grad = torch.ones(4, 3)
     assert mine[0].grad.sum() == 12
-    world.windows.flush()
+    world.remote.flush()
     assert torch.equal(theirs[0].grad, torch.ones(4, 3))  # type: ignore[arg-type]
     world.here.zero_grad()
     assert mine[0].grad is None
-    world.windows.flush()
+    world.remote.flush()
     assert all(p.grad is None for p in theirs)
 
 
@@ -195,17 +195,17 @@ def test_gradients_are_changed_in_place_and_swapped(world: World) -> None:
     first, last = world.here[0].bias, world.here[1].bias
     old, theirs = world.there[0].bias.grad.clone(), world.there[1].bias.grad.clone()  # type: ignore[union-attr]
     first.grad *= 3
-    world.windows.flush()
+    world.remote.flush()
     assert torch.equal(world.there[0].bias.grad, old * 3)  # type: ignore[arg-type]
     first.grad = last.grad
-    world.windows.flush()
+    world.remote.flush()
     assert torch.equal(world.there[0].bias.grad, theirs)  # type: ignore[arg-type]
 
 
 def test_clearing_gradients_fetches_none(world: World) -> None:
     world.backward_there()
     world.here.zero_grad()
-    world.windows.flush()
+    world.remote.flush()
     assert world.owner.given == []
     assert all(p.grad is None for p in world.there.parameters())
 
@@ -214,7 +214,7 @@ def test_a_penalty_adds_its_gradient_to_the_owners(world: World) -> None:
     world.backward_there()
     before = [p.grad.clone() for p in world.there.parameters()]  # type: ignore[union-attr]
     penalty = sum(p.square().sum() for p in world.here.parameters())
-    assert world.windows.in_graph
+    assert world.remote.in_graph
     penalty.backward()  # type: ignore[union-attr]
     gradients = [p.grad + 0 for p in world.here.parameters()]  # type: ignore[operator]
     for seen, old, theirs in zip(gradients, before, world.there.parameters()):
@@ -239,7 +239,7 @@ def test_a_state_dict_taken_earlier_shows_what_is_true_now(world: World) -> None
     state = world.here.state_dict()
     with torch.no_grad():
         world.there[0].weight.zero_()
-    world.windows.outdate(Kind.PARAMETER)
+    world.remote.outdate(Kind.PARAMETER)
     assert state["0.weight"].abs().sum() == 0
 
 
@@ -254,8 +254,8 @@ def test_hooks_on_parameters_of_other_ranks_are_refused(world: World) -> None:
         world.here[0].weight.register_hook(lambda g: g)
 
 
-def test_suspended_windows_are_ordinary_tensors_and_come_back(world: World) -> None:
-    with world.windows.suspended():
+def test_suspended_proxies_are_ordinary_tensors_and_come_back(world: World) -> None:
+    with world.remote.suspended():
         assert type(world.here[0].weight) is nn.Parameter
         assert type(world.here[1].running_mean) is Tensor
     assert world.here[0].weight.sum() == world.there[0].weight.sum()
