@@ -1,6 +1,6 @@
 """A worker: it owns stages of each network, not the last one, and obeys its driver."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
@@ -18,32 +18,17 @@ from lightning_hybrid.comm.protocol import (
     Answer,
     Backward,
     Check,
-    ClearGradients,
-    ClipValues,
     Command,
     Cut,
     End,
     ForgetFailure,
     Forward,
     Free,
-    GiveBorrowedGradients,
-    GiveGradients,
-    GiveOptimizer,
-    GiveWeights,
-    GradientNorm,
-    NameGradients,
     Reduce,
     Report,
-    ScaleGradients,
     Share,
     Step,
     SynchronizeBuffers,
-    TakeGradients,
-    TakeGroups,
-    TakeOptimizers,
-    TakeWeights,
-    Unscale,
-    ZeroGrad,
 )
 from lightning_hybrid.comm.signals import signals_ignored
 from lightning_hybrid.comm.transport import ConnectionLost
@@ -56,15 +41,12 @@ from lightning_hybrid.pipeline.staged import (
     names_of,
     own_buffers,
     own_parameters,
-    tensors_of,
-    write_tensors,
 )
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.large import Takeover, share_optimizers
-from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
-from lightning_hybrid.runtime.scaling import unscale
+from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
+from lightning_hybrid.runtime.worker_weights import WorkerWeights
 
 DRIVER = 0
 
@@ -80,9 +62,6 @@ class Worker:
         options: how they compute.
         watch: adds up the time in which this rank computes.
         reports: what the driver may ask this rank for, by name.
-
-    Attributes:
-        optimizers: the user's, with the state of what this rank owns.
     """
 
     def __init__(
@@ -100,12 +79,11 @@ class Worker:
         self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._reports = reports
         self._networks: list[StagedNetwork] = []
-        self.optimizers: list[Optimizer] = []
-        self._parameters = dict(module.named_parameters())
-        self._names = {id(p): name for name, p in self._parameters.items()}
+        parameters = dict(module.named_parameters())
+        self._optimizers = WorkerOptimizers(parameters)
+        self._weights = WorkerWeights(module, parameters, self._networks)
         self._modes: tuple[int, int] | None = None
         self._failure: Failure | None = None
-        self._takeover: Takeover | None = None
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
             Cut: self._cut,
             Forward: self._forward,
@@ -114,27 +92,18 @@ class Worker:
             Reduce: self._reduce,
             SynchronizeBuffers: self._synchronize_buffers,
             Share: self._share_weights,
-            TakeOptimizers: self._take_optimizers,
-            TakeGroups: self._take_groups,
-            GiveOptimizer: self._give_optimizer,
-            ZeroGrad: self._zero_grad,
-            Step: self._step,
-            GradientNorm: self._gradient_norm,
-            ScaleGradients: self._scale_gradients,
-            ClipValues: self._clip_values,
-            Unscale: self._unscale,
-            GiveWeights: self._give_weights,
-            TakeWeights: self._take_weights,
-            NameGradients: self._name_gradients,
-            GiveGradients: self._give_gradients,
-            GiveBorrowedGradients: self._give_borrowed_gradients,
-            TakeGradients: self._take_gradients,
-            ClearGradients: self._clear_gradients,
+            **self._optimizers.handlers(),
+            **self._weights.handlers(),
             Check: self._answer_only,
             Report: self._report,
             ForgetFailure: self._forget_failure,
             End: self._answer_only,
         }
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's, with the state of what this rank owns."""
+        return self._optimizers.all
 
     def serve(self) -> Any:
         """Obey until the run ends.
@@ -171,6 +140,8 @@ class Worker:
 
     def _carry_out(self, command: Command) -> Answer:
         answer = None
+        if self._failure is not None and isinstance(command, Step):
+            return Answer(self._failure)  # its gradients are not those of the step
         try:
             answer = self._handlers[type(command)](command)
         except ConnectionLost:
@@ -206,9 +177,8 @@ class Worker:
         prefix = f"{order.name}." if order.name else ""
         names = [prefix + n for n in names_of(mine)]
         whole = [*network.named_parameters(), *network.named_buffers()]
-        self._takeover = Takeover(
-            self._module, names, (prefix + n for n, _ in whole), self._mesh.coordinates
-        )
+        others = (prefix + name for name, _ in whole)
+        self._weights.expect(Takeover(self._module, names, others, self._mesh.coordinates))
         for stage in mine:
             stage.move(self._device)
         own = own_parameters(mine, order.borrowed)
@@ -276,100 +246,8 @@ class Worker:
     def _share_weights(self, command: Share) -> None:
         self._networks[command.network].engine.copies.broadcast_weights()
         if command.optimizers:
-            share_optimizers(self.optimizers, self._names, self._mesh.data_parallel, self._device)
-
-    # -- the optimizers
-
-    def _take_optimizers(self, command: TakeOptimizers) -> None:
-        before, self.optimizers = self.optimizers, unship(command.data, self._parameters)
-        for index, (old, new) in enumerate(zip(before, self.optimizers)):
-            for parameter, state in () if command.fresh >> index & 1 else old.state.items():
-                new.state.setdefault(parameter, state)
-
-    def _take_groups(self, command: TakeGroups) -> None:
-        take_groups(self.optimizers[command.optimizer], command.groups, self._parameters)
-
-    def _give_optimizer(self, command: GiveOptimizer) -> Answer:
-        return Answer(value=state_of(self.optimizers[command.optimizer], self._names))
-
-    def _zero_grad(self, command: ZeroGrad) -> None:
-        self.optimizers[command.optimizer].zero_grad(command.set_to_none)
-
-    def _step(self, command: Step) -> None:
-        if self._failure is not None:
-            return
-        optimizer = self.optimizers[command.optimizer]
-        if command.groups is not None:
-            take_groups(optimizer, command.groups, self._parameters)
-        optimizer.step()
-
-    def _gradient_norm(self, command: GradientNorm) -> Answer:
-        optimizer = self.optimizers[command.optimizer]
-        return Answer(value=gradient_norms(optimizer, self._names, command.order))
-
-    def _scale_gradients(self, command: ScaleGradients) -> None:
-        for gradient in gradients_of(self.optimizers[command.optimizer]):
-            gradient.mul_(command.factor)
-
-    def _clip_values(self, command: ClipValues) -> None:
-        for gradient in gradients_of(self.optimizers[command.optimizer]):
-            gradient.clamp_(-command.bound, command.bound)
-
-    def _unscale(self, command: Unscale) -> Answer:
-        gradients = gradients_of(self.optimizers[command.optimizer])
-        return Answer(value=unscale(gradients, command.factor))
-
-    # -- weights and gradients, as the driver's proxies show and change them
-
-    def _give_weights(self, command: GiveWeights) -> Answer:
-        tensors = tensors_of(self._module)
-        return Answer(tensors=[(name, tensors[name]) for name in command.names])
-
-    def _take_weights(self, command: TakeWeights) -> None:
-        arrived: list[str] = []
-
-        def each() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, value in command.tensors:
-                yield name, value
-                arrived.append(name)
-
-        write_tensors(self._module, each())
-        if self._takeover is not None:
-            takeover, self._takeover = self._takeover, None
-            takeover.settle(arrived)
-
-    def _name_gradients(self, _: NameGradients) -> Answer:
-        owned = [name for network in self._networks for name in network.owned()]
-        named = self._parameters
-        return Answer(value=[n for n in owned if n in named and named[n].grad is not None])
-
-    def _give_gradients(self, command: GiveGradients) -> Answer:
-        gradients = [(name, self._parameters[name].grad) for name in command.names]
-        return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
-
-    def _give_borrowed_gradients(self, _: GiveBorrowedGradients) -> Answer:
-        gradients: dict[str, torch.Tensor] = {}
-        for network in self._networks:
-            prefix = f"{network.name}." if network.name else ""
-            for name in sorted(network.borrowed):
-                parameter = self._parameters[prefix + name]
-                if parameter.grad is not None:
-                    gradients[prefix + name], parameter.grad = parameter.grad, None
-        return Answer(tensors=gradients.items())
-
-    def _take_gradients(self, command: TakeGradients) -> None:
-        for name, value in command.tensors:
-            parameter = self._parameters[name]
-            if parameter.grad is None:
-                parameter.grad = value.to(parameter.device)
-            elif command.add:
-                parameter.grad.add_(value.to(parameter.device))
-            else:
-                parameter.grad.copy_(value)
-
-    def _clear_gradients(self, command: ClearGradients) -> None:
-        for name in command.names:
-            self._parameters[name].grad = None
+            optimizers, names = self._optimizers.all, self._optimizers.names
+            share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
 
     # -- the run
 

@@ -3,10 +3,15 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from crew import Crew
 from driven import Model, Ranks, Replica, batches
+from served import GRADIENTS, Service
+from torch import nn
 
 from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.protocol import Leaving, TakeGradients, TakeOptimizers
+from lightning_hybrid.runtime.optimizers import ship
 
 
 @pytest.fixture
@@ -49,3 +54,26 @@ def crew() -> Iterator[Crew]:
     made = Crew(2)
     yield made
     made.workers.close()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    if not made.results:
+        made.driver.send(Leaving(Failure("the test is over")))
+        made.close()
+
+
+@pytest.fixture
+def trained(service: Service) -> Callable[[], torch.optim.Optimizer]:
+    """Gives the worker an optimizer; returns a twin of it, which has the same gradients."""
+    twin = nn.Linear(3, 2)
+    twin.load_state_dict(service.module.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    data = ship([optimizer], dict(twin.named_parameters()), set())
+    service.driver.send(TakeOptimizers(-1, data))
+    service.driver.send(TakeGradients(False, GRADIENTS.items()))
+    for name, parameter in twin.named_parameters():
+        parameter.grad = GRADIENTS[name].clone()
+    return lambda: optimizer

@@ -1,0 +1,92 @@
+"""The optimizers of a worker, which does with its share what its driver has done."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    ClipValues,
+    Command,
+    GiveOptimizer,
+    GradientNorm,
+    ScaleGradients,
+    Step,
+    TakeGroups,
+    TakeOptimizers,
+    Unscale,
+    ZeroGrad,
+)
+from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
+from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
+from lightning_hybrid.runtime.scaling import unscale
+
+
+class WorkerOptimizers:
+    """The user's optimizers on a worker, with the state of what it owns.
+
+    Args:
+        parameters: all of the LightningModule, by name.
+
+    Attributes:
+        all: the optimizers, in the user's order.
+        names: of the parameters, by their identities.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.all: list[Optimizer] = []
+        self._parameters = parameters
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
+        """What carries out each command."""
+        return {
+            TakeOptimizers: self._take_optimizers,
+            TakeGroups: self._take_groups,
+            GiveOptimizer: self._give_optimizer,
+            ZeroGrad: self._zero_grad,
+            Step: self._step,
+            GradientNorm: self._gradient_norm,
+            ScaleGradients: self._scale_gradients,
+            ClipValues: self._clip_values,
+            Unscale: self._unscale,
+        }
+
+    def _take_optimizers(self, command: TakeOptimizers) -> None:
+        before, self.all = self.all, unship(command.data, self._parameters)
+        for index, (old, new) in enumerate(zip(before, self.all)):
+            for parameter, state in () if command.fresh >> index & 1 else old.state.items():
+                new.state.setdefault(parameter, state)
+
+    def _take_groups(self, command: TakeGroups) -> None:
+        take_groups(self.all[command.optimizer], command.groups, self._parameters)
+
+    def _give_optimizer(self, command: GiveOptimizer) -> Answer:
+        return Answer(value=state_of(self.all[command.optimizer], self.names))
+
+    def _zero_grad(self, command: ZeroGrad) -> None:
+        self.all[command.optimizer].zero_grad(command.set_to_none)
+
+    def _step(self, command: Step) -> None:
+        optimizer = self.all[command.optimizer]
+        if command.groups is not None:
+            take_groups(optimizer, command.groups, self._parameters)
+        optimizer.step()
+
+    def _gradient_norm(self, command: GradientNorm) -> Answer:
+        optimizer = self.all[command.optimizer]
+        return Answer(value=gradient_norms(optimizer, self.names, command.order))
+
+    def _scale_gradients(self, command: ScaleGradients) -> None:
+        for gradient in gradients_of(self.all[command.optimizer]):
+            gradient.mul_(command.factor)
+
+    def _clip_values(self, command: ClipValues) -> None:
+        for gradient in gradients_of(self.all[command.optimizer]):
+            gradient.clamp_(-command.bound, command.bound)
+
+    def _unscale(self, command: Unscale) -> Answer:
+        gradients = gradients_of(self.all[command.optimizer])
+        return Answer(value=unscale(gradients, command.factor))

@@ -1,0 +1,106 @@
+"""The weights and gradients of a worker, as its driver's proxies show and change them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    ClearGradients,
+    Command,
+    GiveBorrowedGradients,
+    GiveGradients,
+    GiveWeights,
+    NameGradients,
+    TakeGradients,
+    TakeWeights,
+)
+from lightning_hybrid.pipeline.staged import StagedNetwork, tensors_of, write_tensors
+from lightning_hybrid.runtime.large import Takeover
+
+
+class WorkerWeights:
+    """What the driver reads and writes on a worker.
+
+    Args:
+        module: the LightningModule of this rank.
+        parameters: all of its parameters, by name.
+        networks: those that are cut; the list grows.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        networks: Sequence[StagedNetwork],
+    ) -> None:
+        self._module, self._parameters, self._networks = module, parameters, networks
+        self._takeover: Takeover | None = None
+
+    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
+        """What carries out each command."""
+        return {
+            GiveWeights: self._give_weights,
+            TakeWeights: self._take_weights,
+            NameGradients: self._name_gradients,
+            GiveGradients: self._give_gradients,
+            GiveBorrowedGradients: self._give_borrowed_gradients,
+            TakeGradients: self._take_gradients,
+            ClearGradients: self._clear_gradients,
+        }
+
+    def expect(self, takeover: Takeover) -> None:
+        """The next weights that arrive are those of a stage that this rank takes over."""
+        self._takeover = takeover
+
+    def _give_weights(self, command: GiveWeights) -> Answer:
+        tensors = tensors_of(self._module)
+        return Answer(tensors=[(name, tensors[name]) for name in command.names])
+
+    def _take_weights(self, command: TakeWeights) -> None:
+        arrived: list[str] = []
+
+        def each() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in command.tensors:
+                yield name, value
+                arrived.append(name)
+
+        write_tensors(self._module, each())
+        if self._takeover is not None:
+            takeover, self._takeover = self._takeover, None
+            takeover.settle(arrived)
+
+    def _name_gradients(self, _: NameGradients) -> Answer:
+        owned = [name for network in self._networks for name in network.owned()]
+        named = self._parameters
+        return Answer(value=[n for n in owned if n in named and named[n].grad is not None])
+
+    def _give_gradients(self, command: GiveGradients) -> Answer:
+        gradients = [(name, self._parameters[name].grad) for name in command.names]
+        return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
+
+    def _give_borrowed_gradients(self, _: GiveBorrowedGradients) -> Answer:
+        gradients: dict[str, torch.Tensor] = {}
+        for network in self._networks:
+            prefix = f"{network.name}." if network.name else ""
+            for name in sorted(network.borrowed):
+                parameter = self._parameters[prefix + name]
+                if parameter.grad is not None:
+                    gradients[prefix + name], parameter.grad = parameter.grad, None
+        return Answer(tensors=gradients.items())
+
+    def _take_gradients(self, command: TakeGradients) -> None:
+        for name, value in command.tensors:
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = value.to(parameter.device)
+            elif command.add:
+                parameter.grad.add_(value.to(parameter.device))
+            else:
+                parameter.grad.copy_(value)
+
+    def _clear_gradients(self, command: ClearGradients) -> None:
+        for name in command.names:
+            self._parameters[name].grad = None

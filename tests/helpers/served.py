@@ -1,0 +1,54 @@
+"""A worker in a thread of this process, and the driver's end of its channel."""
+
+from datetime import timedelta
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.memory import memory_channels
+from lightning_hybrid.comm.protocol import Answer, Command, GiveWeights
+from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.runtime.worker import Worker
+
+GRADIENTS = {"weight": torch.full((2, 3), 3.0), "bias": torch.tensor([4.0, -1.0])}
+
+
+class Service:
+    """A worker in a thread, and the driver's end of its channel."""
+
+    def __init__(self) -> None:
+        self.driver, there = memory_channels(("driver", "worker"))
+        torch.manual_seed(0)
+        self.module = nn.Linear(3, 2)
+        mesh: Any = SimpleNamespace(
+            coordinates=Coordinates(1, 1, 2), channel=lambda _: there, timeout=timedelta(minutes=1)
+        )
+        reports = {"name": lambda: "said", "broken": lambda: 1 / 0}
+        self.worker = Worker(self.module, mesh, torch.device("cpu"), StageOptions(), None, reports)
+        self.results: list[Any] = []
+        self._thread = Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.results.append(self.worker.serve())
+        except Exception as error:
+            self.results.append(error)
+
+    def ask(self, command: Command) -> Answer:
+        self.driver.send(command)
+        return self.driver.receive(Answer)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What its parameters are."""
+        return dict(self.ask(GiveWeights(["weight", "bias"])).tensors)
+
+    def close(self) -> Any:
+        """Wait for the end. Returns what `serve` has returned or raised."""
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.results[0]
