@@ -1,6 +1,7 @@
 """What the user is told of networks that are found and cut: each thing once."""
 
 import re
+from collections import Counter
 
 from torch import nn
 
@@ -8,6 +9,9 @@ from lightning_hybrid._torch import BatchNorm
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.found import FoundNetwork
 from lightning_hybrid.runtime.network_options import NetworkOptions
+
+_MANY = 8
+"""As often as this a network is captured again before its user is told what that costs."""
 
 
 class Announcements:
@@ -20,6 +24,7 @@ class Announcements:
     def __init__(self, options: NetworkOptions) -> None:
         self._options = options
         self._said: set[tuple[str, str]] = set()
+        self._again: Counter[tuple[str, str]] = Counter()
 
     def doing(self, found: FoundNetwork, what: str) -> None:
         """What is being done with a network now."""
@@ -52,9 +57,16 @@ class Announcements:
         if reason is None:
             return
         kind = found.name, re.sub(r"\d+", "", reason)  # a list that grows has another length now
-        if kind not in self._said:
-            self._said.add(kind)
+        self._again[kind] += 1
+        if self._again[kind] == 1:
             self._options.say(f"{found.shown} was captured again: {reason}")
+        elif self._again[kind] == _MANY:
+            self._options.say(
+                f"{found.shown} was captured {_MANY} times for values of one kind. Its numbers are "
+                "right, but each capture takes as long as many steps, and keeps memory. Change that "
+                "value outside of the network's forward (in training_step, or in a hook of the "
+                f"LightningModule): {reason}"
+            )
 
     def planned(self, found: FoundNetwork, plan: Plan) -> None:
         """A network has a plan."""
