@@ -63,7 +63,7 @@ class Announcements:
         elif self._again[kind] == _MANY:
             self._options.say(
                 f"{found.shown} was captured {_MANY} times for values of one kind. Its numbers are "
-                "right, but each capture takes as long as many steps, and keeps memory. Change that "
+                "right, but a capture takes as long as many steps, and keeps memory. Change that "
                 "value outside of the network's forward (in training_step, or in a hook of the "
                 f"LightningModule): {reason}"
             )
