@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import lightning_hybrid.network.rewritten  # noqa: F401  (code is captured with these functions)
 from lightning_hybrid._torch import (
     FailOnRecompileLimitHit,
     GuardOnDataDependentSymNode,
@@ -36,6 +35,7 @@ from lightning_hybrid.network.cumulative import captured_averages
 from lightning_hybrid.network.describe import describe
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.recurrent import captured_recurrence
+from lightning_hybrid.network.rewritten import captured_classes
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 """Computes the outputs of a graph from its arguments."""
@@ -128,7 +128,7 @@ class Capture:
         self._given = {id(tensor) for tensor in given}
         free_first_size(given)
         try:
-            with capture_settings(), captured_averages, captured_recurrence:
+            with capture_settings(), captured_averages, captured_recurrence, captured_classes:
                 return self._compiled(*args, **kwargs)
         except (
             TorchDynamoException,

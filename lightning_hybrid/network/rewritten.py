@@ -1,6 +1,7 @@
 """Functions that TorchDynamo does not follow, written as Python that it does.
 
-They take the place of the originals in captured code alone (`torch.compiler.substitute_in_graph`).
+They take the place of the originals while code is captured, or in captured code alone
+(`torch.compiler.substitute_in_graph`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from lightning_hybrid._torch import Exchanged
 
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)
@@ -49,3 +52,21 @@ def _checkpoint_sequential(
         )
         start += size
     return run_from(start, len(parts))(input)
+
+
+_jit_isinstance = torch.jit.isinstance
+
+
+def _isinstance(obj: Any, target_type: Any) -> bool:
+    """`torch.jit.isinstance`; of a class that is no container TorchDynamo can follow it."""
+    kinds = target_type if isinstance(target_type, tuple) else (target_type,)
+    if all(isinstance(kind, type) for kind in kinds):
+        return isinstance(obj, kinds)
+    return bool(_jit_isinstance(obj, target_type))
+
+
+captured_classes = Exchanged(
+    lambda: setattr(torch.jit, "isinstance", _isinstance),
+    lambda: setattr(torch.jit, "isinstance", _jit_isinstance),
+)
+"""Inside, ``torch.jit.isinstance`` is followed (TorchDynamo skips it, and substitutes no such)."""

@@ -65,6 +65,12 @@ class Doubled(torch.autograd.Function):
 # ---------------------------------------------------------------- operations
 
 
+def asks_for_its_class(net: Any, x: Tensor) -> Tensor:
+    if torch.jit.isinstance(x, Tensor) and not torch.jit.isinstance(x, (int, nn.Module)):
+        x = net.a(x)
+    return net.c(net.b(x))
+
+
 def in_no_grad(net: Any, x: Tensor) -> Tensor:
     h = net.a(x)
     with torch.no_grad():
@@ -232,7 +238,8 @@ def hooked_tensor(net: Any, x: Tensor) -> Tensor:
 
 
 EQUAL: list[Code] = [
-    in_no_grad, in_inference_mode, in_autocast, in_vmap, gradient_inside, changed_view, assigned,
+    asks_for_its_class, in_no_grad, in_inference_mode, in_autocast, in_vmap, gradient_inside,
+    changed_view, assigned,
     aliasing_outputs, written_input, written_buffer, replaced_buffer, grown_buffer,
     written_parameter, made_on_the_device, checkpointed, parameters_given, powers, normal,
     categorical, boolean_sum, nonzero, unique, masked, read, of_numpy, nested, random_layers, kept,
