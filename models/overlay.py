@@ -75,7 +75,7 @@ def case_title(case: Case, class_names: Sequence[str]) -> str:
     name = class_names[-1]
     return (
         f"{case.subject} is {class_names[case.label]}   |   the network: "
-        f"{case.probability:.0%} {name}"
+        f"{case.verdict.probability:.0%} {name}"
     )
 
 
@@ -98,12 +98,13 @@ def meaning(case: Case, class_names: Sequence[str]) -> str:
     """One sentence on what the map of this case means."""
     name, own = class_names[-1], class_names[case.label]
     if case.label == len(class_names) - 1:
-        called = "and the network agrees" if case.probability >= 0.5 else "but the network says no"
-        return f"A scan of {name}, {called}; hot is what raises the score of {name}."
+        called = class_names[case.verdict.predicted]
+        agrees = "and the network agrees" if called == name else f"but the network says {called}"
+        return f"A scan of {name}, {agrees}; hot is what raises the score of {name}."
     return (
         f"A scan of {own}: hot is what speaks most for {name} in a scan that the network gives "
-        f"{case.probability:.0%}. The scale is the map's own, so there is always a hottest place; "
-        "it is no sign of disease."
+        f"{case.verdict.probability:.0%}. The scale is the map's own, so there is always a hottest "
+        "place; it is no sign of disease."
     )
 
 
