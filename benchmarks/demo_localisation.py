@@ -11,21 +11,16 @@ beside an untrained network. Each run's result is kept in --out; a stopped bench
 import argparse
 import json
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from datamodules import ADNIDataModule
+from _adni import cohort, explained, trained, untrained
+
 from models import ResAttNetClassifier
-from models.explain import explain, summarise
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "quarter width, no pooling": {"widths": [16, 32, 64, 128], "stem_pool": False},
@@ -36,50 +31,19 @@ NETWORKS: dict[str, dict[str, Any]] = {
 LAYERS = ("layer1", "layer2", "layer3")
 
 
-def data(root: Path) -> ADNIDataModule:
-    return ADNIDataModule(
-        root,
-        batch_size=12,
-        spatial_shape=(40, 52, 48),
-        spacing_mm=4.0,
-        val_fraction=0.08,
-        test_fraction=0.12,
-        augment=False,
-        cache_dir=root.parent / "cache",
-    )
-
-
 def measure(root: Path, options: dict[str, Any], seed: int, epochs: int) -> dict[str, Any]:
     """Train and explain once."""
-    seed_everything(seed)
-    datamodule = data(root)
-    model = ResAttNetClassifier(
-        optimizer="sgd", learning_rate=0.01, lr_schedule="cosine", **options
+    data = cohort(root)
+    model, result = trained(
+        lambda: ResAttNetClassifier(
+            optimizer="sgd", learning_rate=0.01, lr_schedule="cosine", **options
+        ),
+        data,
+        seed,
+        epochs,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        best = ModelCheckpoint(folder, monitor="val/loss")
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=epochs,
-            callbacks=[best],
-            logger=False,
-            enable_progress_bar=False,
-            num_sanity_val_steps=0,
-        )
-        started = time.perf_counter()
-        trainer.fit(model, datamodule=datamodule)
-        spent_s = time.perf_counter() - started
-        [metrics] = trainer.test(model, datamodule=datamodule, ckpt_path="best", verbose=False)
-    torch.manual_seed(0)
-    networks = {"trained": model.network, "untrained": model.make_network()}
-    rows = []
-    for layer in LAYERS:
-        methods = ["gradcam", "gradcam++"] + ["gradient"] * (layer == LAYERS[0])
-        truth = root / "truth" / "planted"
-        found = explain(networks, datamodule.test_dataloader, methods, layer, 1, truth)
-        rows += [row | {"layer": layer} for row in summarise(found.rows)]
-    return {"metrics": metrics, "rows": rows, "fit_s": spent_s}
+    networks = {"trained": model.network, "untrained": untrained(model)}
+    return result | {"rows": explained(networks, data, LAYERS)}
 
 
 def show(found: dict[str, list[dict[str, Any]]]) -> None:
@@ -91,8 +55,7 @@ def show(found: dict[str, list[dict[str, Any]]]) -> None:
             times = " ".join(f"{line['times_chance']:5.2f}" for line in lines)
             peaks = " ".join(f"{line['peak_in']:.2f}" for line in lines)
             mean = np.mean([line["times_chance"] for line in lines])
-            layer = "" if row["method"] == "gradient" else row["layer"]
-            head = f"{row['network']:10}{row['method']:11}{layer:8}"
+            head = f"{row['network']:10}{row['method']:11}{row['layer']:8}"
             print(f"  {head}{mean:6.2f} = mean of {times}   {peaks}")
 
 

@@ -2,13 +2,14 @@
 
 At 91 x 109 x 91 and batch 6, on whatever device there is. MONAI's stem is set to the same stride,
 so that both have feature maps of the same sizes; steps alternate, so that other work on the machine
-hits both alike. On a CPU the size can be made smaller: --size 46 55 46 --batch 2.
+hits both alike. The same network in channels_last_3d and in bfloat16 (autocast) stands beside it,
+to see whether either helps here. On a CPU the size can be made smaller: --size 46 55 46 --batch 2.
 """
 
 import argparse
 import statistics
 import time
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from monai.networks.nets import resnet18
@@ -16,27 +17,44 @@ from torch import Tensor, nn
 
 from models import ResAttNet3D
 
-
-def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(network(x), y).backward()
-    optimizer.step()
+REFERENCE = "MONAI resnet18"
 
 
-def timed_s(*arguments: Any) -> float:
-    cuda = torch.cuda.is_available()
-    if cuda:
+@dataclass
+class Subject:
+    """One network with what its steps need."""
+
+    network: nn.Module
+    x: Tensor
+    y: Tensor
+    bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        self.network.to(self.x.device)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
+
+    def loss(self) -> Tensor:
+        with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.bfloat16):
+            return nn.functional.cross_entropy(self.network(self.x), self.y)
+
+    def timed_step_s(self) -> float:
+        _wait(self.x.device)
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+        _wait(self.x.device)
+        return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    started = time.perf_counter()
-    step(*arguments)
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
-def held_bytes(network: nn.Module, x: Tensor) -> int:
+def held_bytes(subject: Subject) -> int:
     """What the forward pass keeps for the backward pass, beside the weights; each storage once."""
-    weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in subject.network.parameters()}
     kept: dict[int, int] = {}
 
     def keep(saved: Tensor) -> Tensor:
@@ -46,9 +64,9 @@ def held_bytes(network: nn.Module, x: Tensor) -> int:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        output = network(x)  # alive while counting, or storages would be used again
+        loss = subject.loss()  # alive while counting, or storages would be used again
     total = sum(kept.values())
-    del output
+    del loss
     return total
 
 
@@ -58,31 +76,38 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5)
     chosen = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    networks = {
-        "ResAttNet3D": ResAttNet3D(18),
-        "MONAI resnet18": resnet18(
-            spatial_dims=3, n_input_channels=1, num_classes=2, conv1_t_size=3, conv1_t_stride=2
-        ),
-    }
     x = torch.randn(chosen.batch, 1, *chosen.size, device=device)
     y = torch.arange(chosen.batch, device=device) % 2
-    steps = {
-        name: (n.to(device), torch.optim.SGD(n.parameters(), lr=1e-3, momentum=0.9), x, y)
-        for name, n in networks.items()
+    last = torch.channels_last_3d
+    monai = resnet18(
+        spatial_dims=3, n_input_channels=1, num_classes=2, conv1_t_size=3, conv1_t_stride=2
+    )
+    subjects = {
+        REFERENCE: Subject(monai, x, y),
+        "ResAttNet3D": Subject(ResAttNet3D(18), x, y),
+        "  channels last": Subject(
+            ResAttNet3D(18).to(memory_format=last), x.contiguous(memory_format=last), y
+        ),
+        "  bfloat16": Subject(ResAttNet3D(18), x, y, bfloat16=True),
+        "  both": Subject(
+            ResAttNet3D(18).to(memory_format=last),
+            x.contiguous(memory_format=last),
+            y,
+            bfloat16=True,
+        ),
     }
-    spent_s: dict[str, list[float]] = {name: [] for name in steps}
+    spent_s: dict[str, list[float]] = {name: [] for name in subjects}
     for number in range(chosen.steps + 1):
-        for name, arguments in steps.items():
-            found_s = timed_s(*arguments)
+        for name, subject in subjects.items():
+            found_s = subject.timed_step_s()
             if number:  # the first one warms up
                 spent_s[name].append(found_s)
-    reference_s = statistics.median(spent_s["MONAI resnet18"])
-    for name, times in spent_s.items():
-        median_s = statistics.median(times)
-        held = held_bytes(networks[name], x) / 1e9
+    reference_s = statistics.median(spent_s[REFERENCE])
+    for name, subject in subjects.items():
+        median_s = statistics.median(spent_s[name])
         print(
             f"{name:16}{median_s:9.3f} s a step, {median_s / reference_s:5.2f} x MONAI's; "
-            f"{held:6.2f} GB of activations"
+            f"{held_bytes(subject) / 1e9:6.2f} GB of activations"
         )

@@ -60,14 +60,23 @@ class Map:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What the trained network says of a scan."""
+
+    predicted: int
+    """The class of the highest probability."""
+    probability: float
+    """Of the class that is explained."""
+
+
+@dataclass(frozen=True)
 class Case:
     """One scan that is drawn: its image and maps lie on the grid of ``affine`` (voxels to mm)."""
 
     subject: str
     image_id: str
     label: int
-    probability: float
-    """Of the class that is explained."""
+    verdict: Verdict
     image: Array
     affine: Array
     truth: Array | None
@@ -167,12 +176,13 @@ def explain(
             scored.
     """
     network = networks["trained"]
-    labels, scores, classes = _probabilities(network, batches())
+    labels, verdicts, classes = _verdicts(network, batches())
+    scores = [verdict.probability for verdict in verdicts]
     drawn = set(choose_cases(labels, scores, count, classes - 1))
     study = _Study(networks, methods, layer, classes - 1)
     device = next(network.parameters()).device
     for number, sample in enumerate(_samples(batches())):
-        study.add(_Scan(sample, truth, device), scores[number], number in drawn)
+        study.add(_Scan(sample, truth, device), verdicts[number], number in drawn)
     return study.findings()
 
 
@@ -202,7 +212,7 @@ class _Study:
         self._counts: Counter[int] = Counter()
         self._affine: Array = np.eye(4)
 
-    def add(self, scan: "_Scan", probability: float, drawn: bool) -> None:
+    def add(self, scan: "_Scan", verdict: Verdict, drawn: bool) -> None:
         found: dict[tuple[str, MethodName], Map] = {}
         for (network, method), explainer in self._explainers.items():
             # others have nothing planted to point at: only their mean map is of interest
@@ -210,7 +220,7 @@ class _Study:
                 cell = self._cell_mm(method, scan)
                 one = scan.explain(explainer, method, self._explained, cell)
                 found[network, method] = one
-                row = _row(scan, probability, self._explained, network, self._layer, one)
+                row = _row(scan, verdict, self._explained, network, self._layer, one)
                 row |= self._likeness(scan, network, one, found) | {"drawn": drawn}
                 self._rows.append(row)
         self._affine = scan.affine
@@ -221,7 +231,7 @@ class _Study:
             self._maps[key] = self._maps.get(key, 0) + values
         if drawn:
             maps = [found["trained", method] for method in self._methods]
-            self._cases.append(scan.case(probability, maps))
+            self._cases.append(scan.case(verdict, maps))
 
     def findings(self) -> Findings:
         means = {key: total / self._counts[key[0]] for key, total in self._maps.items()}
@@ -286,12 +296,12 @@ class _Scan:
         other = explainer(self.volume.flip(2), explained).flip(2)[0, 0].cpu().numpy()
         return similarity(one.values, other, self.head)
 
-    def case(self, probability: float, maps: Sequence[Map]) -> Case:
+    def case(self, verdict: Verdict, maps: Sequence[Map]) -> Case:
         return Case(
             self.subject,
             self.image_id,
             self.label,
-            probability,
+            verdict,
             self.image,
             self.affine,
             self.truth,
@@ -342,16 +352,16 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(
-    scan: _Scan, probability: float, explained: int, network: str, layer: str, one: Map
+    scan: _Scan, verdict: Verdict, explained: int, network: str, layer: str, one: Map
 ) -> dict[str, Any]:
     has_layer = one.method in ("gradcam", "gradcam++", "attention")
     row: dict[str, Any] = {
         "subject": scan.subject,
         "image_id": scan.image_id,
         "label": scan.label,
-        "probability": probability,
+        "probability": verdict.probability,
         "explained": scan.label == explained,
-        "correct": (probability >= 0.5) == (scan.label == explained),
+        "correct": verdict.predicted == scan.label,
         "network": network,
         "method": one.method,
         "layer": layer if has_layer else "",
@@ -372,21 +382,22 @@ def _samples(batches: Iterable[Sample]) -> Iterator[Sample]:
 
 
 @torch.no_grad()
-def _probabilities(
+def _verdicts(
     network: nn.Module, batches: Iterable[Sample]
-) -> tuple[list[int], list[float], int]:
-    """Label and probability of the last class, of each scan; and the number of classes."""
+) -> tuple[list[int], list[Verdict], int]:
+    """Label and verdict on the last class, of each scan; and the number of classes."""
     labels: list[int] = []
-    scores: list[float] = []
+    verdicts: list[Verdict] = []
     classes = 0
     device = next(network.parameters()).device
     with evaluation(network):
         for batch in batches:
             found = network(batch["image"].to(device)).softmax(dim=1)
             labels += batch["label"].tolist()
-            scores += found[:, -1].tolist()
+            chosen, last = found.argmax(dim=1).tolist(), found[:, -1].tolist()
+            verdicts += [Verdict(*verdict) for verdict in zip(chosen, last)]
             classes = found.shape[1]
-    return labels, scores, classes
+    return labels, verdicts, classes
 
 
 def _cell(network: nn.Module, method: MethodName, layer: str, volume: Tensor) -> Array:

@@ -20,7 +20,8 @@ _ALPHA = 0.65
 def save_overlay(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> None:
     """Draw a map over its scan in slices along three axes; a truth becomes a contour.
 
-    Only the hottest ``TOP`` of the head is drawn, and its peak is marked.
+    Only the hottest ``TOP`` of the head is drawn, and its peak is marked. A sentence says how to
+    read it, since a picture is often shown without its page.
     """
     _draw(
         case.image,
@@ -28,6 +29,7 @@ def save_overlay(case: Case, one: Map, path: Path, class_names: Sequence[str]) -
         case.affine,
         path,
         f"{case_title(case, class_names)}\n{map_title(case, one)}",
+        meaning(case, class_names),
         truth=case.truth,
     )
 
@@ -41,7 +43,8 @@ def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str
             f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
             f"\nevidence for {class_names[-1]}, hottest {TOP:.0%} of the head"
         )
-        _draw(findings.mean_images[label], mean, findings.affine, path, title)
+        note = "To be read only where the scans are registered to one space."
+        _draw(findings.mean_images[label], mean, findings.affine, path, title, note)
         paths.append(path)
     return paths
 
@@ -72,7 +75,7 @@ def case_title(case: Case, class_names: Sequence[str]) -> str:
     name = class_names[-1]
     return (
         f"{case.subject} is {class_names[case.label]}   |   the network: "
-        f"{case.probability:.0%} {name}"
+        f"{case.verdict.probability:.0%} {name}"
     )
 
 
@@ -95,12 +98,13 @@ def meaning(case: Case, class_names: Sequence[str]) -> str:
     """One sentence on what the map of this case means."""
     name, own = class_names[-1], class_names[case.label]
     if case.label == len(class_names) - 1:
-        called = "and the network agrees" if case.probability >= 0.5 else "but the network says no"
-        return f"A scan of {name}, {called}; hot is what raises the score of {name}."
+        called = class_names[case.verdict.predicted]
+        agrees = "and the network agrees" if called == name else f"but the network says {called}"
+        return f"A scan of {name}, {agrees}; hot is what raises the score of {name}."
     return (
         f"A scan of {own}: hot is what speaks most for {name} in a scan that the network gives "
-        f"{case.probability:.0%}. The scale is the map's own, so there is always a hottest place; "
-        "it is no sign of disease."
+        f"{case.verdict.probability:.0%}. The scale is the map's own, so there is always a hottest "
+        "place; it is no sign of disease."
     )
 
 
@@ -110,6 +114,7 @@ def _draw(
     affine: Array,
     path: Path,
     title: str,
+    note: str,
     truth: Array | None = None,
 ) -> None:
     mpl.use("Agg")  # no display needed
@@ -135,6 +140,7 @@ def _draw(
         )
         _lay_over(display, image, heatmap, affine, truth)
     figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
+    figure.text(0.01, 0.905, note, color="#bbbbbb", fontsize=9, va="top")
     figure.savefig(path, dpi=100, facecolor="black")
     plt.close(figure)
 

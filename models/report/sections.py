@@ -104,6 +104,8 @@ def explanations(run: Path) -> str:
     for case in record["cases"]:
         text += f"<h3>{escape(case['title'])}</h3>\n" + html.note(case["meaning"])
         text += "".join(html.picture(path.parent / one["file"]) for one in case["pictures"])
+        if "page" in case:
+            text += html.note(f"To click through the slices: explain/{case['page']}")
     text += "<h3>Mean maps</h3>\n" + html.note(
         "Over all held-out scans of a class. They can be read only where the scans are registered "
         "to one space."

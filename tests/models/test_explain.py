@@ -7,6 +7,7 @@ from torch import nn
 from models import ResAttNet3D
 from models.explain import TITLES, choose_cases, explain, make_explainer, summarise
 from models.explanation import Writer
+from models.overlay import case_title, meaning
 from models.tables import read_table
 
 NAMES = ("NC", "AD")
@@ -100,6 +101,25 @@ def test_networks_that_know_nothing_are_scored_beside_it(truth) -> None:
 def test_the_map_of_the_mirrored_scan_is_compared() -> None:
     rows = [r for r in study(methods=["gradcam"]).rows if r["label"] == 1]
     assert all(row["like_mirrored"] == pytest.approx(1) for row in rows)
+
+
+def test_of_three_classes_the_likeliest_is_what_the_network_says() -> None:
+    class Thirds(nn.Module):
+        """40 % for the last class, which is more than for any other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Conv3d(1, 1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            zero = 0 * self.features(x).mean(dim=(1, 2, 3, 4))
+            return torch.stack([zero + np.log(p) for p in (0.3, 0.3, 0.4)], dim=1)
+
+    found = explain({"trained": Thirds()}, lambda: batches([2, 0]), ["gradient"], "features", 2)
+    assert [row["correct"] for row in found.rows] == [True, False]
+    ill, healthy = found.cases
+    assert "the network agrees" in meaning(ill, ("NC", "MCI", "AD"))
+    assert "40% AD" in case_title(healthy, ("NC", "MCI", "AD"))
 
 
 def test_without_truth_nothing_is_scored_but_everything_is_mapped() -> None:

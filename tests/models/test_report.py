@@ -4,8 +4,17 @@ import re
 import pytest
 
 from models.report import html
-from models.report.sections import _rates, cohort, curves, metrics, plan
+from models.report.sections import (
+    _rates,
+    cohort,
+    curves,
+    explanations,
+    localisation,
+    metrics,
+    plan,
+)
 from models.report.timeline import _fill_drain, draw_timeline
+from models.tables import write_table
 
 
 def test_text_from_files_cannot_become_markup() -> None:
@@ -28,6 +37,40 @@ def test_the_learning_rate_is_drawn_by_step(tmp_path) -> None:
 
 def test_a_run_without_results_has_no_such_parts(tmp_path) -> None:
     assert curves(tmp_path) == metrics(tmp_path) == plan(tmp_path) == cohort(tmp_path) == ""
+
+
+def test_cases_are_shown_with_their_meaning_and_pictures(tmp_path) -> None:
+    folder = tmp_path / "explain"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(b"picture")
+    case = {
+        "title": "999_S_0001 is AD",
+        "meaning": "hot is evidence",
+        "pictures": [{"file": "a.png", "title": "Grad-CAM"}],
+        "page": "a.html",
+    }
+    record = {"explained": "AD", "cases": [case], "means": ["gone.png"]}
+    (folder / "explain.json").write_text(json.dumps(record))
+    shown = explanations(tmp_path)
+    for text in ("Evidence for AD", "999_S_0001 is AD", "hot is evidence", "explain/a.html"):
+        assert text in shown
+    assert shown.count("data:image/png;base64,cGljdHVyZQ==") == 1
+
+
+def test_scores_stand_beside_both_sanity_checks_or_the_missing_one_is_named(tmp_path) -> None:
+    folder = tmp_path / "explain"
+    folder.mkdir()
+    row = {"method": "gradcam", "peak_in": 0.9, "times_chance": 3.5}
+    region = {"method": "gradcam", "region": "left hippocampus", "times": 4.0}
+    write_table([region], folder / "regions.tsv")
+    networks = ["trained", "untrained"]
+    write_table([{"network": n} | row for n in networks], folder / "localisation.tsv")
+    shown = localisation(tmp_path)
+    assert all(text in shown for text in ("untrained", "3.500", "left hippocampus"))
+    assert "--data.shuffle_labels true" in shown
+    networks.append("shuffled")
+    write_table([{"network": n} | row for n in networks], folder / "localisation.tsv")
+    assert "--data.shuffle_labels true" not in localisation(tmp_path)
 
 
 def test_the_plan_has_its_table_and_timeline(tmp_path) -> None:
