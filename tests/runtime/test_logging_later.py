@@ -44,9 +44,14 @@ def test_calls_reach_lightning_in_their_order_when_the_network_is_done() -> None
 def test_what_a_call_that_fails_has_logged_is_dropped() -> None:
     module = Logging()
     later = LoggingLater(module)
-    with pytest.raises(KeyError), later():
-        module.log("a", 1.0)
-        raise KeyError("on purpose")
+
+    def call() -> None:
+        with later():
+            module.log("a", 1.0)
+            raise KeyError("on purpose")
+
+    with pytest.raises(KeyError):
+        call()
     with later():
         module.log("b", 2.0)
     assert module.logged == [("b", 2.0, {})]
