@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from deferring import build, made, pair
-from monai.networks.nets import DenseNet121, SwinUNETR, UNet, ViT, resnet18
+from monai.networks.nets import DenseNet, SwinUNETR, UNet, ViT, resnet18
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -99,8 +99,10 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "loaded": loaded,
     "changed": changed,
     "own generator": own_generator,
-    "resnet": lambda: resnet18(spatial_dims=3, n_input_channels=1, num_classes=2),
-    "densenet": lambda: DenseNet121(3, 1, 2),
+    "resnet": lambda: resnet18(
+        spatial_dims=3, n_input_channels=1, num_classes=2, widen_factor=0.125
+    ),
+    "densenet": lambda: DenseNet(3, 1, 2, 8, growth_rate=4, block_config=(2, 2)),
     "unet": lambda: UNet(3, 1, 2, (4, 8, 16), (2, 2)),
     "vit": lambda: ViT(
         1, (32, 32, 32), (16, 16, 16), 48, 64, num_layers=2, num_heads=4, classification=True
