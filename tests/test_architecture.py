@@ -244,6 +244,34 @@ def test_the_names_of_the_strategy_are_registered() -> None:
         assert StrategyRegistry[name]["strategy"] is lightning_hybrid.HybridGabraStrategy
 
 
+def test_every_module_that_does_something_has_a_test_file_of_its_name() -> None:
+    """In these rooms; where another room has a module of this name, the room's stands before it."""
+    tests = {path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    missing = []
+    for room in ("comm", "pipeline", "tensors", "runtime"):
+        modules = [p for p in inside(f"lightning_hybrid/{room}/") if acts(FILES[p])]
+        assert modules
+        for name in (Path(path).stem for path in modules):
+            own = {Path(room, f"test_{name}.py"), Path(room, f"test_{room}_{name}.py")}
+            if not own & tests:
+                missing.append(f"{room}/{name}.py")
+    assert missing == []
+
+
+def acts(tree: ast.Module) -> bool:
+    """Whether a module has statements of its own, and does not only declare what others hold."""
+    bodies = (
+        node.body
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return any(
+        not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        for body in bodies
+        for statement in body
+    )
+
+
 def test_the_wheel_holds_the_typed_plugin_alone() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]

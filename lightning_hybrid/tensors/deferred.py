@@ -145,7 +145,7 @@ def materialized(tensors: Iterable[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
     """Inside, a deferred tensor has the memory of ``value``."""
-    kind, attributes = type(tensor), {k: vars(tensor)[k] for k in ATTRIBUTES}
+    kind, attributes = type(tensor), attributes_of(tensor)
     other = show(tensor, value)
     try:
         yield
@@ -196,7 +196,12 @@ def offload(tensor: Any, name: str, where: str) -> None:
         defer(tensor, None, name, where)
 
 
-ATTRIBUTES = ("_maker", "_full_name", "_where")
+_ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred")
+
+
+def attributes_of(tensor: Any) -> dict[str, Any]:
+    """What a tensor carries because it is deferred, or was."""
+    return {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
 
 
 def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
@@ -215,13 +220,13 @@ def _elsewhere(tensor: Any) -> DeferredError:
 
 
 def show(tensor: Any, value: Tensor) -> Tensor:
-    """Make an ordinary tensor of a deferred one, with this memory. Returns what it was."""
+    """Make an ordinary tensor of one, deferred or not, with this memory. Returns what it was."""
     with as_they_are():
         other = ordinary(tensor, value)
         kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
         swap_memory(tensor, other)
         tensor.__class__ = kind
-        for name in ATTRIBUTES:
+        for name in _ATTRIBUTES:
             vars(tensor).pop(name, None)
         tensor._was_deferred = True
         return other
@@ -234,14 +239,13 @@ def restore(tensor: Any, other: Tensor, kind: type, attributes: Mapping[str, Any
         tensor: that was shown.
         other: what `show` returned.
         kind: the class that the tensor had.
-        attributes: those of `ATTRIBUTES` that it had.
+        attributes: what `attributes_of` gave before.
     """
     with as_they_are():
         swap_memory(tensor, other)
         tensor.__class__ = kind
+        vars(tensor).pop("_was_deferred", None)  # of `show`
         vars(tensor).update(attributes)
-        if attributes:
-            vars(tensor).pop("_was_deferred", None)
 
 
 # ---------------------------------------------------------------- operations on deferred tensors

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch import as_they_are
-from lightning_hybrid.tensors.deferred import ATTRIBUTES, is_deferred, restore, show
+from lightning_hybrid.tensors.deferred import attributes_of, is_deferred, restore, show
 
 
 class Hollow:
     """Shows tensors that have no memory here, or wait elsewhere, as TorchDynamo can look at them.
 
     Inside, each such tensor is an ordinary one on ``device``, with its size and an empty storage:
-    enough to capture a network, and an error for whoever computes with it. It stays the same
-    object, and looks the same each time.
+    enough to capture a network. Nothing may compute with it: torch refuses indices, matrix products
+    and convolutions, but many operations on CPUs do not look and read at address 0. It stays the
+    same object, and looks the same each time.
 
     Args:
         module: whose parameters and buffers they are.
@@ -36,8 +37,7 @@ class Hollow:
             with as_they_are():
                 waits = is_deferred(tensor) or tensor.device != self._device
             if waits:
-                before = {name: vars(tensor)[name] for name in ATTRIBUTES if name in vars(tensor)}
-                kind = type(tensor)
+                kind, before = type(tensor), attributes_of(tensor)
                 self._shown.append((tensor, kind, before, show(tensor, self._empty(tensor))))
         # what has its memory here keeps it
         self._needed = bool(self._shown)

@@ -169,7 +169,10 @@ class RemoteTensors:
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """Inside, what other ranks own has no memory here: computing with it is an error."""
+        """Inside, what other ranks own has no memory here; nothing may compute with it.
+
+        Torch refuses some operations only; see :class:`~lightning_hybrid.tensors.hollow.Hollow`.
+        """
         taken = []
         with torch.no_grad(), as_they_are():
             for kind in (Kind.PARAMETER, Kind.BUFFER):

@@ -1,243 +1,56 @@
-"""Tensors that wait for the rank that owns them get the numbers that one device would draw."""
+"""Tensors without memory on this rank are read, looked at, made and given up."""
 
 import copy
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from monai.networks.nets import DenseNet121, SwinUNETR, UNet, ViT, resnet18
+from deferring import build, made, pair
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.network.capture import Capture
-from lightning_hybrid.network.find import own_forward
-from lightning_hybrid.network.graph import NetworkGraph
-from lightning_hybrid.network.measure import measure
-from lightning_hybrid.network.partition import network_partitions
-from lightning_hybrid.tensors.deferral import Deferral, has_loaded
 from lightning_hybrid.tensors.deferred import (
     is_deferred,
     is_offloaded,
-    materialize,
     materialize_here,
     materialized,
     materialized_with,
     offload,
     value_of,
 )
-from lightning_hybrid.tensors.hollow import Hollow
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
-
-STATUS = Path("/proc/self/status")
 
 
-class Computed(nn.Module):
-    """Values read while the network is made, a table of positions, a tensor as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(1, 7, 12))
-        nn.init.trunc_normal_(self.position, std=0.02)
-        self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 5)]
-        self.listed = nn.Parameter(torch.tensor(torch.linspace(0, 1, 4).tolist()))
-        grid = torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij")
-        self.register_buffer("grid", torch.stack(grid).flatten(1))
-        self.constant = torch.arange(3.0) * 2
-
-
-def initialised(function: Callable[[Tensor], object]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        layer = nn.Linear(20, 30)
-        function(layer.weight)
-        nn.init.constant_(layer.bias, 0.5)
-        return layer
-
-    return build
-
-
-def tied() -> nn.Module:
-    network = nn.Sequential(nn.Embedding(10, 6, padding_idx=2), nn.Linear(6, 10))
-    network[1].weight = network[0].weight
-    return network
-
-
-def loaded() -> nn.Module:
-    layer = nn.Linear(5, 5)
-    layer.load_state_dict({"weight": torch.full((5, 5), 3.0), "bias": torch.arange(5.0)})
-    return layer
-
-
-def changed() -> nn.Module:
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(9, 9))
-
-    def change(module: nn.Module) -> None:
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.kaiming_normal_(torch.as_tensor(module.weight))
-            module.weight.data.mul_(2)
-            module.bias.data[1:3] = 7
-
-    return network.apply(change).double().to("cpu")
-
-
-def own_generator() -> nn.Module:
-    generator = torch.Generator().manual_seed(3)
-    layer = nn.Linear(9, 9)
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(9, 9, generator=generator))
-        layer.bias.copy_(torch.rand(9) + torch.randperm(9))
-    return layer
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(100, 50),
-    "convolution": lambda: nn.Conv3d(3, 8, 3),
-    "batch norm": lambda: nn.BatchNorm2d(5),
-    "layer norm": lambda: nn.LayerNorm(7),
-    "attention": lambda: nn.MultiheadAttention(16, 4),
-    "transformer": lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2
-    ),
-    "lstm": lambda: nn.LSTM(4, 5, 2),
-    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(5, 6)),
-    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(5, 6)),
-    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(5, 6)),
-    "computed": Computed,
-    "orthogonal": initialised(nn.init.orthogonal_),
-    "sparse": initialised(lambda weight: nn.init.sparse_(weight, 0.3)),
-    "tied": tied,
-    "loaded": loaded,
-    "changed": changed,
-    "own generator": own_generator,
-    "resnet": lambda: resnet18(spatial_dims=3, n_input_channels=1, num_classes=2),
-    "densenet": lambda: DenseNet121(3, 1, 2),
-    "unet": lambda: UNet(3, 1, 2, (4, 8, 16), (2, 2)),
-    "vit": lambda: ViT(
-        1, (32, 32, 32), (16, 16, 16), 48, 64, num_layers=2, num_heads=4, classification=True
-    ),
-    "swin": lambda: SwinUNETR(in_channels=1, out_channels=2, feature_size=12),
-}
-
-
-def build(function: Callable[[], nn.Module], seed: int = 5) -> tuple[nn.Module, Deferral]:
-    """A network whose tensors wait."""
-    torch.manual_seed(seed)
-    root, deferral = nn.Module(), Deferral(torch.device("cpu"))
-    with deferral.building(root), torch.device("cpu"):
-        root.net = function()
-    return root.net, deferral
-
-
-def tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    return dict([*network.named_parameters(), *network.named_buffers()])
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_numbers_and_generator_are_those_of_one_device(name: str) -> None:
-    if name == "vit":
-        pytest.importorskip("einops", reason="MONAI's patch embedding wants it")
-    torch.manual_seed(5)
-    expected = NETWORKS[name]()
-    state = torch.get_rng_state()
-    network, _ = build(NETWORKS[name])
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(is_deferred(parameter) or name == "computed" for parameter in network.parameters())
-    identities = {key: id(value) for key, value in tensors_of(network).items()}
-    # each for itself, in any order
-    values = {key: value_of(value) for key, value in reversed(tensors_of(network).items())}
-    materialize(tensors_of(network).values())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert {key: id(value) for key, value in tensors_of(network).items()} == identities
-    for key, value in tensors_of(expected).items():
-        for found in (values[key], tensors_of(network)[key]):
-            assert torch.equal(found, value)
-            assert (found.dtype, found.stride()) == (value.dtype, value.stride())
-    assert all(type(parameter) is nn.Parameter for parameter in network.parameters())
-    assert list(network.state_dict()) == list(expected.state_dict())
-    if name == "computed":
-        assert network.rates == expected.rates
-        assert torch.equal(network.constant, expected.constant)
-
-
-@pytest.fixture
-def pair() -> nn.Module:
-    return build(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)))[0]
-
-
-@pytest.fixture
-def made_pair(pair: nn.Module) -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-
-
-class _Seen(Exception):
-    """A graph was captured, and is not to be run."""
-
-
-def _graph_without_weights(network: nn.Module, x: Tensor) -> NetworkGraph:
-    found: list[NetworkGraph] = []
-
-    def see(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
-        found.append(graph)
-        raise _Seen
-
-    with Hollow(network, torch.device("cpu")), pytest.raises(_Seen):
-        Capture(network, own_forward(network), see)((x,), {})
-    return found[0]
-
-
-def test_looking_and_running_make_nothing_for_good(pair: nn.Module, made_pair: nn.Module) -> None:
+def test_looking_and_running_make_nothing_for_good() -> None:
+    net, expected = build(pair)[0], made(pair)
     x = torch.ones(2, 4)
-    weight = pair[0].weight
+    weight = net[0].weight
     assert (weight.shape, weight.dtype, weight.device.type) == ((5, 4), torch.float32, "cpu")
     with torch.no_grad():
-        assert torch.equal(pair(x), made_pair(x))
-        assert weight.norm().item() == made_pair[0].weight.norm().item()
-        assert weight.tolist() == made_pair[0].weight.tolist()
-    graph = _graph_without_weights(pair, x)
-    profile = measure(graph, network_partitions(graph), [x], repeats=1)
-    assert [p.parameter_bytes for p in profile.partitions] == [100, 72]
-    pair.cpu()
-    assert all(map(is_deferred, pair.parameters()))
+        assert torch.equal(net(x), expected(x))
+        assert weight.norm().item() == expected[0].weight.norm().item()
+        assert weight.tolist() == expected[0].weight.tolist()
+    net.cpu()
+    assert all(map(is_deferred, net.parameters()))
 
 
-@pytest.mark.skipif(not STATUS.exists(), reason="Linux's account of a process is not there")
-def test_weights_that_are_drawn_and_dropped_leave_the_process() -> None:
-    before = own_bytes()
-    network, _ = build(
-        lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
-    )  # 256 MiB
-    with torch.no_grad():
-        network(torch.zeros(1, 2048))  # draws each of them again
-    assert own_bytes() - before < 64 * 2**20
-
-
-def own_bytes() -> int:
-    """The memory of this process, without files."""
-    [line] = [line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon")]
-    return int(line.split()[1]) * 1024
-
-
-def test_copies_and_pickles_are_ordinary_tensors(pair: nn.Module, made_pair: nn.Module) -> None:
-    copied = copy.deepcopy(pair)
+def test_copies_and_pickles_are_ordinary_tensors() -> None:
+    net, expected = build(pair)[0], made(pair)
+    copied = copy.deepcopy(net)
     file = io.BytesIO()
-    torch.save(pair.state_dict(), file)
+    torch.save(net.state_dict(), file)
     read = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    for key, value in made_pair.state_dict().items():
-        for found in (copied.state_dict()[key], read[key], pickle.loads(pickle.dumps(pair))):
+    for key, value in expected.state_dict().items():
+        for found in (copied.state_dict()[key], read[key], pickle.loads(pickle.dumps(net))):
             tensor = found.state_dict()[key] if isinstance(found, nn.Module) else found
             assert not is_deferred(tensor)
             assert torch.equal(tensor, value)
-    assert all(map(is_deferred, pair.parameters()))
+    assert all(map(is_deferred, net.parameters()))
 
 
-def test_what_is_written_to_or_trained_is_made_for_good(pair: nn.Module) -> None:
-    first, second = pair[0].weight, pair[1].weight
+def test_what_is_written_to_or_trained_is_made_for_good() -> None:
+    net, _ = build(pair)
+    first, second = net[0].weight, net[1].weight
     view = first.data
     nn.init.ones_(view[1:3])
     assert torch.equal(first[1:3], torch.ones(2, 4))
@@ -246,50 +59,29 @@ def test_what_is_written_to_or_trained_is_made_for_good(pair: nn.Module) -> None
     (second * 2).sum().backward()
     assert torch.equal(second.grad, torch.full((3, 5), 2.0))
     assert hooked == [second]
-    assert is_deferred(pair[0].bias)
+    assert is_deferred(net[0].bias)
 
 
-def test_a_tensor_of_another_rank_says_where_it_is(pair: nn.Module) -> None:
-    offload(pair[0].weight, "net.0.weight", "on rank 1")
-    assert is_offloaded(pair[0].weight)
-    assert pair[0].weight.shape == (5, 4)
-    optimizer = torch.optim.AdamW(pair.parameters())
+def test_a_tensor_of_another_rank_says_where_it_is() -> None:
+    net, _ = build(pair)
+    offload(net[0].weight, "net.0.weight", "on rank 1")
+    assert is_offloaded(net[0].weight)
+    assert net[0].weight.shape == (5, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
     optimizer.step()
     optimizer.zero_grad()
     with pytest.raises(DeferredError, match=r"'net.0.weight' is on rank 1.*full_state_dict"):
-        pair[0].weight.sum()
+        net[0].weight.sum()
     with pytest.raises(DeferredError, match=r"net\.0\.weight"):
-        pair(torch.ones(1, 4))
-    with materialized_with(pair[0].weight, torch.ones(5, 4)):
-        assert pair.state_dict()["0.weight"].sum() == 20
-    assert materialize_here(pair.parameters()) == [pair[0].weight]
-    assert not any(map(is_deferred, pair.parameters()))
+        net(torch.ones(1, 4))
+    with materialized_with(net[0].weight, torch.ones(5, 4)):
+        assert net.state_dict()["0.weight"].sum() == 20
+    assert materialize_here(net.parameters()) == [net[0].weight]
+    assert not any(map(is_deferred, net.parameters()))
 
 
-def test_changes_inside_of_made_are_lost(pair: nn.Module, made_pair: nn.Module) -> None:
-    with materialized(pair.parameters()), torch.no_grad():
-        pair[0].weight.zero_()
-    assert torch.equal(value_of(pair[0].weight), made_pair[0].weight)
-
-
-def test_only_what_was_loaded_must_travel() -> None:
-    network, deferral = build(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)))
-    offload(network[1].bias, "1.bias", "on rank 1")
-    state = {"0.weight": torch.ones(5, 4)}
-    with deferral.building(network, loading=True):
-        network.load_state_dict(state, strict=False)
-    assert [has_loaded(p) for p in network.parameters()] == [True, False, False, False]
-    assert is_offloaded(network[1].bias)
-    assert torch.equal(value_of(network[0].weight), state["0.weight"])
-
-
-def test_an_initialisation_that_needs_numbers_to_go_on_is_refused_by_name() -> None:
-    def resized() -> nn.Module:
-        layer = nn.Linear(4, 4)
-        with torch.no_grad():
-            layer.weight.masked_scatter_(layer.weight > 0, torch.ones(16)).data.set_()
-            torch.sort(layer.bias, out=(layer.bias.data, torch.tensor([0, 0, 0, 0])))
-        return layer
-
-    with pytest.raises(DeferredError, match=r"sort.*__init__"):
-        build(resized)
+def test_changes_inside_of_made_are_lost() -> None:
+    net, expected = build(pair)[0], made(pair)
+    with materialized(net.parameters()), torch.no_grad():
+        net[0].weight.zero_()
+    assert torch.equal(value_of(net[0].weight), expected[0].weight)

@@ -249,11 +249,6 @@ def test_loading_a_state_dict_reaches_the_owner(world: World) -> None:
     assert world.same()
 
 
-def test_hooks_on_parameters_of_other_ranks_are_refused(world: World) -> None:
-    with pytest.raises(HybridError, match=r"A hook was put on parameter '0\.weight'"):
-        world.here[0].weight.register_hook(lambda g: g)
-
-
 def test_suspended_proxies_are_ordinary_tensors_and_come_back(world: World) -> None:
     with world.remote.suspended():
         assert type(world.here[0].weight) is nn.Parameter
