@@ -26,7 +26,7 @@ demo: $(READY)
 	@run=$$(ls -td demo/run/version_* | head -1) && best=$$run/checkpoints/best.ckpt \
 	&& $(call run,python -m models test --config configs/demo.yaml --ckpt_path $$best) \
 	&& $(call run,python -m models explain --config configs/demo.yaml --ckpt_path $$best \
-		--layer layer1 --truth demo/adni/truth/planted) \
+		--truth demo/adni/truth/planted) \
 	&& $(call run,python -m models report $$run) \
 	&& $(call run,python -m models.summary $$run)
 

@@ -65,7 +65,7 @@ def explained(
     networks: Mapping[str, nn.Module],
     data: ADNIDataModule,
     layers: Sequence[str],
-    methods: Sequence[MethodName] = ("gradcam", "gradcam++"),
+    methods: Sequence[MethodName] = ("gradcam", "gradcam++", "hirescam"),
 ) -> list[dict[str, Any]]:
     """Localisation of each network, method and layer, over all held-out scans of AD.
 

@@ -37,8 +37,8 @@ class ExplainingTrainer(Trainer):
         datamodule: ADNIDataModule,
         ckpt_path: str,
         out: Path | None = None,
-        layer: str = "layer2",
-        methods: list[MethodName] = ["gradcam", "gradient"],  # noqa: B006 (read only, for YAML)
+        layer: str = "layer1",
+        methods: list[MethodName] = ["gradcam", "hirescam", "gradient"],  # noqa: B006 (read only)
         subjects: int = 4,
         truth: Path | None = None,
         shuffled_ckpt: str | None = None,
@@ -51,7 +51,8 @@ class ExplainingTrainer(Trainer):
             ckpt_path: Checkpoint of the run to explain.
             out: Folder for pictures, maps and tables; default: ``explain`` in the run's.
             layer: Layer of the network to explain, layer1 to layer4; later ones have larger cells.
-            methods: Of gradcam, gradcam++, gradient (of the input), occlusion (slow), attention.
+            methods: Of gradcam, gradcam++, hirescam, gradient (of the input), occlusion (slow),
+                attention.
             subjects: How many scans to draw: one of another class, the rest of the explained class
                 about the median of its scores. All are scored.
             truth: Folder with one mask per scan, IMAGE_ID.nii.gz, to draw and to score against.

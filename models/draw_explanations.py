@@ -26,8 +26,8 @@ class DrawExplanations(Callback):
     def __init__(
         self,
         every_n_epochs: int = 10,
-        layer: str = "layer2",
-        methods: list[MethodName] = ["gradcam"],  # noqa: B006 (read only; a list, for YAML)
+        layer: str = "layer1",
+        methods: list[MethodName] = ["gradcam", "hirescam"],  # noqa: B006 (read only, for YAML)
         subjects: int = 2,
     ) -> None:
         self.every_n_epochs = every_n_epochs

@@ -24,20 +24,24 @@ from models.maps import (
     AttentionMap3D,
     GradCAM3D,
     GradCAMPlusPlus3D,
+    HiResCAM3D,
     InputGradient3D,
     Occlusion3D,
 )
 from models.maps.common import evaluation, named_layer
 from models.maps.native import Array, head_mask, masked
 
-MethodName = Literal["gradcam", "gradcam++", "gradient", "occlusion", "attention"]
+MethodName = Literal["gradcam", "gradcam++", "hirescam", "gradient", "occlusion", "attention"]
 TITLES: dict[str, str] = {
     "gradcam": "Grad-CAM",
     "gradcam++": "Grad-CAM++",
+    "hirescam": "HiResCAM",
     "gradient": "input gradient",
     "occlusion": "occlusion",
     "attention": "attention map",
 }
+OF_A_LAYER = ("gradcam", "gradcam++", "hirescam", "attention")
+"""Methods whose map is that of a layer."""
 Sample = Mapping[str, Any]
 Explainer = Callable[[Tensor, int], Tensor]
 
@@ -111,6 +115,8 @@ def make_explainer(name: MethodName, network: nn.Module, layer: str) -> Explaine
             return GradCAM3D(network, layer)
         case "gradcam++":
             return GradCAMPlusPlus3D(network, layer)
+        case "hirescam":
+            return HiResCAM3D(network, layer)
         case "gradient":
             return InputGradient3D(network)
         case "occlusion":
@@ -181,9 +187,23 @@ def explain(
     drawn = set(choose_cases(labels, scores, count, classes - 1))
     study = _Study(networks, methods, layer, classes - 1)
     device = next(network.parameters()).device
-    for number, sample in enumerate(_samples(batches())):
-        study.add(_Scan(sample, truth, device), verdicts[number], number in drawn)
+    number = 0
+    for batch in batches():
+        scans = [_Scan(sample, truth, device) for sample in _samples(batch)]
+        # all at once: on a CPU a single volume costs several times its share of a batch
+        for scan, raw in zip(scans, study.raw_maps(scans)):
+            study.add(scan, raw, verdicts[number], number in drawn)
+            number += 1
     return study.findings()
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """What the methods put out for one scan, (D, H, W) each."""
+
+    maps: dict[tuple[str, MethodName], Array]
+    mirrored: dict[MethodName, Array]
+    """Of the trained network for the mirrored scan, mirrored back; of the explained class only."""
 
 
 class _Study:
@@ -212,17 +232,37 @@ class _Study:
         self._counts: Counter[int] = Counter()
         self._affine: Array = np.eye(4)
 
-    def add(self, scan: "_Scan", verdict: Verdict, drawn: bool) -> None:
-        found: dict[tuple[str, MethodName], Map] = {}
+    def raw_maps(self, scans: Sequence["_Scan"]) -> list[_Raw]:
+        """Every map that is wanted of some scans of one size."""
+        volumes = torch.cat([scan.volume for scan in scans])
+        own = [i for i, scan in enumerate(scans) if scan.label == self._explained]
+        found = [_Raw({}, {}) for _ in scans]
         for (network, method), explainer in self._explainers.items():
             # others have nothing planted to point at: only their mean map is of interest
-            if network == "trained" or scan.label == self._explained:
-                cell = self._cell_mm(method, scan)
-                one = scan.explain(explainer, method, self._explained, cell)
-                found[network, method] = one
-                row = _row(scan, verdict, self._explained, network, self._layer, one)
-                row |= self._likeness(scan, network, one, found) | {"drawn": drawn}
-                self._rows.append(row)
+            chosen = list(range(len(scans))) if network == "trained" else own
+            for i, values in zip(chosen, self._mapped(explainer, volumes[chosen])):
+                found[i].maps[network, method] = values
+        for method in self._methods:
+            mirrored = self._mapped(self._explainers["trained", method], volumes[own].flip(2))
+            for i, values in zip(own, mirrored):
+                found[i].mirrored[method] = np.flip(values, axis=0)
+        return found
+
+    def _mapped(self, explainer: Explainer, volumes: Tensor) -> Array:
+        """Maps (n, D, H, W) of the explained class of volumes (n, C, D, H, W); n may be 0."""
+        if not len(volumes):
+            return np.empty((0, *volumes.shape[2:]))
+        maps: Array = explainer(volumes, self._explained)[:, 0].cpu().numpy()
+        return maps
+
+    def add(self, scan: "_Scan", raw: _Raw, verdict: Verdict, drawn: bool) -> None:
+        found: dict[tuple[str, MethodName], Map] = {}
+        for (network, method), values in raw.maps.items():
+            one = scan.map(values, method, self._explained, self._cell_mm(method, scan))
+            found[network, method] = one
+            row = _row(scan, verdict, self._explained, network, self._layer, one)
+            row |= self._likeness(scan, network, one, found, raw) | {"drawn": drawn}
+            self._rows.append(row)
         self._affine = scan.affine
         self._counts[scan.label] += 1
         self._images[scan.label] = self._images.get(scan.label, 0) + scan.image
@@ -245,17 +285,21 @@ class _Study:
         return Findings(cases, self._rows, means, images, regions, self._affine, self._counts)
 
     def _likeness(
-        self, scan: "_Scan", network: str, one: Map, found: Mapping[tuple[str, MethodName], Map]
+        self,
+        scan: "_Scan",
+        network: str,
+        one: Map,
+        found: Mapping[tuple[str, MethodName], Map],
+        raw: _Raw,
     ) -> dict[str, Any]:
         """How alike the map is to the trained network's, or to that of the mirrored scan."""
         if network != "trained":
             trained = found["trained", one.method].values
             alike = similarity(one.values, trained, scan.head)
             return {"like_trained": alike, "like_mirrored": ""}
-        if scan.label != self._explained:
+        if one.method not in raw.mirrored:
             return {"like_trained": "", "like_mirrored": ""}
-        explainer = self._explainers[network, one.method]
-        alike = scan.mirrored(explainer, self._explained, one)
+        alike = similarity(one.values, raw.mirrored[one.method], scan.head)
         return {"like_trained": "", "like_mirrored": alike}
 
     def _cell_mm(self, method: MethodName, scan: "_Scan") -> tuple[float, float, float]:
@@ -278,23 +322,19 @@ class _Scan:
         self.head = head_mask(self.image)
         self.truth = _mask(truth, self.image_id, self.image.shape, self.affine)
 
-    def explain(
+    def map(
         self,
-        explainer: Explainer,
+        values: Array,
         method: MethodName,
         explained: int,
         cell_mm: tuple[float, float, float],
     ) -> Map:
-        values = masked(explainer(self.volume, explained)[0, 0].cpu().numpy(), self.image)
+        """What a method put out, inside the head and scored."""
+        values = masked(values, self.image)
         score = None
         if self.truth is not None and self.label == explained:
             score = localise(values, self.truth, self.head, self.voxel_mm, np.array(cell_mm))
         return Map(method, values, cell_mm, score)
-
-    def mirrored(self, explainer: Explainer, explained: int, one: Map) -> float:
-        """Flip test: how alike the map is to the mirrored map of the mirrored scan."""
-        other = explainer(self.volume.flip(2), explained).flip(2)[0, 0].cpu().numpy()
-        return similarity(one.values, other, self.head)
 
     def case(self, verdict: Verdict, maps: Sequence[Map]) -> Case:
         return Case(
@@ -354,7 +394,6 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _row(
     scan: _Scan, verdict: Verdict, explained: int, network: str, layer: str, one: Map
 ) -> dict[str, Any]:
-    has_layer = one.method in ("gradcam", "gradcam++", "attention")
     row: dict[str, Any] = {
         "subject": scan.subject,
         "image_id": scan.image_id,
@@ -364,7 +403,7 @@ def _row(
         "correct": verdict.predicted == scan.label,
         "network": network,
         "method": one.method,
-        "layer": layer if has_layer else "",
+        "layer": layer if one.method in OF_A_LAYER else "",
         "cell_mm": " x ".join(f"{side:.0f}" for side in one.cell_mm),
         "empty": one.empty,
         "peak_mm": ""
@@ -375,10 +414,9 @@ def _row(
     return row | {name: getattr(one.score, name) if one.score else "" for name in names}
 
 
-def _samples(batches: Iterable[Sample]) -> Iterator[Sample]:
-    for batch in batches:
-        for i in range(len(batch["label"])):
-            yield {name: values[i] for name, values in batch.items()}
+def _samples(batch: Sample) -> Iterator[Sample]:
+    for i in range(len(batch["label"])):
+        yield {name: values[i] for name, values in batch.items()}
 
 
 @torch.no_grad()

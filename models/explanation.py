@@ -8,7 +8,7 @@ from typing import Any
 
 import nibabel as nib
 
-from models.explain import Case, Findings, Map, summarise
+from models.explain import OF_A_LAYER, Case, Findings, Map, summarise
 from models.maps.native import to_native
 from models.overlay import (
     case_title,
@@ -79,8 +79,7 @@ class Writer:
         return record
 
     def _suffix(self, one: Map) -> str:
-        has_layer = one.method in ("gradcam", "gradcam++", "attention")
-        return f"{one.method}_{self.layer}" if has_layer else one.method
+        return f"{one.method}_{self.layer}" if one.method in OF_A_LAYER else one.method
 
 
 def _region_rows(findings: Findings) -> list[dict[str, Any]]:

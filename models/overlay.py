@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
@@ -140,7 +141,7 @@ def _draw(
         )
         _lay_over(display, image, heatmap, affine, truth)
     figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
-    figure.text(0.01, 0.905, note, color="#bbbbbb", fontsize=9, va="top")
+    figure.text(0.01, 0.91, fill(note, 140), color="#bbbbbb", fontsize=9, va="top")
     figure.savefig(path, dpi=100, facecolor="black")
     plt.close(figure)
 
@@ -150,12 +151,14 @@ def _lay_over(
 ) -> None:
     shown = hottest(heatmap, head_mask(image))
     if shown.any():  # a map without evidence has nothing to draw
+        least = float(shown[shown > 0].min())
         display.add_overlay(
             _fine(shown, affine),
-            threshold=float(shown[shown > 0].min()) / 2,
-            vmin=0,
+            threshold=least / 2,
+            # red to yellow over what is drawn: a map may be nearly flat in its hottest part
+            vmin=min(least, 0.99),
             vmax=1,
-            cmap="inferno",
+            cmap="autumn",
             transparency=_ALPHA,
         )
         display.add_markers([peak_mm(heatmap, affine)], marker_color="cyan", marker_size=12)

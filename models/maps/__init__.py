@@ -7,7 +7,7 @@ class. The networks run in evaluation mode and are left as they were found: mode
 
 from models.maps.attention import AttentionMap3D
 from models.maps.common import is_empty
-from models.maps.gradcam import GradCAM3D, GradCAMPlusPlus3D
+from models.maps.gradcam import GradCAM3D, GradCAMPlusPlus3D, HiResCAM3D
 from models.maps.gradient import InputGradient3D
 from models.maps.occlusion import Occlusion3D
 
@@ -15,6 +15,7 @@ __all__ = [
     "AttentionMap3D",
     "GradCAM3D",
     "GradCAMPlusPlus3D",
+    "HiResCAM3D",
     "InputGradient3D",
     "Occlusion3D",
     "is_empty",

@@ -65,7 +65,7 @@ class GradCAM3D:
         return to_size(heatmap, volume.shape[2:])
 
     def _weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """alpha, (B, C, 1, 1, 1)."""
+        """Weights of the activations (B, C, d, h, w): alpha, (B, C, 1, 1, 1), or one per voxel."""
         return gradient.mean(dim=(2, 3, 4), keepdim=True)
 
     @contextmanager
@@ -97,6 +97,23 @@ class GradCAM3D:
                 "Grad-CAM needs a feature map (B, C, D, H, W): choose an earlier layer."
             )
         return activations[0]
+
+
+class HiResCAM3D(GradCAM3D):
+    """3D HiResCAM: as Grad-CAM, but every voxel keeps its own gradient.
+
+    The map is ``relu(sum_c d score / d A_c * A_c)``, voxel by voxel. Grad-CAM gives a channel the
+    mean of its gradients everywhere, so that a channel that counts in one place lights up wherever
+    it is active; in early layers, whose cells are small, that is nearly the whole head. Where the
+    layers behind are linear, the map before its ReLU sums to the score without its bias.
+
+    Reference:
+        Draelos and Carin: Use HiResCAM instead of Grad-CAM for faithful explanations of
+        convolutional neural networks, arXiv:2011.08891, 2020.
+    """
+
+    def _weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class GradCAMPlusPlus3D(GradCAM3D):

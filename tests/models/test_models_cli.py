@@ -27,21 +27,26 @@ def cohort(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def config(cohort, tmp_path) -> str:
-    """The demo's settings, smaller, on one device."""
-    demo = Path(__file__).parents[2] / "configs" / "demo.yaml"
-    settings = yaml.safe_load(demo.read_text())
+def smaller(name: str, cohort: Path, folder: Path) -> str:
+    """The settings of ``configs/<name>.yaml``, for a tiny network and cohort, on one device."""
+    original = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    settings = yaml.safe_load(original.read_text())
     trainer, data = settings["trainer"], settings["data"]
-    del trainer["strategy"]
-    trainer |= {"devices": 1, "max_epochs": 1, "enable_progress_bar": False}
+    trainer.pop("strategy", None)
+    trainer |= {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_progress_bar": False}
     for logger in trainer["logger"]:
-        logger["init_args"]["save_dir"] = str(tmp_path)
+        logger["init_args"]["save_dir"] = str(folder)
     data |= {"root": str(cohort / "adni"), "cache_dir": str(cohort / "cache"), "spacing_mm": 8.0}
     data |= {"spatial_shape": [24, 32, 24], "val_fraction": 0.3, "test_fraction": 0.3}
+    data["num_workers"] = 0
     settings["model"] |= {"widths": [8, 8, 16, 16]}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    return str(tmp_path / "config.yaml")
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return str(folder / "config.yaml")
+
+
+@pytest.fixture
+def config(cohort, tmp_path) -> str:
+    return smaller("demo", cohort, tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +144,19 @@ def test_the_recipes_are_understood(name, monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, "fit", "--config", str(path), "--print_config")
     assert "learning_rate" in capsys.readouterr().out
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", ["paper", "modern"])
+def test_the_recipes_train_and_what_they_leave_can_be_tested(
+    name, cohort, tmp_path, monkeypatch
+) -> None:
+    config = smaller(name, cohort, tmp_path)
+    # the warm-up of the modern one takes three
+    command(monkeypatch, "fit", "--config", config, "--trainer.max_epochs", "4")
+    run = tmp_path / name / "version_0"
+    command(monkeypatch, "test", "--config", config, "--ckpt_path", checkpoint(run))
+    assert 0 <= load_metrics(run / "test_metrics.json")["test/accuracy"] <= 1
 
 
 def test_help_names_every_command(monkeypatch, capsys) -> None:

@@ -4,7 +4,7 @@ from monai.visualize import GradCAM
 from torch import Tensor, nn
 
 from models import GradCAM3D, ResAttNet3D
-from models.maps import GradCAMPlusPlus3D, is_empty
+from models.maps import GradCAMPlusPlus3D, HiResCAM3D, is_empty
 
 
 class BrightSpot(nn.Sequential):
@@ -122,6 +122,21 @@ def test_weights_are_pooled_over_three_axes() -> None:
     weights = activation.grad.mean(dim=(2, 3, 4), keepdim=True)
     expected = (weights * activation).sum(1, keepdim=True).relu()
     torch.testing.assert_close(GradCAM3D(network, "1")(x, 1), expected / expected.max())
+
+
+def test_hirescam_is_the_share_of_each_voxel_in_the_score_of_a_linear_head() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv3d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 120, 2)
+    )
+    x = torch.randn(1, 1, 4, 5, 6)
+    activation = network[1](network[0](x)).detach()
+    # without autograd: the head's own weights say what each activation adds to the score
+    shares = (network[3].weight[1].detach().reshape(activation.shape) * activation).sum(1, True)
+    score = network(x)[0, 1] - network[3].bias[1]
+    torch.testing.assert_close(shares.sum(), score.detach())
+    expected = shares.relu() / shares.max()
+    torch.testing.assert_close(HiResCAM3D(network, "1")(x, 1), expected, rtol=0, atol=1e-6)
 
 
 def test_classes_are_chosen_per_sample(volume) -> None:
