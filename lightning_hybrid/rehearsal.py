@@ -1,7 +1,7 @@
 """A step of the user's on a copy of the module, before a run: what will be computed in it?
 
-With automatic sizes nobody knows yet who will run the user's code. Rank 0 looks ahead: it copies the
-LightningModule, takes one batch of a copy of the loader (else ``example_input_array``) and runs
+With automatic sizes nobody knows yet who will run the user's code. Rank 0 looks ahead: it copies
+the LightningModule, takes one batch of a copy of the loader (else ``example_input_array``) and runs
 ``training_step`` on them up to its end, without a backward. The user's own module, loaders, loggers
 and generators stay what they are, and so does what the script prints and draws.
 """

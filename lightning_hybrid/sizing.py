@@ -1,9 +1,9 @@
-"""Automatic sizes: rank 0 looks at a training step, and all ranks hear how many replicas and stages.
+"""Automatic sizes: rank 0 looks at a training step, and all ranks hear what it has chosen.
 
-This is before drivers and workers part, so nothing of it belongs to the run: what a network takes is
-measured on a copy (:mod:`lightning_hybrid.rehearsal`) and kept in the cache of profiles, where the
-run finds it when it cuts the network. Where nothing can be known beforehand all devices form one
-chain, in which the network is found at its first call.
+This is before drivers and workers part, so nothing of it belongs to the run: what a network takes
+is measured on a copy (:mod:`lightning_hybrid.rehearsal`) and kept in the cache of profiles, where
+the run finds it when it cuts the network. Where nothing can be known beforehand all devices form
+one chain, in which the network is found at its first call.
 """
 
 import torch

@@ -226,7 +226,9 @@ class HybridGabraStrategy(ReplicaStrategy):
         """Sizes were left to us, and the network is built: choose them, and take a place."""
         world = self._joined
         backend = given(self._process_group_backend, "process_group_backend")
-        machine = look_around(world.everyone.world, self.root_device, backend, self._config.capacity)
+        machine = look_around(
+            world.everyone.world, self.root_device, backend, self._config.capacity
+        )
         chooser = SizeChooser(trainer, self._config, machine, self.root_device)
         sizes = chooser.on_all_ranks(world, deferred=self._building.deferred)
         if sizes is not None:

@@ -2,8 +2,8 @@
 
 Between ``setup_distributed`` and the parting of drivers and workers in ``setup``, and again after
 the end of a run, barriers and broadcasts are over all ranks. During the run they are over the
-drivers, by Lightning's own means. Where the sizes are ours to choose, ranks have no places in a mesh
-until ``setup``.
+drivers, by Lightning's own means. Where the sizes are ours to choose, ranks have no places in a
+mesh until ``setup``.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,8 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.signals import make_deferrable, run_pending
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.process.faults import (
     Watch,
     first_fault,
@@ -27,8 +29,6 @@ from lightning_hybrid.process.faults import (
     read_fault,
     say_at_next_meeting,
 )
-from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.process.joining import Everyone, Joined, forget
 from lightning_hybrid.runtime.large import gather_after_run, gather_optimizer_after_run
 

@@ -2,8 +2,8 @@
 
 Every replica takes a batch of its own, as under DDP, so that R replicas train on R batches in a
 step. What is compared is therefore the predicted time of a step divided by its replicas: that of an
-epoch, up to a constant. Letters: N devices, R replicas of S devices each (R S = N), M micro-batches,
-B samples in the batch of a replica.
+epoch, up to a constant. (N devices, R replicas of S devices each, R S = N, M micro-batches, B
+samples in the batch of a replica.)
 
 A network is measured only at the sizes of micro-batches that may win: from what it takes at size B,
 the time of any other size is estimated as proportional (which is optimistic on a device that likes
@@ -179,55 +179,44 @@ def choose(
     Raises:
         PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
     """
-    search = search or Search()
-    networks = [cache(network) for network in networks]
-    whole = asked or 1  # one stage takes its batches as the user wants, else whole
-
-    def estimated(sizes: Sizes) -> float:
-        parts = [network(whole).scaled(whole / sizes.microbatches) for network in networks]
-        return _step_s(machine, parts, sizes, search)
-
-    def measured(sizes: Sizes) -> float:
-        parts = [network(sizes.microbatches) for network in networks]
-        return _step_s(machine, parts, sizes, search)
-
+    prediction = _Prediction(machine, networks, asked or 1, search or Search())
     count = len(machine.devices)
     possible = [s for s in _sizes(count, batch, asked, most) if allowed(s.replicas, s.stages)]
     if not possible:
         raise PlanError(f"no numbers of replicas and stages of {count} devices are allowed here")
-    guesses: list[Candidate] = []
-    problems: list[str] = []
+    known, guesses = _compared(prediction, possible)
+    best = min(known, key=_rated)
+    seen = {candidate.sizes for candidate in known}
+    rest = [*known, *(guess for guess in guesses if guess.sizes not in seen)]
+    others: dict[int, Candidate] = {}
+    for candidate in sorted(rest, key=_rated):
+        if candidate.sizes.stages != best.sizes.stages:
+            others.setdefault(candidate.sizes.stages, candidate)
+    return Choice(best=best, others=tuple(others.values()), alone_s=prediction.alone_s())
+
+
+def _compared(
+    prediction: "_Prediction", possible: Sequence[Sizes]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The candidates that were measured, up to where none can be better; estimates of all."""
+    guesses, known = [], []
+    problem = PlanError("")
     for sizes in possible:
         try:
-            guesses.append(Candidate(sizes=sizes, step_s=estimated(sizes)))
-        except PlanError as error:
-            problems.append(str(error))
-    if not guesses:
-        raise PlanError(problems[0])
-    known: list[Candidate] = []
-    for guess in sorted(guesses, key=_rated):
+            guesses.append(Candidate(sizes=sizes, step_s=prediction.estimated_s(sizes)))
+        except PlanError as error:  # they cannot hold it
+            problem = error
+    guesses.sort(key=_rated)
+    for guess in guesses:
         if known and _rated(guess) >= min(map(_rated, known)):
             break
         try:
-            known.append(Candidate(sizes=guess.sizes, step_s=measured(guess.sizes)))
+            known.append(Candidate(sizes=guess.sizes, step_s=prediction.measured_s(guess.sizes)))
         except PlanError as error:
-            problems.append(str(error))
+            problem = error
     if not known:
-        raise PlanError(problems[0])
-    best = min(known, key=_rated)
-    seen = {candidate.sizes for candidate in known}
-    rest = sorted([*known, *(g for g in guesses if g.sizes not in seen)], key=_rated)
-    others: dict[int, Candidate] = {}
-    for candidate in rest:
-        if candidate.sizes.stages != best.sizes.stages:
-            others.setdefault(candidate.sizes.stages, candidate)
-    single = Machine(**{**vars(machine), "devices": machine.devices[:1], "capacity": (1.0,)})
-    alone = Sizes(replicas=1, stages=1, microbatches=whole)
-    return Choice(
-        best=best,
-        others=tuple(others.values()),
-        alone_s=_step_s(single, [network(whole) for network in networks], alone, search, True),
-    )
+        raise problem
+    return known, guesses
 
 
 def _rated(candidate: Candidate) -> float:
@@ -248,61 +237,93 @@ def _sizes(devices: int, batch: int, asked: int | None, most: int | None) -> lis
     return found
 
 
-def _step_s(
-    machine: Machine,
-    networks: Sequence[Parts],
-    sizes: Sizes,
-    search: Search,
-    unlimited: bool = False,
-) -> float:
-    """Predicted seconds of a step. Networks with too few parts for the stages stay on the driver.
+class _Prediction:
+    """What steps take.
 
-    Raises:
-        PlanError: the devices cannot hold them.
+    Args:
+        machine: the devices.
+        networks: see :func:`choose`.
+        whole: micro-batches of one stage, which takes its batches as the user wants, else whole.
+        search: how plans are made.
     """
-    total = 0.0
-    for parts in networks:
-        fits = len(parts.names) >= sizes.stages
-        here = sizes if fits else replace(sizes, stages=1)
-        cluster = make_cluster(machine.devices, sizes.replicas, sizes.stages, machine.capacity)
-        plan = _plan(machine, parts, here, cluster, search, unlimited)
-        assert plan.predicted_step_s is not None
-        total += plan.predicted_step_s
-    return total
 
+    def __init__(
+        self,
+        machine: Machine,
+        networks: Sequence[Callable[[int], Parts]],
+        whole: int,
+        search: Search,
+    ) -> None:
+        self._machine, self._whole, self._search = machine, whole, search
+        self._networks = [cache(network) for network in networks]
 
-def _plan(
-    machine: Machine, parts: Parts, sizes: Sizes, cluster: Cluster, search: Search, unlimited: bool
-) -> Plan:
-    # the all-reduce of nothing is added once, to the last partition
-    reduced = [machine.reduced_s(size, sizes.replicas) for size in parts.gradient_bytes]
-    start_s = machine.reduced_s(0.0, sizes.replicas)
-    reduced = [s - start_s for s in reduced]
-    reduced[-1] += start_s
-    updates = [machine.update_s_per_byte * size for size in parts.gradient_bytes]
-    in_flight = sizes.microbatches if sizes.stages > 1 else 1
-    kept = zip(parts.kept_bytes, parts.activation_bytes)
-    limits = None if unlimited else cluster.memory_limits
-    return plan_stages(
-        parts.names,
-        parts.forward_s,
-        parts.backward_s,
-        parts.cut_bytes,
-        parts.parameters,
-        parts.layers,
-        replicas=sizes.replicas,
-        stages=sizes.stages,
-        microbatches=sizes.microbatches,
-        schedule=search.schedule,
-        method=search.method,
-        objective=search.objective,
-        capacities=cluster.capacities[: sizes.stages],
-        bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
-        latency_s=machine.message_s,
-        reduce_s=reduced if machine.overlaps else (),
-        step_s=updates if machine.overlaps else [u + r for u, r in zip(updates, reduced)],
-        memory_bytes=[round(k + in_flight * a) for k, a in kept],
-        memory_limits=None if limits is None else limits[: sizes.stages],
-        contiguous=search.contiguous,
-        seed=search.seed,
-    )
+    def measured_s(self, sizes: Sizes) -> float:
+        """Seconds of a step, from what networks take at that size of the micro-batch.
+
+        Raises:
+            PlanError: the devices cannot hold them.
+        """
+        parts = [network(sizes.microbatches) for network in self._networks]
+        return self._step_s(parts, sizes)
+
+    def estimated_s(self, sizes: Sizes) -> float:
+        """The same, from what they take whole."""
+        share = self._whole / sizes.microbatches
+        return self._step_s(
+            [network(self._whole).scaled(share) for network in self._networks], sizes
+        )
+
+    def alone_s(self) -> float:
+        """Seconds of a step on one device, however much it holds."""
+        parts = [network(self._whole) for network in self._networks]
+        computed = sum(self._whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
+        trained = sum(sum(p.gradient_bytes) for p in parts)
+        return computed + self._machine.update_s_per_byte * trained
+
+    def _step_s(self, networks: Sequence[Parts], sizes: Sizes) -> float:
+        total = 0.0
+        for parts in networks:
+            # one with too few parts for the stages stays on the driver
+            here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)
+            plan = self._plan(parts, here, self._cluster(sizes))
+            assert plan.predicted_step_s is not None
+            total += plan.predicted_step_s
+        return total
+
+    def _cluster(self, sizes: Sizes) -> Cluster:
+        machine = self._machine
+        return make_cluster(machine.devices, sizes.replicas, sizes.stages, machine.capacity)
+
+    def _plan(self, parts: Parts, sizes: Sizes, cluster: Cluster) -> Plan:
+        machine, search = self._machine, self._search
+        # an all-reduce of nothing takes its time too: once, with the last partition
+        start_s = machine.reduced_s(0.0, sizes.replicas)
+        reduced = [machine.reduced_s(b, sizes.replicas) - start_s for b in parts.gradient_bytes]
+        reduced[-1] += start_s
+        updates = [machine.update_s_per_byte * size for size in parts.gradient_bytes]
+        in_flight = sizes.microbatches if sizes.stages > 1 else 1
+        kept = zip(parts.kept_bytes, parts.activation_bytes)
+        limits = cluster.memory_limits
+        return plan_stages(
+            parts.names,
+            parts.forward_s,
+            parts.backward_s,
+            parts.cut_bytes,
+            parts.parameters,
+            parts.layers,
+            replicas=sizes.replicas,
+            stages=sizes.stages,
+            microbatches=sizes.microbatches,
+            schedule=search.schedule,
+            method=search.method,
+            objective=search.objective,
+            capacities=cluster.capacities[: sizes.stages],
+            bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
+            latency_s=machine.message_s,
+            reduce_s=reduced if machine.overlaps else (),
+            step_s=updates if machine.overlaps else [u + r for u, r in zip(updates, reduced)],
+            memory_bytes=[round(k + in_flight * a) for k, a in kept],
+            memory_limits=None if limits is None else limits[: sizes.stages],
+            contiguous=search.contiguous,
+            seed=search.seed,
+        )

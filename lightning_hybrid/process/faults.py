@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_hybrid.comm.collectives import fail_next_meeting
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.comm.losses import is_gone, is_late
-from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.transport import ConnectionLost, Group
 
 GRACE_S = 8.0

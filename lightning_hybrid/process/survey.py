@@ -93,7 +93,7 @@ def _look_around(
         devices=tuple(devices),
         capacity=None if given is None else given_speeds(given, len(devices)),
         bandwidth_bytes_per_s=bandwidth,
-        message_s=_MESSAGE_S[backend] + reduce_s / 2,
+        message_s=_MESSAGE_S[backend] + reduce_s,
         reduce_bytes_per_s=reduce_bandwidth,
         reduce_s=reduce_s,
         update_s_per_byte=update_s_per_byte(device),
