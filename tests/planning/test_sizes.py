@@ -1,4 +1,4 @@
-"""Which sizes have the shortest predicted time of a batch, on machines that are given by numbers."""
+"""Which sizes have the shortest predicted time of a batch, on machines given by numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -97,13 +97,13 @@ def test_what_cannot_win_is_not_measured() -> None:
 def test_what_a_smaller_slice_really_takes_decides() -> None:
     fast = choose(machine(), [Network(WIDE)], batch=32).best.sizes
     slow = choose(machine(), [Network(WIDE, slower=2.5)], batch=32).best.sizes
-    assert fast.stages == 2
-    assert slow == Sizes(replicas=2, stages=1, microbatches=1)
+    assert fast.microbatches > 1
+    assert slow.microbatches == 1
 
 
 def test_a_network_that_fits_nowhere_whole_is_cut() -> None:
     devices = tuple(replace(d, memory_bytes=300 * 10**6) for d in machine(4).devices)
-    best = choose(machine(devices=4, **{"reduce_s": 0.0}), [Network(CONVOLUTIONS)], batch=8).best
+    best = choose(machine(devices=4, reduce_s=0.0), [Network(CONVOLUTIONS)], batch=8).best
     assert best.sizes.stages == 1
     small = replace(machine(4), devices=devices)
     held = layers(18, 25 * MS, 6 * MB, 1 * MB)  # 450 MB with gradients and optimizer
