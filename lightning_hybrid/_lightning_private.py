@@ -61,6 +61,7 @@ __all__ = [
     "set_module_device",
     "set_num_threads",
     "set_random_states",
+    "training_source",
 ]
 
 
@@ -93,6 +94,15 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: dict[str, Any]) -> None:
     """Put back what :func:`random_states` gave."""
     _set_rng_states(states)
+
+
+def training_source(trainer: Trainer) -> Any:
+    """Where batches to train on come from: a module or data module with a hook, or loaders.
+
+    Rank 0 looks at one batch before it is known how the data is divided; what the Trainer itself
+    asks for then is divided, and kept for the run.
+    """
+    return trainer.fit_loop._data_source.instance
 
 
 def end_run(trainer: Trainer) -> None:

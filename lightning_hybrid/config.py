@@ -1,7 +1,7 @@
 """What the user has asked for, checked: the arguments of the strategy as one record."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +9,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import given_speeds
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings
+from lightning_hybrid.planning.sizes import Sizes
 
 Count = int | Literal["auto"]
 
@@ -29,6 +30,7 @@ class Config:
         compile_stages: run each stage through ``torch.compile``.
         plan: the user's; ``None``: one is made.
         log_performance: whether the loggers get step times and the plan.
+        chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
     replicas: int | None
@@ -40,6 +42,7 @@ class Config:
     compile_stages: bool
     plan: Plan | None
     log_performance: bool
+    chosen: bool = False
 
     @classmethod
     def resolve(
@@ -118,6 +121,32 @@ class Config:
                 f"multiple of {self.stages or self.replicas}, or change the sizes."
             )
         return replicas, stages
+
+    def leaves_sizes_open(self, devices: int) -> bool:
+        """Whether there are sizes to choose, when the network is known.
+
+        Cut points are for a number of stages that the user has in mind: all devices.
+        """
+        asked = self.replicas is not None or self.stages is not None or self.plan is not None
+        return not asked and devices > 1 and isinstance(self.settings.allocation, str)
+
+    def with_sizes(self, sizes: Sizes) -> "Config":
+        """The same with the sizes that were chosen; micro-batches matter to several stages."""
+        microbatches = self.microbatches
+        if microbatches is None and sizes.stages > 1:
+            microbatches = sizes.microbatches
+        return replace(
+            self,
+            replicas=sizes.replicas,
+            stages=sizes.stages,
+            microbatches=microbatches,
+            chosen=True,
+        )
+
+    @property
+    def may_keep_whole(self) -> bool:
+        """Whether a network that cannot be cut may run on the driver: no stages were asked for."""
+        return self.chosen or self.stages is None
 
     def check_devices(self, nodes: int, devices_per_node: int) -> None:
         """Complain about devices that do not suit the sizes or the capacities.

@@ -5,8 +5,8 @@ Sizes, ranks, barriers and broadcasts are here; what a run does is in
 """
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
@@ -20,9 +20,11 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import ask_strategy_whether_distributed
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import choose_interface
+from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.process.joining import Meeting, join
+from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
+from lightning_hybrid.process.joining import Everyone, Meeting, gather, join
 from lightning_hybrid.process.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
@@ -140,41 +142,63 @@ class ReplicaStrategy(DDPStrategy):
             )
 
     def setup_distributed(self) -> None:
-        if self.num_replicas > 1:  # drivers start alike, as under DDP; one goes on like one device
-            reset_seed()
+        if not self._sizes_are_open:
+            self._start_alike()
         self.set_world_ranks()
-        self._world = self._join()
-        self.set_world_ranks()  # ranks may have got other coordinates
-        self._world.open(self.root_device)
+        self._process_group_backend = self._get_process_group_backend()
+        self._world = World(self._gather())
+        if not self._sizes_are_open:
+            self._take_place(self._world)
 
-    def _join(self) -> World:
-        """Meet all other ranks."""
+    @property
+    def _sizes_are_open(self) -> bool:
+        """Whether replicas and stages are to be chosen when the run is set up."""
+        return self._config.leaves_sizes_open(self.num_nodes * self.num_processes)
+
+    def _start_alike(self) -> None:
+        """Several drivers start with the same generators, as under DDP; one is like one device."""
+        if self.num_replicas > 1:
+            reset_seed()
+
+    def _gather(self) -> Everyone:
+        """Meet all other ranks, whatever the sizes."""
         environment = given(self.cluster_environment, "cluster_environment")
-        coordinates, (replicas, stages) = self._own_coordinates, self._shape()
-        look = partial(
-            survey,
-            device=self.root_device,
-            replicas=replicas,
-            stages=stages,
-            given=self._config.capacity,
-        )
+        coordinates = self._own_coordinates
         agent_serves = (
             isinstance(environment, TorchElasticEnvironment)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         )
-        self._process_group_backend = self._get_process_group_backend()
         address, port = environment.main_address, environment.main_port
         choose_interface(address, port, self.num_nodes)
+        serve = coordinates.rank == 0 and not agent_serves
+        return gather(coordinates, Meeting(address, port, self.num_nodes, serve))
+
+    def _take_place(self, world: World, devices: Sequence[Device] = ()) -> None:
+        """Sizes are known: take a place in the mesh, with all other ranks.
+
+        Args:
+            world: all ranks.
+            devices: of all ranks, if they have been looked at.
+        """
+        replicas, stages = self._shape()
+
+        def look(group: Group) -> Cluster:
+            if devices:
+                return make_cluster(devices, replicas, stages, self._config.capacity)
+            return survey(group, self.root_device, replicas, stages, self._config.capacity)
+
         joined = join(
-            coordinates,
-            Meeting(address, port, self.num_nodes, coordinates.rank == 0 and not agent_serves),
-            backend=self._process_group_backend,
+            world.everyone,
+            self._own_coordinates,
+            backend=given(self._process_group_backend, "process_group_backend"),
             timeout=self._timeout or timedelta(minutes=30),
             device=self.root_device,
             survey=look if self._config.needs_survey(stages) else None,
             capacity=self._config.capacity,
         )
-        return World(joined)
+        world.take_place(joined)
+        self.set_world_ranks()  # ranks may have got other coordinates
+        world.open(self.root_device)
 
     @property
     def _joined(self) -> World:

@@ -62,6 +62,15 @@ def refuse_callbacks(trainer: Trainer, replicas: int, stages: int) -> None:
             )
 
 
+def callbacks_allow(trainer: Trainer, replicas: int, stages: int) -> bool:
+    """Whether sizes may be chosen for these callbacks."""
+    try:
+        refuse_callbacks(trainer, replicas, stages)
+    except PlanError:
+        return False
+    return True
+
+
 def refuse_optimizers(optimizers: Iterable[Optimizer], stages: int, *, scaled: bool) -> None:
     """Optimizers that would decide by stage whether a step is skipped.
 

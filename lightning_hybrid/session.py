@@ -93,7 +93,7 @@ class DriverSession:
             make_plan,
             training=run.fitting,
             compiled=config.compile_stages,
-            automatic=config.stages is None,
+            automatic=config.may_keep_whole,
             say=rank_zero_info,
             progress=run.progress,
         )

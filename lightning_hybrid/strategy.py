@@ -37,6 +37,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.process.launcher import Parted
 from lightning_hybrid.process.results import Results
+from lightning_hybrid.process.survey import look_around
 from lightning_hybrid.ranks import ReplicaStrategy, given
 from lightning_hybrid.refusals import (
     refuse_accelerator,
@@ -46,6 +47,7 @@ from lightning_hybrid.refusals import (
 )
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.session import DriverSession, WorkerSession
+from lightning_hybrid.sizing import SizeChooser
 from lightning_hybrid.world import NoWorld, Phase
 
 
@@ -169,7 +171,8 @@ class HybridGabraStrategy(ReplicaStrategy):
         refuse_accelerator(given(self.accelerator, "accelerator"))
         super().setup_distributed()
         self._rest()
-        refuse_callbacks(self._module.trainer, *self._shape())
+        if self._joined.has_places:
+            refuse_callbacks(self._module.trainer, *self._shape())
 
     @property
     def _module(self) -> LightningModule:
@@ -196,6 +199,8 @@ class HybridGabraStrategy(ReplicaStrategy):
         """Part: workers leave from here and serve; drivers go on as under DDP."""
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
+        if not self._joined.has_places:
+            self._choose_sizes(trainer)
         run = Run.of(
             trainer,
             self._config,
@@ -216,6 +221,21 @@ class HybridGabraStrategy(ReplicaStrategy):
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, self._shape()[1], scaled=scaled)
         self.setup_precision_plugin()
+
+    def _choose_sizes(self, trainer: Trainer) -> None:
+        """Sizes were left to us, and the network is built: choose them, and take a place."""
+        world = self._joined
+        backend = given(self._process_group_backend, "process_group_backend")
+        machine = look_around(
+            world.everyone.world, self.root_device, backend, self._config.capacity
+        )
+        chooser = SizeChooser(trainer, self._config, machine, self.root_device)
+        sizes = chooser.on_all_ranks(world, deferred=self._building.deferred)
+        if sizes is not None:
+            self._config = self._config.with_sizes(sizes)
+        self._start_alike()
+        self._take_place(world, machine.devices)
+        refuse_callbacks(trainer, *self._shape())
 
     def _make_plan(self, run: Run, *arguments: Any, chosen: bool) -> Plan:
         """The plan of a network; see :class:`lightning_hybrid.runtime.network_options.Planner`."""

@@ -2,7 +2,8 @@
 
 Between ``setup_distributed`` and the parting of drivers and workers in ``setup``, and again after
 the end of a run, barriers and broadcasts are over all ranks. During the run they are over the
-drivers, by Lightning's own means.
+drivers, by Lightning's own means. Where the sizes are ours to choose, ranks have no places in a
+mesh until ``setup``.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm.collectives import broadcast_object, meet
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.signals import make_deferrable, run_pending
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.process.faults import (
     Watch,
     first_fault,
@@ -25,7 +29,7 @@ from lightning_hybrid.process.faults import (
     read_fault,
     say_at_next_meeting,
 )
-from lightning_hybrid.process.joining import Joined, forget
+from lightning_hybrid.process.joining import Everyone, Joined, forget
 from lightning_hybrid.runtime.large import gather_after_run, gather_optimizer_after_run
 
 T = TypeVar("T")
@@ -36,6 +40,7 @@ class Phase(Enum):
 
     APART = "nobody: this process has no groups yet"
     TOGETHER = "all ranks: before the setup of a run, and after its end"
+    CHOOSING = "nobody: rank 0 looks at the network, and the others wait for what it says"
     RUNNING = "the drivers"
     SERVING = "nobody: a worker hears its driver alone"
     ALONE = "nobody: this driver handles a signal, and others may wait for it"
@@ -46,22 +51,56 @@ class World:
     """The groups of a run as all ranks share them.
 
     Args:
-        joined: the groups, and the devices.
+        everyone: all ranks.
 
     Attributes:
-        mesh: the groups.
-        cluster: the devices of all ranks; ``None``: nobody has looked.
+        everyone: all ranks.
         phase: whom a barrier speaks to now.
     """
 
-    def __init__(self, joined: Joined) -> None:
-        self.mesh, self.cluster, self.phase = joined.mesh, joined.cluster, Phase.TOGETHER
-        self._watch = Watch(str(self.coordinates), self.mesh.store)
+    def __init__(self, everyone: Everyone) -> None:
+        self.everyone, self.phase = everyone, Phase.TOGETHER
+        self._joined: Joined | None = None
+        self._watch = Watch(str(self.coordinates), everyone.store)
+
+    def take_place(self, joined: Joined) -> None:
+        """Sizes are known: this rank has a place in the mesh."""
+        self._joined = joined
+
+    @property
+    def has_places(self) -> bool:
+        """Whether ranks have places in a mesh."""
+        return self._joined is not None
+
+    @property
+    def joined(self) -> Joined:
+        """What this rank has joined.
+
+        Raises:
+            HybridError: no sizes are known yet.
+        """
+        if self._joined is None:
+            raise HybridError(
+                "The numbers of replicas and stages are chosen when the run is set up, after the "
+                "setup and configure_model hooks: until then no rank has a place. Ask for this in "
+                "a later hook, or give data_parallel_size and pipeline_parallel_size."
+            )
+        return self._joined
+
+    @property
+    def mesh(self) -> Mesh:
+        """The groups."""
+        return self.joined.mesh
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The devices of all ranks; ``None``: nobody has looked."""
+        return self.joined.cluster
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands; a survey of the devices may have changed it."""
-        return self.mesh.coordinates
+        """Where this rank stands; sizes and a survey of the devices may change it."""
+        return (self._joined.mesh if self._joined else self.everyone).coordinates
 
     def open(self, device: torch.device) -> None:
         """Make the group of the drivers.
@@ -89,7 +128,7 @@ class World:
         if self.phase is not Phase.TOGETHER:
             return value
         self._meet()
-        same: T = broadcast_object(self.mesh.world, value, source)
+        same: T = broadcast_object(self.everyone.world, value, source)
         return same
 
     def end_run(self) -> None:
@@ -104,8 +143,8 @@ class World:
         self._meet()
 
     def _meet(self) -> None:
-        if not meet(self.mesh.world):
-            raise read_fault(self.mesh).exception()
+        if not meet(self.everyone.world):
+            raise read_fault(self.everyone).exception()
 
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """After a run: what other ranks have of a module, on rank 0. All ranks call it."""
@@ -114,6 +153,13 @@ class World:
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """After a run: the state dict of one device, on rank 0. All ranks call it."""
         return gather_optimizer_after_run(module, optimizer, self.mesh)
+
+    @contextmanager
+    def choosing(self) -> Iterator[None]:
+        """Inside, this rank looks at the network, and speaks to nobody."""
+        self.phase = Phase.CHOOSING
+        yield
+        self.phase = Phase.TOGETHER  # after an error it stays, and the others are told
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -146,10 +192,11 @@ class World:
             The failure that came first, on another rank; ``None``: it is this one.
         """
         self.stop_watching()
-        first = first_fault(self.mesh, error, rank)
-        if first is None and self.phase is Phase.TOGETHER and not is_loss(error):
-            say_at_next_meeting(self.mesh)
-        if not self.coordinates.is_driver:
+        ranks = self._joined.mesh if self._joined else self.everyone
+        first = first_fault(ranks, error, rank)
+        if first is None and self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not is_loss(error):
+            say_at_next_meeting(self.everyone)
+        if self._joined and not self.coordinates.is_driver:
             self.mesh.say_goodbye(first or Failure.of(error, rank))
         self.phase = Phase.FAILED
         return first

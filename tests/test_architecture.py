@@ -34,6 +34,8 @@ OUTERMOST = {
     "lightning_hybrid/performance_log.py",
     "lightning_hybrid/ranks.py",
     "lightning_hybrid/refusals.py",
+    "lightning_hybrid/rehearsal.py",
+    "lightning_hybrid/sizing.py",
     "lightning_hybrid/progress.py",
     "lightning_hybrid/process/results.py",
     "lightning_hybrid/run.py",
@@ -128,6 +130,7 @@ def test_only_what_talks_to_other_ranks_imports_torch_distributed() -> None:
         "lightning_hybrid/planning/plan.py",
         "lightning_hybrid/planning/search.py",
         "lightning_hybrid/planning/simulate.py",
+        "lightning_hybrid/planning/sizes.py",
         "lightning_hybrid/errors.py",
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from lightning_hybrid import Plan
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.sizes import Sizes
 
 CHAIN = Plan(replicas=2, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
 LOOP = Plan(
@@ -75,6 +76,40 @@ def test_devices_are_looked_at_where_it_decides_something(
     arguments: dict[str, Any], stages: int, needed: bool
 ) -> None:
     assert Config.resolve(**arguments).needs_survey(stages) is needed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "left_open"),
+    [
+        ({}, 2, True),
+        ({}, 1, False),
+        ({"num_microbatches": 3, "contiguous": False}, 4, True),
+        ({"data_parallel_size": 1}, 2, False),
+        ({"pipeline_parallel_size": 2}, 2, False),
+        ({"allocation": ["b"]}, 2, False),
+        ({"plan": CHAIN}, 4, False),
+    ],
+)
+def test_sizes_are_open_where_the_user_says_nothing_of_them(
+    arguments: dict[str, Any], devices: int, left_open: bool
+) -> None:
+    assert Config.resolve(**arguments).leaves_sizes_open(devices) is left_open
+
+
+def test_chosen_sizes_are_as_good_as_given_ones() -> None:
+    config = Config.resolve().with_sizes(Sizes(replicas=2, stages=3, microbatches=4))
+    assert (config.shape(1, 6), config.microbatches) == ((2, 3), 4)
+    assert not config.leaves_sizes_open(6)
+    # but a network that does not suit them is no error
+    assert config.may_keep_whole
+    assert not Config.resolve(pipeline_parallel_size=3).may_keep_whole
+
+
+def test_micro_batches_that_were_asked_for_stay() -> None:
+    chosen = Sizes(replicas=1, stages=2, microbatches=4)
+    assert Config.resolve(num_microbatches=3).with_sizes(chosen).microbatches == 3
+    whole = Sizes(replicas=2, stages=1, microbatches=1)
+    assert Config.resolve().with_sizes(whole).microbatches is None
 
 
 def test_a_plan_comes_from_a_file(tmp_path: Path) -> None:

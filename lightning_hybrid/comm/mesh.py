@@ -84,9 +84,11 @@ class Mesh(Lines):
         world: the group of all ranks; see :func:`make_world`.
         backend: of the links and of the stage groups, ``"gloo"`` or ``"nccl"``.
         timeout: of all groups but ``world``.
+        name: of the mesh, another one for each that the store sees.
 
     Attributes:
-        world: gloo over all ranks, for barriers before and after a run.
+        world: gloo over all ranks, for barriers before and after a run. It is not the mesh's own:
+            it is there before any rank has coordinates.
         control: gloo over the ranks of one replica; commands, answers, words.
         drivers: gloo over the drivers (``None`` on workers), for objects and CPU tensors.
         data_parallel: over the ranks of all replicas with this ``pp_rank``, which have the same
@@ -100,11 +102,13 @@ class Mesh(Lines):
         world: GroupHandle,
         backend: str,
         timeout: timedelta,
+        name: str = "mesh",
     ) -> None:
         super().__init__(coordinates)
         self.store, self.world = store, world
         self.backend, self.timeout = backend, timeout
-        self._groups = [world]
+        self._store = dist.PrefixStore(name, store)
+        self._groups: list[GroupHandle] = []
         self._statistics: Group = None
         dp_rank, pp_rank = coordinates.dp_rank, coordinates.pp_rank
         ranks, replicas = coordinates.ranks_per_replica, coordinates.replicas
@@ -146,7 +150,7 @@ class Mesh(Lines):
         return GroupWire(self.control, pp_rank, str(self.coordinates.at(pp_rank)), tag)
 
     def _group(self, name: str, rank: int, size: int, backend: str) -> Group:
-        group = make_group(self.store, name, rank, size, backend, self.timeout)
+        group = make_group(self._store, name, rank, size, backend, self.timeout)
         self._groups.append(group)
         return group
 
@@ -166,7 +170,7 @@ class Mesh(Lines):
         with chosen_interface():
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore("default", self.store),
+                store=dist.PrefixStore("default", self._store),
                 rank=here.dp_rank,
                 world_size=here.replicas,
                 timeout=self.timeout,
@@ -178,7 +182,7 @@ class Mesh(Lines):
         return self
 
     def shutdown(self) -> None:
-        """Close every group of ours; the default group is Lightning's to destroy."""
+        """Close every group of ours but `world`; the default group is Lightning's to destroy."""
         for group in self._groups:
             group.close()
         self._groups.clear()

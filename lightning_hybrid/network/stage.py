@@ -306,3 +306,19 @@ class _Copier:
         if node not in self._copies:  # a constant, or arithmetic on numbers
             self._copies[node] = self.graph.node_copy(node, self._copy)
         return self._copies[node]
+
+
+def compute_whole(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+    """Compute a graph on this rank, uncut.
+
+    Args:
+        graph: of a network whose weights are here.
+        values: the arguments of the graph in this call.
+    """
+    code = cut_at(graph, [])[0]
+    stage = Stage(code, graph.network, graph.device)
+    tensors = {name: values[graph.place[node]] for node, name in graph.tensors.items()}
+    leaves = graph.bind(values)
+    numbers = graph.values_of_numbers(graph.sizes(leaves))
+    outputs = stage.run_with([tensors[name] for name in code.tensors], leaves, numbers)
+    return graph.returned(outputs, numbers)

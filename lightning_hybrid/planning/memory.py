@@ -25,7 +25,7 @@ _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "Muon": lambda o: 1,
 }
 """Tensors of a parameter's size that torch's optimizers keep for it."""
-_ASSUMED = 2
+ASSUMED_TENSORS = 2
 """The same for all others, as for Adam."""
 
 
@@ -40,7 +40,7 @@ def optimizer_bytes(network: nn.Module, optimizers: Iterable[Optimizer]) -> dict
         kinds = [kind.__name__ for kind in type(optimizer).__mro__]
         known = next((_TENSORS[kind] for kind in kinds if kind in _TENSORS), None)
         for group in optimizer.param_groups:
-            count = known(group) if known else _ASSUMED
+            count = known(group) if known else ASSUMED_TENSORS
             for parameter in group["params"]:
                 if id(parameter) in names:
                     sizes[names[id(parameter)]] = count * parameter.nbytes

@@ -10,15 +10,15 @@ from dataclasses import replace
 from datetime import timedelta
 from socket import create_connection
 from threading import Event, Thread
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_hybrid.comm.collectives import fail_next_meeting
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.comm.losses import is_gone, is_late
-from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.comm.transport import ConnectionLost, Group
 
 GRACE_S = 8.0
 """How long the ranks of a failed run may take to say why and to end, before they are killed."""
@@ -33,11 +33,27 @@ _TRIES = 3
 T = TypeVar("T")
 
 
-def first_fault(mesh: Mesh | None, error: BaseException, where: str) -> Failure | None:
+class Ranks(Protocol):
+    """All ranks, as one of them knows them: it may have got its place in a mesh, or not yet."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank."""
+
+    @property
+    def store(self) -> Store:
+        """The one of all ranks."""
+
+    @property
+    def world(self) -> Group:
+        """The group of all ranks."""
+
+
+def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failure | None:
     """Report a failure of this rank.
 
     Args:
-        mesh: the groups; ``None`` before there are any.
+        ranks: all of them; ``None`` before they have met.
         error: what was raised.
         where: this rank.
 
@@ -48,13 +64,13 @@ def first_fault(mesh: Mesh | None, error: BaseException, where: str) -> Failure 
     told, mine = told_text(error) is not None, Failure.of(error, where)
     if is_loss(error):  # gloo's own error, from under Lightning, is of no use on other ranks
         mine = replace(mine, packed="")
-    if mesh is not None:
+    if ranks is not None:
         if not told and is_hearsay(error):
             time.sleep(_WITNESS_DELAY_S)
         if isinstance(error, ConnectionLost) and error.late:
-            _let_the_nearest_speak(mesh, error.peer)
+            _let_the_nearest_speak(ranks, error.peer)
         data = mine.to_json()
-        first = _within_time(lambda: mesh.store.compare_set(_KEY, "", data).decode(), data)
+        first = _within_time(lambda: ranks.store.compare_set(_KEY, "", data).decode(), data)
         if first != data:
             other = Failure.from_json(first)
             own = not told and bool(mine.packed) and other.headline == mine.headline
@@ -62,24 +78,24 @@ def first_fault(mesh: Mesh | None, error: BaseException, where: str) -> Failure 
     return mine if told else None
 
 
-def _let_the_nearest_speak(mesh: Mesh, peer: str | None) -> None:
+def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> None:
     """When one rank stops, those who wait for it and those who wait for them give up together.
 
     Each says that it is here; who has waited for one of these does not know the cause.
     """
 
     def wait_if_it_lives() -> None:
-        mesh.store.set(f"here: {mesh.coordinates}", "")
+        ranks.store.set(f"here: {ranks.coordinates}", "")
         time.sleep(_LATE_DELAY_S)
-        if peer is None or mesh.store.check([f"here: {peer}"]):
+        if peer is None or ranks.store.check([f"here: {peer}"]):
             time.sleep(_WITNESS_DELAY_S)
 
     _within_time(wait_if_it_lives, None, _LATE_DELAY_S + _STORE_S)
 
 
-def read_fault(mesh: Mesh) -> Failure:
+def read_fault(ranks: Ranks) -> Failure:
     """What the rank that failed first has reported."""
-    return _read(mesh.store, "another rank has failed")
+    return _read(ranks.store, "another rank has failed")
 
 
 def _read(store: Store, otherwise: str) -> Failure:
@@ -168,14 +184,13 @@ def _answers(store: Store) -> bool:
         return False
 
 
-def say_at_next_meeting(mesh: Mesh | None) -> None:
+def say_at_next_meeting(ranks: Ranks) -> None:
     """Before or after a run all ranks meet now and then: tell those who wait there already.
 
     Who comes later, when this process has ended, finds it gone.
     """
-    if mesh is not None:
-        fail_next_meeting(mesh.world, _MEETING)
-        time.sleep(_READING_S)  # this rank may host the store that they read now
+    fail_next_meeting(ranks.world, _MEETING)
+    time.sleep(_READING_S)  # this rank may host the store that they read now
 
 
 def is_loss(error: BaseException) -> bool:

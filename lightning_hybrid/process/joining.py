@@ -1,7 +1,9 @@
 """How a process joins the others: one store, then the group of all ranks, then the mesh.
 
-What this process has joined is kept between Trainers: a second run with the same sizes uses the
-same groups.
+The first two need no sizes (:func:`gather`); the mesh is for replicas and stages that are known
+(:func:`join`), which may be as late as the set-up of a run. What this process has joined is kept
+between Trainers: a second run uses the same group of all ranks, and with the same sizes the same
+mesh.
 """
 
 import atexit
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import bound_to
-from lightning_hybrid.comm.mesh import Mesh, make_world
+from lightning_hybrid.comm.mesh import GroupHandle, Mesh, make_world
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.process.survey import measure_links
@@ -48,6 +50,21 @@ class Meeting:
 
 
 @dataclass(frozen=True)
+class Everyone:
+    """All ranks, who have met but may have no sizes yet.
+
+    Attributes:
+        coordinates: this rank, as it stands before anything is known of the devices.
+        store: of all ranks.
+        world: gloo over all ranks, for what comes before and after a run.
+    """
+
+    coordinates: Coordinates
+    store: dist.Store
+    world: GroupHandle
+
+
+@dataclass(frozen=True)
 class Joined:
     """What a process has joined.
 
@@ -64,14 +81,42 @@ class _Process:
     """What this process keeps between Trainers."""
 
     store: dist.TCPStore | None = None
+    everyone: Everyone | None = None
     joined: Joined | None = None
     key: tuple[object, ...] = ()
     generation = 0
+    failed = False
+
+
+def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
+    """Meet all other ranks: as in the last run, unless that has failed.
+
+    All ranks run the same script, so all count the same generations and agree on the names.
+
+    Args:
+        coordinates: this rank; of its sizes only their product must be right.
+        meeting: where the ranks meet.
+    """
+    size = coordinates.replicas * coordinates.ranks_per_replica
+    known = _Process.everyone
+    if known is not None and not _Process.failed and known.world.size() == size:
+        return replace(known, coordinates=coordinates)
+    _leave_mesh()
+    if known is not None:
+        known.world.close()
+    if _Process.store is None:
+        atexit.register(time.sleep, _LETTING_GO_S)
+        _Process.store = _store(meeting)
+    _Process.generation += 1
+    store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
+    world = make_world(store, coordinates.rank, size)
+    _Process.everyone, _Process.failed = Everyone(coordinates, store, world), False
+    return _Process.everyone
 
 
 def join(
+    everyone: Everyone,
     coordinates: Coordinates,
-    meeting: Meeting,
     *,
     backend: str,
     timeout: timedelta,
@@ -79,13 +124,11 @@ def join(
     survey: Survey | None = None,
     capacity: Hashable = None,
 ) -> Joined:
-    """Join the other ranks: as in the last run if that had the same shape, else anew.
-
-    All ranks run the same script, so all count the same generations and agree on the names.
+    """Take a place in the mesh: the one of the last run if that had the same shape, else a new one.
 
     Args:
+        everyone: all ranks.
         coordinates: this rank.
-        meeting: where the ranks meet.
         backend: ``"gloo"`` or ``"nccl"``, for tensors between stages and between replicas.
         timeout: of those tensors' links.
         device: of this rank.
@@ -95,37 +138,26 @@ def join(
     key = (coordinates, backend, timeout, survey is None, capacity)
     if _Process.joined is not None and _Process.key == key:
         return _Process.joined
+    _leave_mesh()
+    cluster = None if survey is None else survey(everyone.world)
+    if cluster is not None:
+        coordinates = replace(coordinates, order=cluster.order)
+    _Process.generation += 1
+    name = f"mesh{_Process.generation}"
+    mesh = Mesh(coordinates, everyone.store, everyone.world, backend, timeout, name)
+    if cluster is not None:
+        cluster = measure_links(mesh, cluster, device)
+    _Process.joined, _Process.key = Joined(mesh, cluster), key
+    return _Process.joined
+
+
+def _leave_mesh() -> None:
+    """Give up the mesh of the last run, if there is one."""
     if _Process.joined is not None:
         _Process.joined.mesh.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
-    if _Process.store is None:
-        atexit.register(time.sleep, _LETTING_GO_S)
-        _Process.store = _store(meeting)
-    _Process.generation += 1
-    store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
-    _Process.joined = _join(coordinates, store, backend, timeout, device, survey)
-    _Process.key = key
-    return _Process.joined
-
-
-def _join(
-    coordinates: Coordinates,
-    store: dist.Store,
-    backend: str,
-    timeout: timedelta,
-    device: torch.device,
-    survey: Survey | None,
-) -> Joined:
-    size = coordinates.replicas * coordinates.ranks_per_replica
-    world = make_world(store, coordinates.rank, size)
-    cluster = None if survey is None else survey(world)
-    if cluster is not None:
-        coordinates = replace(coordinates, order=cluster.order)
-    mesh = Mesh(coordinates, store, world, backend, timeout)
-    if cluster is not None:
-        cluster = measure_links(mesh, cluster, device)
-    return Joined(mesh, cluster)
+        _Process.joined, _Process.key = None, ()
 
 
 def _store(meeting: Meeting) -> dist.TCPStore:
@@ -140,6 +172,7 @@ def _store(meeting: Meeting) -> dist.TCPStore:
 
 def forget() -> None:
     """After a failure the links hold half-sent messages: the next run makes new ones."""
+    _Process.failed = True
     if _Process.joined is not None and _Process.key:
         _Process.key = ()
         if _Process.joined.mesh.coordinates.replicas > 1:

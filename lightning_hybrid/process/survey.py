@@ -1,23 +1,34 @@
-"""All ranks look at their devices at the same time, and hear what the others have seen."""
+"""All ranks look at their devices at the same time, and hear what the others have seen.
 
-from collections.abc import Sequence
+What they see is kept for as long as the process: a script that trains several times plans each time
+with the same numbers.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import log2
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from lightning_hybrid.comm.collectives import gather_objects, meet
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.specs import TensorSpec
-from lightning_hybrid.comm.transport import Group
-from lightning_hybrid.planning.cluster import Cluster, make_cluster
-from lightning_hybrid.planning.speed import look_at, measure_speed
+from lightning_hybrid.comm.transport import UNKNOWN_PEER, Group, start, wait
+from lightning_hybrid.planning.cluster import Cluster, given_speeds, make_cluster
+from lightning_hybrid.planning.sizes import Machine
+from lightning_hybrid.planning.speed import look_at, measure_speed, update_s_per_byte
 
 LINK_BYTES = 4 * 2**20
 """What is sent to see how fast a link is."""
 LINK_REPEATS = 4
+_MESSAGE_S = {"gloo": 2e-4, "nccl": 5e-5}
+"""What the Python around a message between two stages takes, on both sides together."""
+_UNMEASURED = {"nccl": (2e10, 1e10, 1e-4)}
+"""Taken for granted where links are not measured before there are stages: bytes/s of a link and of
+an all-reduce, seconds of an empty all-reduce."""
 
 
 def survey(
@@ -42,6 +53,86 @@ def survey(
         speed = measure_speed(device)
     devices = gather_objects(world, look_at(device, speed))
     return make_cluster(devices, replicas, stages, given)
+
+
+class _Seen:
+    """What this process has seen, and of which group and device."""
+
+    machine: Machine | None = None
+    key: tuple[object, ...] = ()
+
+
+def look_around(
+    world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
+) -> Machine:
+    """What is known of a machine before there are any sizes; every rank calls this together.
+
+    Args:
+        world: gloo over all ranks.
+        device: of this rank.
+        backend: of the tensors between ranks, ``"gloo"`` or ``"nccl"``.
+        given: relative speeds of the ranks; None: measure them.
+    """
+    key = world.size(), device, backend, given
+    if _Seen.machine is None or _Seen.key != key:
+        _Seen.machine, _Seen.key = _look_around(world, device, backend, given), key
+    return _Seen.machine
+
+
+def _look_around(
+    world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
+) -> Machine:
+    speed = (0.0, 0.0)
+    if given is None:
+        meet(world)  # those on one host must feel each other
+        speed = measure_speed(device)
+    devices = gather_objects(world, look_at(device, speed))
+    exchange = _UNMEASURED.get(backend) or _exchange(world, device)
+    bandwidth, reduce_bandwidth, reduce_s = exchange
+    return Machine(
+        devices=tuple(devices),
+        capacity=None if given is None else given_speeds(given, len(devices)),
+        bandwidth_bytes_per_s=bandwidth,
+        message_s=_MESSAGE_S[backend] + reduce_s,
+        reduce_bytes_per_s=reduce_bandwidth,
+        reduce_s=reduce_s,
+        update_s_per_byte=update_s_per_byte(device),
+        overlaps=device.type != "cpu",
+    )
+
+
+def _exchange(world: Group, device: torch.device) -> tuple[float, float, float]:
+    """Bytes/s of a link while all are in use, of an all-reduce, and seconds of an empty one."""
+    size, rank = world.size(), world.rank()
+    load = torch.zeros(LINK_BYTES // 4, device=device)
+    other = torch.empty_like(load)
+
+    def pass_on() -> None:
+        arrives = start(world.recv, [other], (rank - 1) % size, 0, peer=UNKNOWN_PEER)
+        leaves = start(world.send, [load], (rank + 1) % size, 0, peer=UNKNOWN_PEER)
+        wait(arrives, UNKNOWN_PEER)
+        wait(leaves, UNKNOWN_PEER)
+
+    def reduce(tensor: Tensor) -> None:
+        wait(start(world.allreduce, [tensor], peer=UNKNOWN_PEER), UNKNOWN_PEER)
+
+    link_s = _best_s(world, pass_on)
+    empty_s = _best_s(world, lambda: reduce(load[:1]))
+    whole_s = _best_s(world, lambda: reduce(load))
+    slowest = gather_objects(world, (link_s, whole_s, empty_s))
+    link_s, whole_s, empty_s = map(max, zip(*slowest))
+    return LINK_BYTES / link_s, LINK_BYTES / max(whole_s - empty_s, 1e-9), empty_s
+
+
+def _best_s(world: Group, action: Callable[[], None]) -> float:
+    """The least time of some, since a busy machine only ever makes one longer."""
+    best_s = float("inf")
+    for _ in range(1 + LINK_REPEATS):
+        meet(world)
+        start_s = perf_counter()
+        action()
+        best_s = min(best_s, perf_counter() - start_s)
+    return best_s
 
 
 def measure_links(mesh: Mesh, cluster: Cluster, device: torch.device) -> Cluster:

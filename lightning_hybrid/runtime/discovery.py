@@ -31,14 +31,13 @@ from lightning_hybrid.network import (
     Capture,
     NetworkGraph,
     NotCaptured,
-    Stage,
     compiled,
     network_partitions,
 )
 from lightning_hybrid.network.capture import kind_of
 from lightning_hybrid.network.find import candidates, own_forward, unwatch, watch
 from lightning_hybrid.network.following import CannotFollow
-from lightning_hybrid.network.stage import cut_at
+from lightning_hybrid.network.stage import compute_whole
 from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.pipeline.staged import tensors_of
 from lightning_hybrid.planning.plan import Plan
@@ -322,7 +321,7 @@ class Discovery:
             self._announcements.captured(found)
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
-            return _compute_here(graph, values) if call is None else call(values)
+            return compute_whole(graph, values) if call is None else call(values)
 
     @contextmanager
     def _filled(self, found: FoundNetwork) -> Iterator[None]:
@@ -387,17 +386,6 @@ class Discovery:
             for other, module in self._watched.items()
             if not inside(other, name) and not inside(name, other)
         )
-
-
-def _compute_here(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
-    """Compute a graph on this rank, whole."""
-    code = cut_at(graph, [])[0]
-    stage = Stage(code, graph.network, graph.device)
-    tensors = {name: values[graph.place[node]] for node, name in graph.tensors.items()}
-    leaves = graph.bind(values)
-    numbers = graph.values_of_numbers(graph.sizes(leaves))
-    outputs = stage.run_with([tensors[name] for name in code.tensors], leaves, numbers)
-    return graph.returned(outputs, numbers)
 
 
 def _shares(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

@@ -13,7 +13,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.speed import look_at
 from lightning_hybrid.process import joining
-from lightning_hybrid.process.joining import Joined, Meeting, forget, join
+from lightning_hybrid.process.joining import Everyone, Joined, Meeting, forget, gather, join
 
 CPU = torch.device("cpu")
 SECONDS = timedelta(seconds=30)
@@ -23,17 +23,29 @@ SECONDS = timedelta(seconds=30)
 def _process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has joined nobody; the store is one of this process alone."""
     process: Any = joining._Process
-    for name, value in {"store": dist.HashStore(), "joined": None, "key": ()}.items():
+    fresh = {
+        "store": dist.HashStore(),
+        "everyone": None,
+        "joined": None,
+        "key": (),
+        "failed": False,
+    }
+    for name, value in fresh.items():
         monkeypatch.setattr(process, name, value)
     yield
     if process.joined is not None:
         process.joined.mesh.shutdown()
+    if process.everyone is not None:
+        process.everyone.world.close()
+
+
+def gathered() -> Everyone:
+    return gather(Coordinates(0, 1, 1), Meeting("127.0.0.1", 0, 1, serve=True))
 
 
 def joined(survey: Callable[[Any], Cluster] | None = None, **how: Any) -> Joined:
     usual = {"backend": "gloo", "timeout": SECONDS, "device": CPU}
-    meeting = Meeting("127.0.0.1", 0, 1, serve=True)
-    return join(Coordinates(0, 1, 1), meeting, survey=survey, **(usual | how))
+    return join(gathered(), Coordinates(0, 1, 1), survey=survey, **(usual | how))
 
 
 def test_a_second_run_of_the_same_sizes_uses_the_same_groups() -> None:
@@ -46,14 +58,26 @@ def test_another_setting_makes_new_groups(how: dict[str, Any]) -> None:
     second = joined(**how)
     assert second is not first
     with pytest.raises(RuntimeError, match="has left the run"):
-        first.mesh.world.size()
-    assert second.mesh.world.size() == 1
+        first.mesh.control.size()
+    assert second.mesh.control.size() == 1
+
+
+def test_all_ranks_meet_once_whatever_the_sizes() -> None:
+    everyone = gathered()
+    first, second = joined(), joined(capacity=(1.0,))
+    assert first is not second
+    assert first.mesh.world is second.mesh.world is everyone.world is gathered().world
+    assert everyone.world.size() == 1
 
 
 def test_a_run_that_follows_a_failure_makes_new_groups() -> None:
     first = joined()
     forget()
-    assert joined() is not first
+    second = joined()
+    assert second is not first
+    with pytest.raises(RuntimeError, match="has left the run"):
+        first.mesh.world.size()
+    assert second.mesh.world.size() == 1
 
 
 def test_devices_are_looked_at_once_and_decide_who_stands_where() -> None:

@@ -1,0 +1,329 @@
+"""How many replicas, of how many stages, with how many micro-batches: the shortest time of a batch.
+
+Every replica takes a batch of its own, as under DDP, so that R replicas train on R batches in a
+step. What is compared is therefore the predicted time of a step divided by its replicas: that of an
+epoch, up to a constant. (N devices, R replicas of S devices each, R S = N, M micro-batches, B
+samples in the batch of a replica.)
+
+A network is measured only at the sizes of micro-batches that may win: from what it takes at size B,
+the time of any other size is estimated as proportional (which is optimistic on a device that likes
+large batches), and a candidate whose estimate is behind the best measured one is left there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.search import Objective, plan_stages
+
+WORTHWHILE = 0.95
+"""Stages are taken only where they are predicted to take at most this share of the time of
+replicas alone: a prediction is off by some percent, and replicas change nothing in the numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a run."""
+
+    replicas: int
+    stages: int
+    """devices of a replica"""
+    microbatches: int
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stages, {self.microbatches} micro-batches"
+        return f"{self.replicas} x {stages}" if self.stages > 1 else f"{self.replicas} replicas"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The devices of all ranks, and what they need to speak to each other."""
+
+    devices: tuple[Device, ...]
+    capacity: tuple[float, ...] | None
+    """relative speeds that the user gave; None: as measured"""
+    bandwidth_bytes_per_s: float
+    """of a link between two stages"""
+    message_s: float
+    """what a message between two stages adds, with the work around it"""
+    reduce_bytes_per_s: float
+    """of an all-reduce over all devices, by the size of the tensor"""
+    reduce_s: float
+    """of an all-reduce of nothing"""
+    update_s_per_byte: float
+    """optimizer step, by the size of the parameters"""
+    overlaps: bool
+    """whether an all-reduce runs beside the backward at no cost, as on an accelerator; on a CPU it
+    takes the processor from it"""
+
+    def reduced_s(self, size: float, replicas: int) -> float:
+        """Seconds of the all-reduce of `size` bytes over some replicas, as a ring of them does."""
+        count = len(self.devices)
+        if replicas == 1:
+            return 0.0
+        share = (replicas - 1) / replicas * count / (count - 1)
+        return self.reduce_s + share * size / self.reduce_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the n partitions of a network take, at one size of the micro-batch."""
+
+    names: tuple[str, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    cut_bytes: tuple[float, ...]
+    """(n - 1,) that cross the cut after a partition"""
+    parameters: tuple[int, ...]
+    gradient_bytes: tuple[float, ...]
+    """of what is trained"""
+    kept_bytes: tuple[float, ...]
+    """parameters, gradients and the state of the optimizer"""
+    activation_bytes: tuple[float, ...]
+    """held for each micro-batch between its forward and its backward"""
+    layers: tuple[int, ...]
+
+    def scaled(self, share: float) -> "Parts":
+        """An estimate for a micro-batch of this share of the samples."""
+        names = ("forward_s", "backward_s", "cut_bytes", "activation_bytes")
+        return replace(self, **{n: tuple(share * v for v in getattr(self, n)) for n in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Sizes, and what a step is predicted to take with them."""
+
+    sizes: Sizes
+    step_s: float
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds for each of the batches that the replicas take in a step."""
+        return self.step_s / self.sizes.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was chosen, and what was not."""
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    """the best of each other number of stages, the shortest first; estimates where those are far
+    behind"""
+    alone_s: float
+    """predicted seconds of a batch on one of the devices"""
+
+    def describe(self) -> str:
+        """What was chosen, what it is predicted to take, and the runners-up."""
+        best = self.best
+        lines = [
+            f"Chosen for {best.sizes.replicas * best.sizes.stages} devices: {best.sizes}. "
+            f"{_predicted(best)}"
+        ]
+        lines += [f"Next: {other.sizes}. {_predicted(other)}" for other in self.others[:2]]
+        if self.alone_s < best.batch_s:
+            lines.append(
+                f"One device alone is predicted to take {_seconds(self.alone_s)} for a batch, less "
+                "than any use of several: consider Trainer(devices=1)."
+            )
+        return "\n".join(lines)
+
+
+def _predicted(candidate: Candidate) -> str:
+    text = f"Predicted step: {_seconds(candidate.step_s)}"
+    if candidate.sizes.replicas == 1:
+        return f"{text}."
+    return f"{text} for {candidate.sizes.replicas} batches, {_seconds(candidate.batch_s)} each."
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How plans are made for each of the sizes; see :func:`plan_stages`."""
+
+    method: Literal["gabra", "exact"] = "gabra"
+    objective: Objective = "step"
+    schedule: str = "gpipe"
+    contiguous: bool = True
+    seed: int = 0
+
+
+def choose(
+    machine: Machine,
+    networks: Sequence[Callable[[int], Parts]],
+    *,
+    batch: int,
+    asked: int | None = None,
+    most: int | None = None,
+    allowed: Callable[[int, int], bool] = lambda replicas, stages: True,
+    search: Search | None = None,
+) -> Choice:
+    """The sizes with the shortest predicted time of a batch.
+
+    Args:
+        machine: the devices.
+        networks: per network, what gives its parts for a number of micro-batches; it may measure.
+        batch: samples in the batch of a replica.
+        asked: number of micro-batches that the user wants; None: it is chosen too.
+        most: the largest number of micro-batches that networks may be split into; None: any.
+        allowed: whether numbers of replicas and stages may be taken.
+        search: how plans are made.
+
+    Raises:
+        PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
+    """
+    prediction = _Prediction(machine, networks, asked or 1, search or Search())
+    count = len(machine.devices)
+    possible = [s for s in _sizes(count, batch, asked, most) if allowed(s.replicas, s.stages)]
+    if not possible:
+        raise PlanError(f"no numbers of replicas and stages of {count} devices are allowed here")
+    known, guesses = _compared(prediction, possible)
+    best = min(known, key=_rated)
+    seen = {candidate.sizes for candidate in known}
+    rest = [*known, *(guess for guess in guesses if guess.sizes not in seen)]
+    others: dict[int, Candidate] = {}
+    for candidate in sorted(rest, key=_rated):
+        if candidate.sizes.stages != best.sizes.stages:
+            others.setdefault(candidate.sizes.stages, candidate)
+    return Choice(best=best, others=tuple(others.values()), alone_s=prediction.alone_s())
+
+
+def _compared(
+    prediction: "_Prediction", possible: Sequence[Sizes]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The candidates that were measured, up to where none can be better; estimates of all."""
+    guesses, known = [], []
+    problem = PlanError("")
+    for sizes in possible:
+        try:
+            guesses.append(Candidate(sizes=sizes, step_s=prediction.estimated_s(sizes)))
+        except PlanError as error:  # they cannot hold it
+            problem = error
+    guesses.sort(key=_rated)
+    for guess in guesses:
+        if known and _rated(guess) >= min(map(_rated, known)):
+            break
+        try:
+            known.append(Candidate(sizes=guess.sizes, step_s=prediction.measured_s(guess.sizes)))
+        except PlanError as error:
+            problem = error
+    if not known:
+        raise problem
+    return known, guesses
+
+
+def _rated(candidate: Candidate) -> float:
+    """The time of a batch; replicas alone get an advance."""
+    return candidate.batch_s * (WORTHWHILE if candidate.sizes.stages == 1 else 1.0)
+
+
+def _sizes(devices: int, batch: int, asked: int | None, most: int | None) -> list[Sizes]:
+    """All sizes that use all devices."""
+    found = []
+    for stages in (s for s in range(1, devices + 1) if devices % s == 0):
+        numbers = [asked or 1]
+        if asked is None and stages > 1:
+            # slices of two samples at least, if that can be: single ones may take a slow path
+            limit = min(max(batch // 2, min(batch, 2)), most or batch)
+            numbers = [m for m in sorted({1, 2, stages, 2 * stages, 4 * stages}) if m <= limit]
+        found += [Sizes(replicas=devices // stages, stages=stages, microbatches=m) for m in numbers]
+    return found
+
+
+class _Prediction:
+    """What steps take.
+
+    Args:
+        machine: the devices.
+        networks: see :func:`choose`.
+        whole: micro-batches of one stage, which takes its batches as the user wants, else whole.
+        search: how plans are made.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        networks: Sequence[Callable[[int], Parts]],
+        whole: int,
+        search: Search,
+    ) -> None:
+        self._machine, self._whole, self._search = machine, whole, search
+        self._networks = [cache(network) for network in networks]
+
+    def measured_s(self, sizes: Sizes) -> float:
+        """Seconds of a step, from what networks take at that size of the micro-batch.
+
+        Raises:
+            PlanError: the devices cannot hold them.
+        """
+        parts = [network(sizes.microbatches) for network in self._networks]
+        return self._step_s(parts, sizes)
+
+    def estimated_s(self, sizes: Sizes) -> float:
+        """The same, from what they take whole."""
+        share = self._whole / sizes.microbatches
+        return self._step_s(
+            [network(self._whole).scaled(share) for network in self._networks], sizes
+        )
+
+    def alone_s(self) -> float:
+        """Seconds of a step on one device, however much it holds."""
+        parts = [network(self._whole) for network in self._networks]
+        computed = sum(self._whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
+        trained = sum(sum(p.gradient_bytes) for p in parts)
+        return computed + self._machine.update_s_per_byte * trained
+
+    def _step_s(self, networks: Sequence[Parts], sizes: Sizes) -> float:
+        total = 0.0
+        for parts in networks:
+            # one with too few parts for the stages stays on the driver
+            here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)
+            plan = self._plan(parts, here, self._cluster(sizes))
+            assert plan.predicted_step_s is not None
+            total += plan.predicted_step_s
+        return total
+
+    def _cluster(self, sizes: Sizes) -> Cluster:
+        machine = self._machine
+        return make_cluster(machine.devices, sizes.replicas, sizes.stages, machine.capacity)
+
+    def _plan(self, parts: Parts, sizes: Sizes, cluster: Cluster) -> Plan:
+        machine, search = self._machine, self._search
+        # an all-reduce of nothing takes its time too: once, with the last partition
+        start_s = machine.reduced_s(0.0, sizes.replicas)
+        reduced = [machine.reduced_s(b, sizes.replicas) - start_s for b in parts.gradient_bytes]
+        reduced[-1] += start_s
+        updates = [machine.update_s_per_byte * size for size in parts.gradient_bytes]
+        in_flight = sizes.microbatches if sizes.stages > 1 else 1
+        kept = zip(parts.kept_bytes, parts.activation_bytes)
+        limits = cluster.memory_limits
+        return plan_stages(
+            parts.names,
+            parts.forward_s,
+            parts.backward_s,
+            parts.cut_bytes,
+            parts.parameters,
+            parts.layers,
+            replicas=sizes.replicas,
+            stages=sizes.stages,
+            microbatches=sizes.microbatches,
+            schedule=search.schedule,
+            method=search.method,
+            objective=search.objective,
+            capacities=cluster.capacities[: sizes.stages],
+            bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
+            latency_s=machine.message_s,
+            reduce_s=reduced if machine.overlaps else (),
+            step_s=updates if machine.overlaps else [u + r for u, r in zip(updates, reduced)],
+            memory_bytes=[round(k + in_flight * a) for k, a in kept],
+            memory_limits=None if limits is None else limits[: sizes.stages],
+            contiguous=search.contiguous,
+            seed=search.seed,
+        )

@@ -1,0 +1,218 @@
+"""A step of the user's on a copy of the module, before a run: what will be computed in it?
+
+With automatic sizes nobody knows yet who will run the user's code. Rank 0 looks ahead: it copies
+the LightningModule, takes one batch of a copy of the loader (else ``example_input_array``) and runs
+``training_step`` on them up to its end, without a backward. The user's own module, loaders, loggers
+and generators stay what they are, and so does what the script prints and draws.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hybrid._lightning import (
+    CombinedLoader,
+    DummyLogger,
+    LightningDataModule,
+    LightningModule,
+    Precision,
+    Trainer,
+    is_param_in_hook_signature,
+    move_data_to_device,
+)
+from lightning_hybrid._lightning_private import (
+    random_states,
+    set_random_states,
+    training_source,
+)
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.runtime.look_ahead import LookAhead
+
+_SHARED_BYTES = 2**20
+"""A tensor or array of more than this is data that is read; a smaller one may be a counter."""
+
+
+class CannotRehearse(HybridError):
+    """Nothing can be known of the network before the run; the message says why."""
+
+
+@contextmanager
+def rehearsal(
+    trainer: Trainer,
+    module: LightningModule,
+    names: tuple[str, ...] | None,
+    device: torch.device,
+    precision: Precision,
+) -> Iterator[LookAhead]:
+    """What the networks of a module do in a training step; inside, they may be measured.
+
+    Args:
+        trainer: Lightning's, about to fit.
+        module: the user's, whose weights are all here.
+        names: of the modules that are networks; None: they are found.
+        device: of this rank.
+        precision: Lightning's; inside, it surrounds what is computed.
+
+    Raises:
+        CannotRehearse: no network was seen.
+    """
+    states = random_states()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            looked = _look(trainer, module, names, device, precision)
+            with precision.train_step_context():
+                yield looked
+    finally:
+        set_random_states(states)
+
+
+def _look(
+    trainer: Trainer,
+    module: LightningModule,
+    names: tuple[str, ...] | None,
+    device: torch.device,
+    precision: Precision,
+) -> LookAhead:
+    # what the user's code raises here, it would raise in the run, where it belongs
+    problems = []
+    for attempt in (_train_on_a_batch, _call_on_the_example):
+        try:
+            stand_in = copy.copy(trainer)
+            stand_in.loggers = [DummyLogger()] if trainer.loggers else []
+            copied = _copied(module, trainer, stand_in).to(device)
+            looked = LookAhead(copied, names)
+            with redirect_stdout(io.StringIO()), precision.train_step_context():
+                try:
+                    attempt(trainer, copied, device, precision)
+                except Exception as error:
+                    if not looked.seen:
+                        raise
+                    problems.append(_told(error))  # after the network's call: enough was seen
+            if looked.seen:
+                return looked
+            problems += looked.problems or ["no call of a module with parameters was seen"]
+        except Exception as error:
+            problems.append(_told(error))
+    raise CannotRehearse(problems[0])
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
+
+
+def _copied(module: LightningModule, trainer: Trainer, stand_in: Trainer) -> LightningModule:
+    """A copy with its own weights that neither logs nor steps."""
+    memo: dict[int, Any] = {id(trainer): stand_in, id(trainer.strategy): trainer.strategy}
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:  # a module may refuse to be copied in any way it likes
+        raise CannotRehearse(f"the module cannot be copied ({_told(error)})") from error
+    copied.trainer = stand_in
+    for name in ("log", "log_dict", "print"):
+        vars(copied)[name] = _nothing
+    return copied
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What is not done in a rehearsal."""
+
+
+# ---------------------------------------------------------------- what is run
+
+
+def _train_on_a_batch(
+    trainer: Trainer, copied: LightningModule, device: torch.device, precision: Precision
+) -> None:
+    source, datamodule = training_source(trainer), None
+    if isinstance(source, LightningDataModule):
+        datamodule = _shared_copy(source)
+        loaders = datamodule.train_dataloader()
+    elif isinstance(source, LightningModule):
+        loaders = copied.train_dataloader()
+    else:
+        loaders = _shared_copy(source)
+    batch = precision.convert_input(_first_batch(loaders))
+    for hook, arguments in (
+        ("on_before_batch_transfer", (0,)),
+        ("transfer_batch_to_device", (device, 0)),
+        ("on_after_batch_transfer", (0,)),
+    ):
+        own = getattr(type(datamodule), hook, None) is not getattr(LightningDataModule, hook)
+        owner = datamodule if datamodule is not None and own else copied
+        batch = getattr(owner, hook)(batch, *arguments)
+    step = copied.training_step
+    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        raise CannotRehearse("its training_step takes a dataloader_iter")
+    numbered = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    step(batch, 0) if numbered else step(batch)
+
+
+def _call_on_the_example(
+    trainer: Trainer, copied: LightningModule, device: torch.device, precision: Precision
+) -> None:
+    example = copied.example_input_array
+    if example is None:
+        raise CannotRehearse("the module has no example_input_array")
+    example = move_data_to_device(precision.convert_input(example), device)
+    if isinstance(example, dict):
+        copied(**example)
+    else:
+        copied(*(example if isinstance(example, tuple) else (example,)))
+
+
+def _first_batch(loaders: Any) -> Any:
+    """The first batch of copies of loaders, in this process."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    for loader in combined.flattened:
+        if isinstance(loader, DataLoader):  # nothing is started for one batch
+            loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
+            loader.prefetch_factor, loader.worker_init_fn = None, None
+    batch, _, _ = next(iter(combined))
+    return batch
+
+
+def _shared_copy(thing: Any) -> Any:
+    """A copy that reads the same data: its state is its own, large tensors and code are not.
+
+    Raises:
+        CannotRehearse: it has something that cannot be copied, such as a generator.
+    """
+    kept: list[Any] = []
+    file = io.BytesIO()
+    pickler = _Sharing(kept, file, protocol=5)
+    try:
+        pickler.dump(thing)
+        file.seek(0)
+        unpickler = pickle.Unpickler(file)
+        unpickler.persistent_load = lambda index: kept[index]  # type: ignore[method-assign]
+        return unpickler.load()
+    except Exception as error:  # an object may refuse to be copied in any way it likes
+        raise CannotRehearse(
+            f"the train loader cannot be copied, and its batches are not to be taken from the run "
+            f"({_told(error)})"
+        ) from error
+
+
+class _Sharing(pickle.Pickler):
+    """Leaves out what a copy may share."""
+
+    def __init__(self, kept: list[Any], *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._kept = kept
+
+    def persistent_id(self, value: Any) -> int | None:
+        large = isinstance(value, Tensor | np.ndarray) and value.nbytes > _SHARED_BYTES
+        if not (large or isinstance(value, type | FunctionType | nn.Module | Trainer)):
+            return None
+        self._kept.append(value)
+        return len(self._kept) - 1

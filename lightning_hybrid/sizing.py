@@ -1,0 +1,154 @@
+"""Automatic sizes: rank 0 looks at a training step, and all ranks hear what it has chosen.
+
+This is before drivers and workers part, so nothing of it belongs to the run: what a network takes
+is measured on a copy (:mod:`lightning_hybrid.rehearsal`) and kept in the cache of profiles, where
+the run finds it when it cuts the network. Where nothing can be known beforehand all devices form
+one chain, in which the network is found at its first call.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
+from lightning_hybrid.config import Config
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.network import cached, measure, why_whole
+from lightning_hybrid.planning.memory import ASSUMED_TENSORS
+from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
+from lightning_hybrid.progress import StartProgress, display_of
+from lightning_hybrid.refusals import callbacks_allow
+from lightning_hybrid.rehearsal import rehearsal
+from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
+from lightning_hybrid.world import World
+
+
+class SizeChooser:
+    """Chooses replicas, stages and micro-batches for one run.
+
+    Args:
+        trainer: Lightning's, which is setting up the run.
+        config: what the user has asked for.
+        machine: the devices of all ranks.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, trainer: Trainer, config: Config, machine: Machine, device: torch.device
+    ) -> None:
+        self._trainer, self._config = trainer, config
+        self._machine, self._device = machine, device
+        self._progress = StartProgress(display_of(trainer, rank_zero_info))
+
+    def on_all_ranks(self, world: World, *, deferred: bool) -> Sizes | None:
+        """What rank 0 has chosen; all ranks call this together.
+
+        Args:
+            world: all ranks.
+            deferred: whether weights are made by those who will own them.
+
+        Returns:
+            ``None``: nothing can be known, so all devices form one chain, as said in one line.
+        """
+        sizes = None
+        if world.coordinates.rank == 0:
+            with world.choosing():
+                sizes = self._choose_or_say_why(deferred)
+        return world.broadcast(sizes)
+
+    def _choose_or_say_why(self, deferred: bool) -> Sizes | None:
+        reason = None
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            reason = "sizes are chosen for training, and this run does not train"
+        elif deferred:
+            reason = "a network that is made in configure_model is whole on no rank"
+        else:
+            try:
+                return self._choose()
+            except HybridError as error:
+                reason = str(error)
+        count = len(self._machine.devices)
+        rank_zero_info(
+            f"All {count} devices form one chain, as with pipeline_parallel_size={count}: {reason}"
+        )
+        return None
+
+    def _choose(self) -> Sizes:
+        config, trainer = self._config, self._trainer
+        self._progress.begin("looking at a training step")
+        module, precision = trainer.lightning_module, trainer.precision_plugin
+        try:
+            with rehearsal(trainer, module, config.names, self._device, precision) as looked:
+                choice = choose(
+                    self._machine,
+                    [_Measured(seen, self._device, self._progress) for seen in looked.seen],
+                    batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked.seen),
+                    asked=config.microbatches,
+                    most=_most_microbatches(looked),
+                    allowed=lambda replicas, stages: callbacks_allow(trainer, replicas, stages),
+                    search=self._search(),
+                )
+        finally:
+            self._progress.over()
+        rank_zero_info(choice.describe())
+        return choice.best.sizes
+
+    def _search(self) -> Search:
+        settings = self._config.settings
+        assert isinstance(settings.allocation, str), "cut points leave no sizes open"
+        return Search(
+            method=settings.allocation,
+            objective=settings.objective,
+            schedule=settings.schedule,
+            contiguous=settings.contiguous,
+            seed=settings.seed,
+        )
+
+
+def _most_microbatches(looked: LookAhead) -> int | None:
+    """1 where a network takes its batches whole; ``None``: any number."""
+    for seen in looked.seen:
+        batch = seen.graph.batch_of(seen.leaves) or 1
+        if batch > 1 and why_whole(seen.graph, seen.leaves, 2, tried=True) is not None:
+            return 1
+    return None
+
+
+class _Measured:
+    """What a network takes, by the number of micro-batches; from the cache where it is known."""
+
+    def __init__(self, seen: Seen, device: torch.device, progress: StartProgress) -> None:
+        self._seen, self._device, self._progress = seen, device, progress
+
+    def __call__(self, microbatches: int) -> Parts:
+        graph, partitions = self._seen.graph, self._seen.partitions
+        leaves: list[Tensor] = list(self._seen.leaves)
+        if microbatches > 1 and not graph.is_static:
+            leaves = graph.split(leaves, microbatches)[0]
+
+        def advance(number: int, count: int) -> None:
+            what = f"profiling {number} of {count} partitions of {self._seen.name or 'self'!r}"
+            self._progress.doing(what, number, count)
+
+        profile = cached(
+            lambda: measure(graph, partitions, leaves, device=self._device, advance=advance),
+            graph,
+            partitions,
+            leaves,
+            self._device,
+        )
+        rows = profile.partitions
+        sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
+        return Parts(
+            names=tuple(partition.name for partition in partitions),
+            forward_s=tuple(row.forward for row in rows),
+            backward_s=tuple(row.backward for row in rows),
+            cut_bytes=tuple(float(row.output_bytes) for row in rows[:-1]),
+            parameters=tuple(sum(sizes[n] for n in p.parameters) for p in partitions),
+            gradient_bytes=tuple(float(row.gradient_bytes) for row in rows),
+            kept_bytes=tuple(
+                float(row.parameter_bytes + (1 + ASSUMED_TENSORS) * row.gradient_bytes)
+                for row in rows
+            ),
+            activation_bytes=tuple(float(row.activation_bytes) for row in rows),
+            layers=tuple(len(partition.layers) for partition in partitions),
+        )

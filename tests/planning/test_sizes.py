@@ -1,0 +1,156 @@
+"""Which sizes have the shortest predicted time of a batch, on machines given by numbers."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.cluster import Device
+from lightning_hybrid.planning.sizes import Machine, Parts, Sizes, choose
+
+MS, MB = 1e-3, 1e6
+
+
+def machine(devices: int = 2, **changes: Any) -> Machine:
+    """CPU processes of one host, about as the project's own machine has them."""
+    device = Device(host="a", name="cpu", memory_bytes=None, units_per_s=1.0, units_per_own_s=1.0)
+    usual = Machine(
+        devices=(device,) * devices,
+        capacity=None,
+        bandwidth_bytes_per_s=1e9,
+        message_s=0.3 * MS,
+        reduce_bytes_per_s=1e9,
+        reduce_s=0.1 * MS,
+        update_s_per_byte=8e-10,
+        overlaps=False,
+    )
+    return replace(usual, **changes)
+
+
+def layers(count: int, forward_s: float, weights: float, activation: float) -> Parts:
+    """Equal ones; the times are those of a whole batch."""
+    return Parts(
+        names=tuple(f"layers.{i}" for i in range(count)),
+        forward_s=(forward_s,) * count,
+        backward_s=(2 * forward_s,) * count,
+        cut_bytes=(activation,) * (count - 1),
+        parameters=(round(weights / 4),) * count,
+        gradient_bytes=(weights,) * count,
+        kept_bytes=(4 * weights,) * count,
+        activation_bytes=(activation,) * count,
+        layers=(2,) * count,
+    )
+
+
+WIDE = layers(20, 1.5 * MS, 4.2 * MB, 0.1 * MB)
+"""20 linear layers of 1024 on 32 samples: a gradient weighs more than what it is made of."""
+TINY = layers(20, 0.03 * MS, 4e3, 4e3)
+CONVOLUTIONS = layers(18, 25 * MS, 0.5 * MB, 8 * MB)
+
+
+class Network:
+    """Its times are proportional to the samples, and it notes what was measured."""
+
+    def __init__(self, parts: Parts, slower: float = 1.0) -> None:
+        self.parts, self.slower, self.asked = parts, slower, []
+
+    def __call__(self, microbatches: int) -> Parts:
+        self.asked.append(microbatches)
+        share = (1.0 if microbatches == 1 else self.slower) / microbatches
+        return self.parts.scaled(share)
+
+
+def test_where_gradients_bind_a_chain_is_chosen() -> None:
+    best = choose(machine(), [Network(WIDE)], batch=32).best.sizes
+    assert (best.replicas, best.stages) == (1, 2)
+    assert best.microbatches > 1
+
+
+@pytest.mark.parametrize("parts", [TINY, CONVOLUTIONS])
+@pytest.mark.parametrize("devices", [2, 6])
+def test_where_computing_or_messages_bind_replicas_are_chosen(parts: Parts, devices: int) -> None:
+    best = choose(machine(devices), [Network(parts)], batch=6).best.sizes
+    assert best == Sizes(replicas=devices, stages=1, microbatches=1)
+
+
+def test_a_step_of_replicas_is_compute_allreduce_and_update() -> None:
+    choice = choose(machine(), [Network(TINY)], batch=6)
+    nbytes, computed = 20 * 4e3, 20 * 3 * 0.03 * MS
+    expected = computed + 0.1 * MS + nbytes / 1e9 + 8e-10 * nbytes
+    assert choice.best.step_s == pytest.approx(expected)
+    assert choice.best.batch_s == pytest.approx(expected / 2)
+    assert choice.alone_s == pytest.approx(computed + 8e-10 * nbytes)
+
+
+def test_an_accelerator_reduces_beside_its_backward() -> None:
+    hidden = choose(machine(overlaps=True, reduce_s=0.0), [Network(CONVOLUTIONS)], batch=6)
+    assert hidden.best.step_s == pytest.approx(18 * 75 * MS + 8e-10 * 18 * 0.5 * MB)
+
+
+def test_what_cannot_win_is_not_measured() -> None:
+    network = Network(CONVOLUTIONS)
+    choose(machine(), [network], batch=6)
+    assert network.asked == [1]
+
+
+def test_what_a_smaller_slice_really_takes_decides() -> None:
+    fast = choose(machine(), [Network(WIDE)], batch=32).best.sizes
+    slow = choose(machine(), [Network(WIDE, slower=2.5)], batch=32).best.sizes
+    assert fast.microbatches > 1
+    assert slow.microbatches == 1
+
+
+def test_a_network_that_fits_nowhere_whole_is_cut() -> None:
+    devices = tuple(replace(d, memory_bytes=300 * 10**6) for d in machine(4).devices)
+    best = choose(machine(devices=4, reduce_s=0.0), [Network(CONVOLUTIONS)], batch=8).best
+    assert best.sizes.stages == 1
+    small = replace(machine(4), devices=devices)
+    held = layers(18, 25 * MS, 6 * MB, 1 * MB)  # 450 MB with gradients and optimizer
+    assert choose(small, [Network(held)], batch=8).best.sizes.stages > 1
+
+
+def test_what_no_devices_hold_is_an_error() -> None:
+    devices = tuple(replace(d, memory_bytes=10**6) for d in machine().devices)
+    with pytest.raises(PlanError, match="memory"):
+        choose(replace(machine(), devices=devices), [Network(WIDE)], batch=32)
+
+
+def test_batches_that_must_stay_whole_stay_whole() -> None:
+    choice = choose(machine(), [Network(WIDE)], batch=32, most=1)
+    assert all(c.sizes.microbatches == 1 for c in (choice.best, *choice.others))
+
+
+def test_given_micro_batches_are_taken_everywhere() -> None:
+    choice = choose(machine(), [Network(WIDE)], batch=32, asked=3)
+    assert all(c.sizes.microbatches == 3 for c in (choice.best, *choice.others))
+
+
+def test_sizes_that_are_not_allowed_are_not_taken() -> None:
+    best = choose(machine(), [Network(TINY)], batch=6, allowed=lambda r, s: r == 1).best.sizes
+    assert best.replicas == 1
+    with pytest.raises(PlanError, match="2 devices"):
+        choose(machine(), [Network(TINY)], batch=6, allowed=lambda r, s: False)
+
+
+def test_two_networks_are_two_times_and_a_small_one_stays_on_the_driver() -> None:
+    one = choose(machine(), [Network(WIDE)], batch=32).best
+    single = replace(layers(1, 0.1 * MS, 10.0, 10.0), cut_bytes=())
+    two = choose(machine(), [Network(WIDE), Network(single)], batch=32).best
+    assert two.sizes == one.sizes
+    assert two.step_s > one.step_s
+
+
+def test_the_choice_is_told_with_what_comes_next() -> None:
+    text = choose(machine(), [Network(TINY)], batch=6).describe()
+    first, second, *more = text.splitlines()
+    assert first.startswith("Chosen for 2 devices: 2 replicas. Predicted step: 2.")
+    assert "for 2 batches" in first
+    assert second.startswith("Next: 1 x 2 stages, ")
+    assert not more
+
+
+def test_one_device_that_is_faster_is_named() -> None:
+    slow = machine(reduce_s=20 * MS, message_s=20 * MS)
+    *_, last = choose(slow, [Network(TINY)], batch=6).describe().splitlines()
+    assert "Trainer(devices=1)" in last

@@ -1,0 +1,111 @@
+"""Sizes that are left open are chosen before the run, and change nothing else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Training
+
+pytestmark = pytest.mark.distributed
+SCRIPT = Path(__file__).with_name("automatic_sizes_script.py")
+OPEN: list[Any] = []
+JOBS = [
+    {"name": "tiny", "network": "tiny", "strategy": OPEN},
+    {"name": "tiny given", "network": "tiny", "strategy": [2, 1]},
+    {"name": "wide", "network": "wide", "strategy": OPEN},
+    {"name": "wide given", "network": "wide", "strategy": "as chosen", "shape": [1, 2]},
+    {"name": "plain loader", "network": "wide", "strategy": OPEN, "loader": "plain"},
+    {"name": "once", "network": "tiny", "strategy": OPEN, "loader": "once"},
+    {"name": "unpacks", "network": "unpacks", "strategy": OPEN},
+    {"name": "made", "network": "made", "strategy": OPEN},
+    {"name": "cut points", "network": "tiny", "strategy": OPEN}
+    | {"arguments": {"allocation": ["net.1"]}},
+]
+for job in JOBS[3:4]:
+    job["after"] = "wide"
+DDP = [{"name": "tiny", "network": "tiny", "strategy": "ddp"}]
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Any]], Ranks]:
+    """Run jobs in two processes."""
+    return lambda jobs: Training(
+        tmp_path_factory.mktemp("sizes"), script=SCRIPT, jobs=jobs, processes=2
+    ).run()
+
+
+@pytest.fixture(scope="module")
+def ranks(run: Callable[[list[Any]], Ranks]) -> Ranks:
+    return run(JOBS)
+
+
+def said(ranks: Ranks, job: str) -> str:
+    return "\n".join(ranks[0][job]["said"])
+
+
+def assert_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if name == "weights":
+            assert all(torch.equal(found[name][n], w) for n, w in value.items()), name
+        else:
+            assert found[name] == value, name
+
+
+def test_a_tiny_network_is_replicated_and_equals_ddp_digit_for_digit(
+    ranks: Ranks, run: Callable[[list[Any]], Ranks]
+) -> None:
+    for rank, expected in enumerate(run(DDP)):
+        found = ranks[rank]["tiny"]
+        assert found["shape"] == (2, rank)
+        assert_the_same(found["user"], expected["tiny"]["user"])
+    assert "Chosen for 2 devices: 2 replicas. Predicted step: " in said(ranks, "tiny")
+    assert "Next: 1 x 2 stages" in said(ranks, "tiny")
+
+
+def test_where_gradients_bind_stages_are_chosen(ranks: Ranks) -> None:
+    assert [rank["wide"]["shape"] for rank in ranks] == [(1, 0), (1, 1)]
+    assert "Chosen for 2 devices: 1 x 2 stages" in said(ranks, "wide")
+
+
+@pytest.mark.parametrize("job", ["tiny", "wide"])
+def test_all_a_script_sees_is_what_the_same_sizes_would_give(ranks: Ranks, job: str) -> None:
+    """Losses, batches, reads, hooks, logs and later random numbers, on every rank."""
+    for rank in ranks:
+        assert_the_same(rank[job]["user"], rank[f"{job} given"]["user"])
+
+
+def test_loaders_that_were_given_are_not_drawn_from(ranks: Ranks) -> None:
+    plain, expected = ranks[0]["plain loader"]["user"], ranks[0]["wide given"]["user"]
+    assert plain["losses"] == expected["losses"]
+    assert plain["reads"] == expected["reads"]
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        ("once", "the train loader cannot be copied"),
+        ("unpacks", "has no attribute 'scale'"),
+        ("made", "made in configure_model"),
+    ],
+)
+def test_where_nothing_can_be_known_all_devices_form_one_chain(
+    ranks: Ranks, job: str, why: str
+) -> None:
+    assert ranks[0][job]["shape"] == (1, 0)
+    [line] = [text for text in ranks[0][job]["said"] if "form one chain" in text]
+    assert why in line
+    assert len(ranks[0][job]["user"]["losses"]) == 6
+
+
+def test_cut_points_are_for_a_chain_of_all_devices(ranks: Ranks) -> None:
+    assert ranks[0]["cut points"]["shape"] == (1, 0)
+    assert "Chosen" not in said(ranks, "cut points")
+
+
+def test_before_a_run_nobody_knows_the_sizes(ranks: Ranks) -> None:
+    """A process is then what it is in a chain of all: one replica, and a rank of its own."""
+    assert [rank["tiny"]["before"] for rank in ranks] == [(1, 0), (1, 1)]
