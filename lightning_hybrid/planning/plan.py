@@ -207,6 +207,18 @@ class Plan:
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
 
+    def to_html(self, path: str | Path, trace: str | Path | None = None) -> None:
+        """Write the plan as a page with pictures, which needs nothing but itself.
+
+        Args:
+            path: The file.
+            trace: Folder with the trace of a run of this plan, which is then shown beside the
+                prediction; None: that of ``LIGHTNING_HYBRID_TRACE``, if it has one.
+        """
+        from lightning_hybrid.planning.page import plan_page  # which is made of plans
+
+        Path(path).write_text(plan_page(self, trace), encoding="utf-8")
+
     def table(self) -> list[dict[str, str | int | float]]:
         """One row per stage for a report; a plan without rows lists devices and copies only."""
         shape = zip(self.devices, self.copies)
