@@ -69,9 +69,7 @@ def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
         return None
     latency = Spread.of(latencies)
     rates = [LARGE_BYTES / max(s - latency.median, s / 10) for s in transfers]
-    return PairProbe(
-        ranks=(one, other), latency_s=latency, bandwidth_bytes_per_s=Spread.of(rates)
-    )
+    return PairProbe(ranks=(one, other), latency_s=latency, bandwidth_bytes_per_s=Spread.of(rates))
 
 
 def probe_all_reduce(device: torch.device) -> Spread:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.comm.probe import LARGE_BYTES, Spread
+from lightning_hybrid.commands.terminal import terminal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.process.checkup import Checkup, check_up
 
@@ -80,7 +81,7 @@ def _start(count: int, out: str | None) -> None:
 
 
 def _print(found: Checkup) -> None:
-    console = Console()
+    console = terminal()
     table = Table(title="Ranks", title_justify="left")
     for name in ("rank", "host", "device", "GFLOP/s", "memory", "shared memory", "address"):
         table.add_column(name, justify="left" if name in ("host", "device") else "right")
@@ -94,16 +95,13 @@ def _print(found: Checkup) -> None:
         _print_links(console, found)
     versions = found.facts[0].versions
     console.print(
-        "versions: " + ", ".join(f"{k} {v}" for k, v in versions.items() if v != "not installed"),
-        highlight=False,
+        "versions: " + ", ".join(f"{k} {v}" for k, v in versions.items() if v != "not installed")
     )
     problems = found.disagreements()
     for line in problems:
-        console.print(f"DIFFERS {line}", markup=False, highlight=False)
+        console.print(f"DIFFERS {line}")
     if not problems and len(found.facts) > 1:
-        console.print(
-            "All ranks reach each other and agree in versions and shared memory.", highlight=False
-        )
+        console.print("All ranks reach each other and agree in versions and shared memory.")
 
 
 def _print_links(console: Console, found: Checkup) -> None:
@@ -119,12 +117,11 @@ def _print_links(console: Console, found: Checkup) -> None:
         )
     console.print(table)
     if len(found.pairs) > _MOST_PAIRS:
-        console.print(f"and {len(found.pairs) - _MOST_PAIRS} more pairs", highlight=False)
+        console.print(f"and {len(found.pairs) - _MOST_PAIRS} more pairs")
     if found.all_reduce_s is not None:
         console.print(
             f"all-reduce of {LARGE_BYTES / 2**20:g} MiB over {len(found.facts)} ranks: "
-            f"{_spread(found.all_reduce_s, 1e3)} ms",
-            highlight=False,
+            f"{_spread(found.all_reduce_s, 1e3)} ms"
         )
 
 

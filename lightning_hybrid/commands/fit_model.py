@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
-
+from lightning_hybrid.commands.terminal import terminal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.performance import fit
 
@@ -59,15 +58,15 @@ def run(options: argparse.Namespace) -> None:
         "extrinsic": {name: name for name in extrinsic},
     }
     model = fit(rows, times, **chosen, strength=options.strength)
-    console = Console()
-    console.print(model.describe(), markup=False, highlight=False)
-    console.print(_held_out(rows, times, chosen, options.strength), markup=False, highlight=False)
+    console = terminal()
+    console.print(model.describe())
+    console.print(_held_out(rows, times, chosen, options.strength))
     if options.out:
         try:
             model.save(options.out)
         except OSError as error:
             raise PlanError(f"{options.out!r} cannot be written: {error.strerror}") from error
-        console.print(f"model written to {options.out}", markup=False, highlight=False)
+        console.print(f"model written to {options.out}")
 
 
 def _held_out(

@@ -1,4 +1,4 @@
-"""`lightning-hybrid plan`: the fastest shape for a network on a cluster, as table, JSON and page."""
+"""`lightning-hybrid plan`: the fastest shape for a network on a cluster, shown or written."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.commands.study import Study, add_study_options, device_counts, make_study
+from lightning_hybrid.commands.terminal import terminal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.page import Section, plan_page
 from lightning_hybrid.planning.plan import Plan
@@ -46,17 +47,17 @@ def run(options: argparse.Namespace) -> None:
         f"bubble {best.bubble:.1%}.",
         study.origin,
     )
-    console = Console()
-    console.print(plan.describe().rstrip(), markup=False, highlight=False, soft_wrap=True)
+    console = terminal()
+    console.print(plan.describe().rstrip(), soft_wrap=True)
     for fact in facts:
-        console.print(fact, markup=False, highlight=False)
+        console.print(fact)
     _print_runners_up(console, study, shapes)
     if options.json:
         _write(options.json, plan.to_json())
-        console.print(f"plan written to {options.json}", markup=False, highlight=False)
+        console.print(f"plan written to {options.json}")
     if options.html:
         _write(options.html, _page(study, plan, shapes, count, facts))
-        console.print(f"page written to {options.html}", markup=False, highlight=False)
+        console.print(f"page written to {options.html}")
 
 
 def _write(path: str, text: str) -> None:

@@ -12,6 +12,7 @@ from lightning_hybrid.commands.study import (
     device_counts,
     make_study,
 )
+from lightning_hybrid.commands.terminal import terminal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.shapes import Shape, fastest
 
@@ -42,23 +43,17 @@ def run(options: argparse.Namespace) -> None:
     best = dict(zip(counts, curves["hybrid"]))
     if not any(best.values()):
         fastest(study.shapes(most))  # which says what lacks
-    console = Console()
+    console = terminal()
     shown = device_counts(most)
     _print_table(console, study, {n: [curves[k][counts.index(n)] for k in KINDS] for n in shown})
-    console.print(study.origin, markup=False, highlight=False)
+    console.print(study.origin)
     fits = next(count for count, shape in best.items() if shape is not None)
-    console.print(
-        "It fits on one device." if fits == 1 else f"It fits from {fits} devices on.",
-        markup=False,
-        highlight=False,
-    )
+    console.print("It fits on one device." if fits == 1 else f"It fits from {fits} devices on.")
     if wanted is not None:
-        console.print(_answer(study, best, options), markup=False, highlight=False)
+        console.print(_answer(study, best, options))
 
 
-def _answer(
-    study: Study, best: dict[int, Shape | None], options: argparse.Namespace
-) -> str:
+def _answer(study: Study, best: dict[int, Shape | None], options: argparse.Namespace) -> str:
     for count, shape in best.items():
         if shape is None:
             continue

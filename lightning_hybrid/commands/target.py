@@ -58,7 +58,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="configuration of a LightningCLI: its model, its data and its number of devices; where "
+        help="configuration of a LightningCLI: its model, its data and number of devices; where "
         "the model has no class_path, name the class as NETWORK",
     )
 
@@ -156,7 +156,9 @@ def _maker(text: str) -> Callable[[], nn.Module]:
     if isinstance(found, nn.Module):
         return lambda: _network(found, text)
     if not callable(found):
-        raise PlanError(f"{text!r} is {found!r}: a class or function that makes a network is needed")
+        raise PlanError(
+            f"{text!r} is {found!r}: a class or function that makes a network is needed"
+        )
     return lambda: _network(found(**keywords), text)
 
 
@@ -218,9 +220,7 @@ def _arguments(
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
     if target.inputs:
-        tensors = [
-            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in target.inputs
-        ]
+        tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in target.inputs]
         return tuple(tensors), {}
     example = getattr(network, "example_input_array", None)
     if example is None and target.data is not None:

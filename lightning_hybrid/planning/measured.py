@@ -45,9 +45,7 @@ def measured_step(plan: Plan, folder: str | Path | None) -> list[Work]:
     folder = folder or os.environ.get(VARIABLE)
     if not folder:
         return []
-    steps = [
-        step for step in _steps(_work(plan, Path(folder))) if len(step) == _expected(plan)
-    ]
+    steps = [step for step in _steps(_work(plan, Path(folder))) if len(step) == _expected(plan)]
     if not steps:
         if asked:
             raise PlanError(

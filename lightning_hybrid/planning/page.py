@@ -102,9 +102,7 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
         start_s = max((span.end_s for span in found), default=0.0)
         if step_s:
             hint = f"optimizer step, {step_s:.3g} s"
-            found.append(
-                Span(start_s=start_s, end_s=start_s + step_s, kind="step", hint=hint)
-            )
+            found.append(Span(start_s=start_s, end_s=start_s + step_s, kind="step", hint=hint))
     return {_name(plan, device): spans[device] for device in _devices(plan)}
 
 

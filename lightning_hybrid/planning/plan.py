@@ -51,8 +51,15 @@ class StagePlan:
 
     def without_times(self) -> Self:
         """The same, where the times are not to be relied on."""
-        times = ("forward_s", "backward_s", "send_s", "latency_s", "reduce_s", "step_s")
-        return replace(self, **dict.fromkeys(times))
+        return replace(
+            self,
+            forward_s=None,
+            backward_s=None,
+            send_s=None,
+            latency_s=None,
+            reduce_s=None,
+            step_s=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

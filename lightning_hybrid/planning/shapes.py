@@ -68,7 +68,7 @@ PartsOf = Callable[[int], Parts]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """R replicas of S devices with v stages each, M micro-batches: how fast, and whether it fits."""
+    """R replicas of S devices with v stages each, M micro-batches: how fast, does it fit?"""
 
     replicas: int
     devices_per_replica: int
@@ -160,9 +160,7 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
     )
 
 
-def plan_of(
-    shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int
-) -> Plan:
+def plan_of(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
     parts = parts_of(batch // shape.microbatches)
     problem = problem_of(parts, cluster, shape.devices_per_replica, shape.microbatches)
@@ -278,9 +276,7 @@ def _cut(problem: StepProblem, replicas: int, batch: int) -> Iterator[Shape]:
             yield _shape(problem, ends, order, replicas, batch, "balanced")
 
 
-def _refined(
-    shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int
-) -> Shape:
+def _refined(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int) -> Shape:
     """The same cut by the dynamic programme, if that is quick and better."""
     devices = shape.devices_per_replica
     parts = parts_of(batch // shape.microbatches)
@@ -311,7 +307,9 @@ def _shape(
     busy_s += sum(costs.step_s)
     held = [0.0] * problem.m
     for (a, b), device in zip(pairwise((0, *ends)), order):
-        held[device] += problem.sums["memory"][b] - problem.sums["memory"][a] if problem.memory else 0
+        held[device] += (
+            problem.sums["memory"][b] - problem.sums["memory"][a] if problem.memory else 0
+        )
     lacks = [h - limit for h, limit in zip(held, problem.memory_limits)]
     fits = problem.fits(ends, order)
     return Shape(

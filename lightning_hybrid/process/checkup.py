@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 
 import torch
@@ -173,7 +173,7 @@ def _together(rank: int, count: int, device: torch.device) -> Checkup | None:
         return None
     return Checkup(
         facts=tuple(facts),
-        pairs=tuple(sorted(sum(everything, []), key=lambda pair: pair.ranks)),
+        pairs=tuple(sorted(chain.from_iterable(everything), key=lambda pair: pair.ranks)),
         all_reduce_s=all_reduce,
     )
 

@@ -1,6 +1,7 @@
 """Curves over the number of devices."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from lightning_hybrid.report.svg import CHARACTER, MARGIN, WIDTH, Svg, ticks
 
@@ -36,7 +37,7 @@ def draw_curves(
     svg.line(MARGIN, _TOP + _HEIGHT, MARGIN + width, _TOP + _HEIGHT)
     svg.text(MARGIN + width, _TOP + _HEIGHT + 34, "devices", "end", "quiet")
     ideal = [(x, number) for x, number in zip(across, numbers) if number <= top]
-    for (x, one), (to_x, other) in zip(ideal, ideal[1:]):
+    for (x, one), (to_x, other) in pairwise(ideal):
         svg.line(x, height(one), to_x, height(other), "ideal")
     left = float(MARGIN)
     for index, (name, values) in enumerate(curves.items()):

@@ -1,0 +1,11 @@
+"""Where commands print."""
+
+from rich.console import Console
+
+_WIDTH = 120
+
+
+def terminal() -> Console:
+    """The terminal; a file gets lines of one width, whatever the terminal's."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(width=_WIDTH, highlight=False, markup=False)
