@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.commands.study import Study, add_study_options, device_counts, make_study
-from lightning_hybrid.commands.terminal import terminal
+from lightning_hybrid.commands.terminal import short, terminal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.page import Section, plan_page
 from lightning_hybrid.planning.plan import Plan
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     facts = (
         f"{study.target.name} on {count} of {study.cluster.name} "
         f"({study.cluster.devices[0].name}); each replica takes {samples} a step.",
-        f"{best.samples_per_s:,.4g} samples/s, {study.speed_up(best):.2f} times one device; "
+        f"{short(best.samples_per_s)} samples/s, {study.speed_up(best):.2f} times one device; "
         f"bubble {best.bubble:.1%}.",
         study.origin,
     )
@@ -91,7 +91,7 @@ def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
             "a device": str(shape.stages_per_device),
             "micro-batches": str(shape.microbatches),
             "step": _seconds(shape.step_s),
-            "samples/s": f"{shape.samples_per_s:,.4g}",
+            "samples/s": short(shape.samples_per_s),
             "speed-up": f"{study.speed_up(shape):.2f}",
             "bubble": f"{shape.bubble:.1%}",
             "memory": "fits" if shape.fits else f"lacks {shape.lacking_bytes / 1e9:.2f} GB",

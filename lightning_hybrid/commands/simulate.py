@@ -12,7 +12,7 @@ from lightning_hybrid.commands.study import (
     device_counts,
     make_study,
 )
-from lightning_hybrid.commands.terminal import terminal
+from lightning_hybrid.commands.terminal import short, terminal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.shapes import Shape, fastest
 
@@ -60,13 +60,13 @@ def _answer(study: Study, best: dict[int, Shape | None], options: argparse.Names
         speed_up, rate = study.speed_up(shape), shape.samples_per_s
         if speed_up >= (options.speed_up or 0) and rate >= (options.samples_per_s or 0):
             return (
-                f"You need {count} device{'s' * (count > 1)}: {shape}, {rate:,.4g} samples/s, "
+                f"You need {count} device{'s' * (count > 1)}: {shape}, {short(rate)} samples/s, "
                 f"{speed_up:.2f} times one device."
             )
     fitting = [shape for shape in best.values() if shape is not None]
     top = max(fitting, key=lambda shape: shape.samples_per_s)
     return (
-        f"No number up to {max(best)} is enough: the most is {top.samples_per_s:,.4g} samples/s, "
+        f"No number up to {max(best)} is enough: the most is {short(top.samples_per_s)} samples/s, "
         f"{study.speed_up(top):.2f} times one device ({top}). Describe a larger cluster, or one "
         "with faster links."
     )
@@ -84,6 +84,6 @@ def _print_table(console: Console, study: Study, rows: dict[int, list[Shape | No
             cells += ["-", "-", "does not fit"]
         else:
             efficiency = study.speed_up(best) / count
-            cells += [f"{best.samples_per_s:,.4g}", f"{efficiency:.0%}", str(best)]
+            cells += [short(best.samples_per_s), f"{efficiency:.0%}", str(best)]
         table.add_row(str(count), *cells)
     console.print(table)

@@ -1,5 +1,6 @@
 """What the partitions of a network cost: counted for devices on paper, or measured on this one."""
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -50,10 +51,25 @@ def capture_call(
     except _Seen:
         return found[0]
     except NotCaptured as error:
-        raise PlanError(
-            f"{type(network).__name__} cannot be captured as one graph: {error.reason}"
-        ) from error
+        raise PlanError(_refusal(type(network).__name__, error.reason)) from error
     raise PlanError(f"the call of {type(network).__name__} computes nothing with tensors")
+
+
+_GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
+
+
+def _refusal(name: str, reason: str) -> str:
+    """In one line why a call was not captured: an error of the call itself, or what is in the way."""
+    got = _GOT.search(reason)
+    if got is not None:
+        return f"{name} cannot be called with these inputs: {' '.join(got[2].split())}"
+    lines = [" ".join(line.split()) for line in reason.splitlines() if line.strip()]
+    where = next((line for line in reversed(lines) if line.startswith("File ")), "")
+    return (
+        f"{name} cannot be captured as one graph: {lines[0]}{f' ({where})' if where else ''}. "
+        "Name a part of it that can be, or train with sizes given: it may still run as a chain of "
+        "graphs"
+    )
 
 
 def counted_parts(

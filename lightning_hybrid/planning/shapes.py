@@ -332,8 +332,9 @@ def _unlimited(problem: StepProblem) -> StepProblem:
 
 
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:
-    """What fits first, then by speed; of equals the simplest."""
-    return not shape.fits, -shape.samples_per_s, len(shape.ends), shape.microbatches
+    """What fits first, then by speed; of equals, but for rounding, the simplest."""
+    rate = float(f"{shape.samples_per_s:.9g}")
+    return not shape.fits, -rate, len(shape.ends), shape.microbatches
 
 
 @lru_cache
