@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> None:
         f"({study.cluster.devices[0].name}); each replica takes {samples} a step.",
         f"{short(best.samples_per_s)} samples/s, {study.speed_up(best):.2f} times one device; "
         f"bubble {best.bubble:.1%}.",
+        *_alone(study, best),
         study.origin,
     )
     console = terminal()
@@ -58,6 +59,14 @@ def run(options: argparse.Namespace) -> None:
     if options.html:
         _write(options.html, _page(study, plan, shapes, count, facts))
         console.print(f"page written to {options.html}")
+
+
+def _alone(study: Study, best: Shape) -> list[str]:
+    """What to say where the devices do not earn their keep."""
+    if study.speed_up(best) > 1 or best.replicas * best.devices_per_replica == 1:
+        return []
+    alone = next((shape for shape in study.shapes(1) if shape.fits), None)
+    return [] if alone is None else ["One of these devices alone is faster than all of them."]
 
 
 def _write(path: str, text: str) -> None:

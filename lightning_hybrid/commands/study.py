@@ -126,8 +126,8 @@ def make_study(options: argparse.Namespace) -> Study:
         origin = (
             f"Not measured: counted operations at the rate that cluster {cluster.name!r} states "
             f"({rate / 1e12:.4g} TFLOP/s on {cluster.devices[0].name}), which no network reaches. "
-            "It compares shapes; for seconds use --measure. Optimizer step, loading and your code "
-            "are left out."
+            "It compares shapes; for seconds use --measure. A micro-batch of half the samples is "
+            "taken to cost half; optimizer step, loading and your code are left out."
         )
     return Study(target, cluster, batch, graph.symbol is not None and batch > 1, parts_of, origin)
 

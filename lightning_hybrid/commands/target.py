@@ -2,8 +2,10 @@
 
 import argparse
 import ast
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -100,7 +102,8 @@ def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
         with torch.device("meta"):
             network = target.make().train()
             args, kwargs = _arguments(target, network, torch.device("meta"))
-        return capture_call(network, args, kwargs)
+        with _quiet():
+            return capture_call(network, args, kwargs)
     except PlanError:
         raise
     except Exception:  # some networks need real tensors to be made or called
@@ -121,7 +124,8 @@ def call_for_real(target: Target) -> tuple[Any, list[Tensor]]:
         raise PlanError(f"{target.name} cannot be made: {_said(error)}") from error
     args, kwargs = _arguments(target, network, torch.device("cpu"))
     try:
-        return capture_call(network, args, kwargs)
+        with _quiet():
+            return capture_call(network, args, kwargs)
     except HybridError:
         raise
     except Exception as error:
@@ -145,6 +149,17 @@ def make_optimizer(text: str, network: nn.Module) -> Optimizer:
         return kind(network.parameters(), **({"lr": 1e-3} | keywords))
     except (TypeError, ValueError) as error:
         raise PlanError(f"--optimizer {text}: {_said(error)}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback for what is an error message here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _maker(text: str) -> Callable[[], nn.Module]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_hybrid.planning.measured import Work, measured_step
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.units import spell
 from lightning_hybrid.report import (
     Bar,
     Piece,
@@ -172,7 +173,7 @@ def _memory(plan: Plan, limits: Sequence[float] | None) -> str:
     for device in _devices(plan)[:_MOST_LANES]:
         held = sum(row.memory_bytes or 0 for row in plan.rows if row.device == device)
         limit = None if limits is None else limits[device]
-        text = f"{held / 1e9:.3g} GB" + ("" if limit is None else f" of {limit / 1e9:.3g} GB")
+        text = _bytes(held) + ("" if limit is None else f" of {_bytes(limit)}")
         parts = [(f"c{device % 8}", float(held))]
         bars.append(Bar(name=_name(plan, device), parts=parts, text=text, limit=limit))
     what = "Parameters, gradients, optimizer state, and the activations of all micro-batches"
@@ -191,7 +192,7 @@ def _network(plan: Plan) -> str:
         each = row.load / max(1, len(row.partitions))
         cut = ""
         if following is not None and row.cut_bytes is not None:
-            cut = f"{row.cut_bytes / 1e6:,.3g} MB"
+            cut = _bytes(row.cut_bytes)
         pieces.append(
             Piece(
                 name=f"stage {stage}",
@@ -215,3 +216,7 @@ def _devices(plan: Plan) -> list[int]:
 
 def _name(plan: Plan, device: int) -> str:
     return f"device {device}" + (" (driver)" if device == 0 and plan.stages > 1 else "")
+
+
+def _bytes(size: float) -> str:
+    return spell("memory", float(f"{size:.3g}"))

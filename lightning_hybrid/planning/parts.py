@@ -59,7 +59,7 @@ _GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
 
 
 def _refusal(name: str, reason: str) -> str:
-    """In one line why a call was not captured: an error of the call itself, or what is in the way."""
+    """In one line why a call was not captured: its own error, or what is in the way."""
     got = _GOT.search(reason)
     if got is not None:
         return f"{name} cannot be called with these inputs: {' '.join(got[2].split())}"

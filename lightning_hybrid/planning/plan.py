@@ -235,7 +235,7 @@ class Plan:
         ]
         if len(set(self.capacities)) > 1:
             for line, device in zip(table, self.devices):
-                line["speed"] = self.capacities[device]
+                line["speed"] = round(self.capacities[device], 3)
         for line, row in zip(table, self.rows):
             first, last = row.partitions[0], row.partitions[-1]
             line["partitions"] = first if first == last else f"{first} .. {last}"

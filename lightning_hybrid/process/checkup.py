@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import socket
+import statistics
 import tempfile
 import time
 from contextlib import suppress
@@ -24,7 +25,7 @@ from lightning_hybrid.comm.probe import (
     probe_pair,
 )
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.cluster import Device
+from lightning_hybrid.planning.cluster import TOLERANCE, Device
 from lightning_hybrid.planning.description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.speed import look_at
 
@@ -98,13 +99,28 @@ class Checkup:
             devices=tuple(
                 DeviceSpec(
                     name=fact.device.name,
-                    flops_per_s=_rounded(fact.flops_per_s),
+                    flops_per_s=_rounded(flops_per_s),
                     memory_bytes=_memory(fact.device, hosts.count(fact.device.host)),
                 )
-                for fact in self.facts
+                for fact, flops_per_s in zip(self.facts, self._rates())
             ),
             levels=tuple(self._levels()),
         )
+
+    def _rates(self) -> list[float]:
+        """FLOP/s of each rank; devices of one host and model that are nearly equal count as equal.
+
+        Or a plan would follow what else the machine did for a moment.
+        """
+        kinds = [(fact.device.host, fact.device.name) for fact in self.facts]
+        rates = []
+        for fact, kind in zip(self.facts, kinds):
+            alike = [f.flops_per_s for f, other in zip(self.facts, kinds) if other == kind]
+            near = min(alike) >= max(alike) * (
+                1 - TOLERANCE["cpu" if fact.device.threads else "cuda"]
+            )
+            rates.append(statistics.median(alike) if near else fact.flops_per_s)
+        return rates
 
     def _levels(self) -> list[Level]:
         hosts, count = self.hosts, len(self.facts)

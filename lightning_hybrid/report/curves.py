@@ -39,10 +39,12 @@ def draw_curves(
     ideal = [(x, number) for x, number in zip(across, numbers) if number <= top]
     for (x, one), (to_x, other) in pairwise(ideal):
         svg.line(x, height(one), to_x, height(other), "ideal")
-    left = float(MARGIN)
-    for index, (name, values) in enumerate(curves.items()):
+    # the last one widest and first, so that those that lie on it are seen as well
+    for index, values in reversed([*enumerate(curves.values())]):
         points = [(x, height(v)) for x, v in zip(across, values) if v is not None]
-        svg.path(points, f"c{index}")
+        svg.path(points, f"c{index}", 2 + 2 * index)
+    left = float(MARGIN)
+    for index, name in enumerate(curves):
         svg.rect(left, 9, 14, 12, f"c{index}")
         svg.text(left + 20, 15, name)
         left += 50 + CHARACTER * len(name)

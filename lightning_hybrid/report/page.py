@@ -28,7 +28,7 @@ svg text.on { fill: var(--on); }
 .c2 { fill: var(--c2); stroke: var(--c2); } .c3 { fill: var(--c3); stroke: var(--c3); }
 .c4 { fill: var(--c4); stroke: var(--c4); } .c5 { fill: var(--c5); stroke: var(--c5); }
 .c6 { fill: var(--c6); stroke: var(--c6); } .c7 { fill: var(--c7); stroke: var(--c7); }
-svg rect { stroke: none; } .curve { fill: none; stroke-width: 2; }
+svg rect { stroke: none; } .curve { fill: none; }
 .axis { stroke: var(--ink); } .grid { stroke: var(--rule); }
 .limit { stroke: var(--limit); stroke-width: 2; } .cut { stroke: var(--ink); stroke-width: 2; }
 .ideal { stroke: var(--quiet); stroke-dasharray: 3 3; }

@@ -41,12 +41,16 @@ class Svg:
             f'<line x1="{x:.2f}" y1="{y:.2f}" x2="{to_x:.2f}" y2="{to_y:.2f}" class="{kind}"/>'
         )
 
-    def path(self, points: Sequence[tuple[float, float]], kind: str) -> None:
+    def path(self, points: Sequence[tuple[float, float]], kind: str, width: float) -> None:
         """Lines from point to point, with a mark on each."""
         text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        self._parts.append(f'<polyline points="{text}" class="curve {kind}"/>')
+        self._parts.append(
+            f'<polyline points="{text}" class="curve {kind}" stroke-width="{width:g}"/>'
+        )
         for x, y in points:
-            self._parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="3" class="{kind}"/>')
+            self._parts.append(
+                f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{width + 1:g}" class="{kind}"/>'
+            )
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> None:
         """A line of text, whose middle is at height y."""

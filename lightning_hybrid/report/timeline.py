@@ -52,7 +52,8 @@ def draw_timeline(
         top = _TOP + _LANE * number
         svg.text(MARGIN - 8, top + _LANE / 2, name, "end")
         svg.rect(MARGIN, top + 2, WIDTH - MARGIN - 20, _LANE - 4, "lane")
-        for span in spans:
+        # all-reduces last, since they lie over the computation beside which they run
+        for span in sorted(spans, key=lambda span: span.kind == "reduce"):
             _draw(svg, span, top, unit)
     bottom = _TOP + _LANE * len(lanes)
     svg.line(MARGIN, bottom + 4, WIDTH - 20, bottom + 4)
