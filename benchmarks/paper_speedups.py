@@ -23,9 +23,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hybrid.network import count, network_partitions, trace
+from lightning_hybrid.network import count, network_partitions
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.description import ClusterDescription
+from lightning_hybrid.planning.parts import capture_call
 from lightning_hybrid.planning.speedup import speedup
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from models import ResAttNet3D
@@ -48,7 +49,7 @@ class Network:
         self.link, rate = cluster.levels[0], cluster.devices[0].flops_per_s or 1.0
         with torch.device("meta"):
             network = ResAttNet3D(depth)
-            graph = trace(network, (torch.empty(SAMPLES, *VOLUME),))
+            graph, _ = capture_call(network, (torch.empty(SAMPLES, *VOLUME),), {})
         rows = count(graph, network_partitions(graph)).partitions
         self.parameters = [row.parameter_bytes for row in rows]
         self.problem = StepProblem(

@@ -54,7 +54,8 @@ LAYERS = {
     "schedules": {"errors"},
     "tensors": {"errors", "_torch", "_trees"},
     "network": {"errors", "_torch", "_trees", "tensors"},
-    "planning": {"errors", "allocation", "schedules", "network"},
+    "report": {"errors"},
+    "planning": {"errors", "allocation", "schedules", "network", "report"},
     "comm": {"errors", "_torch", "tensors", "network"},
     "pipeline": {"errors", "_torch", "tensors", "network", "schedules", "comm"},
     "process": {
@@ -65,6 +66,8 @@ LAYERS = {
         *("errors", "_torch", "_trees", "schedules", "tensors"),
         *("network", "planning", "comm", "pipeline", "process"),
     },
+    "commands": {*("errors", "_trees", "network", "planning", "report", "comm", "process")},
+    "cli": {"errors", "commands"},
 }
 
 
@@ -126,6 +129,9 @@ def test_only_what_talks_to_other_ranks_imports_torch_distributed() -> None:
     [
         "lightning_hybrid/allocation/",
         "lightning_hybrid/schedules/",
+        "lightning_hybrid/report/",
+        "lightning_hybrid/planning/page.py",
+        "lightning_hybrid/planning/shapes.py",
         "lightning_hybrid/planning/description.py",
         "lightning_hybrid/planning/plan.py",
         "lightning_hybrid/planning/search.py",

@@ -1,7 +1,7 @@
 """The plan: replicas x stages x micro-batches, the schedule, and which partition goes where."""
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +32,34 @@ class StagePlan:
     memory_bytes: int | None = None
     """Held while it trains: parameters, gradients, optimizer state and the activations of the
     micro-batches in flight; None when nothing was profiled."""
+    forward_s: float | None = None
+    """Seconds of the forward of a micro-batch; None, like the other times, if not predicted."""
+    backward_s: float | None = None
+    """Seconds of its backward."""
+    send_s: float | None = None
+    """Seconds in which a micro-batch keeps the link to the next stage, in either direction."""
+    latency_s: float | None = None
+    """Seconds by which it arrives later than that."""
+    reduce_s: float | None = None
+    """Seconds of the all-reduce of its gradients over the replicas."""
+    step_s: float | None = None
+    """Seconds of its optimizer step."""
+    cut_bytes: int | None = None
+    """What crosses the cut after it, per micro-batch and direction; 0 after the last stage."""
+    gradient_bytes: int | None = None
+    """Size of its gradients, which all copies average in a step."""
+
+    def without_times(self) -> Self:
+        """The same, where the times are not to be relied on."""
+        return replace(
+            self,
+            forward_s=None,
+            backward_s=None,
+            send_s=None,
+            latency_s=None,
+            reduce_s=None,
+            step_s=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +100,7 @@ class Plan:
     """What the allocation optimised."""
     allocation: str = "gabra"
     """Which search chose the cuts: `gabra`, `exact`, `dynamic` (the programme of the shortest step
-    for chains), or `given`."""
+    for chains), `balanced` (the shortest slowest stage), or `given`."""
     seed: int = 0
     """Seed of the allocation."""
     version: int = VERSION
@@ -186,6 +214,18 @@ class Plan:
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
 
+    def to_html(self, path: str | Path, trace: str | Path | None = None) -> None:
+        """Write the plan as a page with pictures, which needs nothing but itself.
+
+        Args:
+            path: The file.
+            trace: Folder with the trace of a run of this plan, which is then shown beside the
+                prediction; None: that of ``LIGHTNING_HYBRID_TRACE``, if it has one.
+        """
+        from lightning_hybrid.planning.page import plan_page  # which is made of plans
+
+        Path(path).write_text(plan_page(self, trace), encoding="utf-8")
+
     def table(self) -> list[dict[str, str | int | float]]:
         """One row per stage for a report; a plan without rows lists devices and copies only."""
         shape = zip(self.devices, self.copies)
@@ -195,14 +235,42 @@ class Plan:
         ]
         if len(set(self.capacities)) > 1:
             for line, device in zip(table, self.devices):
-                line["speed"] = self.capacities[device]
+                line["speed"] = round(self.capacities[device], 3)
         for line, row in zip(table, self.rows):
             first, last = row.partitions[0], row.partitions[-1]
             line["partitions"] = first if first == last else f"{first} .. {last}"
             line |= {"layers": row.layers, "parameters": row.parameters, "load": row.load}
             if row.memory_bytes is not None:
                 line["memory"] = f"{row.memory_bytes / 1e9:.2f} GB"
+        for line, sent in zip(table, self.traffic_bytes or ()):
+            line["sends"] = f"{sent / 1e6:,.1f} MB"
         return table
+
+    @property
+    def traffic_bytes(self) -> tuple[float, ...] | None:
+        """What a copy of each stage sends in a step; None: not known.
+
+        Activations to the next stage, their gradients to the one before (those of the network's
+        inputs left out, between stages of one device likewise), and its part of a ring all-reduce
+        over the replicas.
+        """
+        rows, sent = self.rows, []
+        cuts = [row.cut_bytes for row in rows]
+        if not rows or None in cuts:
+            return None
+        crossing = [
+            0 if k + 1 < self.stages and rows[k + 1].device == row.device else row.cut_bytes or 0
+            for k, row in enumerate(rows)
+        ]
+        for before, after, row in zip([0, *crossing], crossing, rows):
+            ring = 2 * (self.replicas - 1) / self.replicas * (row.gradient_bytes or 0)
+            sent.append(self.microbatches * (before + after) + ring)
+        return tuple(sent)
+
+    def without_times(self) -> Self:
+        """The same without predictions, for loads that were counted and not measured."""
+        rows = tuple(row.without_times() for row in self.rows)
+        return replace(self, rows=rows, predicted_step_s=None)
 
     def describe(self) -> str:
         """The plan as a short table for a terminal."""
@@ -225,7 +293,7 @@ class Plan:
             table.add_row(*cells)
         text = StringIO()
         # Plain text wherever it ends up: in a log file, in a notebook, in an error message.
-        Console(file=text, width=100, color_system=None, force_jupyter=False).print(table)
+        Console(file=text, width=120, color_system=None, force_jupyter=False).print(table)
         return f"{head}\n{text.getvalue()}"
 
     def __str__(self) -> str:

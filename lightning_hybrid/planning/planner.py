@@ -1,7 +1,7 @@
 """From a traced network to a plan: profile its partitions, choose the cuts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -127,11 +127,12 @@ def make_plan(
         or BANDWIDTH_BYTES_PER_S[backend],
         memory_bytes=needed,
         memory_limits=limits,
+        gradient_bytes=[p.gradient_bytes for p in profile.partitions],
         cut_points=first,
         contiguous=settings.contiguous,
         seed=settings.seed,
     )
-    return replace(plan, predicted_step_s=None) if first is not None else plan
+    return plan.without_times() if first is not None else plan
 
 
 def _memory(

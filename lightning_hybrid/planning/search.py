@@ -11,7 +11,8 @@ from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.free import FreePlacements, runs
-from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.rows import stage_rows
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.schedules import SCHEDULES
 
@@ -64,6 +65,7 @@ def plan_stages(
     step_s: Sequence[float] = (),
     memory_bytes: Sequence[int] | None = None,
     memory_limits: Sequence[int] | None = None,
+    gradient_bytes: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
     contiguous: bool = True,
     seed: int = 0,
@@ -99,6 +101,7 @@ def plan_stages(
         step_s: n times of its optimizer step on a device of capacity 1; empty: not counted.
         memory_bytes: n sizes of what a partition holds while it trains; None: not known.
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
+        gradient_bytes: n sizes of a partition's gradients, for the report; None: not known.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one.
         contiguous: Whether each device gets one run of partitions. Else it may get several, and
@@ -160,7 +163,17 @@ def plan_stages(
         cuts=tuple(profile.names[end] for end in ends[:-1]),
         devices=tuple(devices),
         capacities=tuple(speeds),
-        rows=_rows(profile, ends, devices),
+        rows=stage_rows(
+            ends,
+            unlimited.costs(ends, devices),
+            names=profile.names,
+            layers=profile.layers,
+            parameters=profile.parameters,
+            loads=[f + b for f, b in zip(profile.forward_s, profile.backward_s)],
+            cut_bytes=profile.cut_bytes,
+            memory_bytes=profile.memory_bytes,
+            gradient_bytes=gradient_bytes,
+        ),
         predicted_step_s=unlimited.step_time_s(ends, devices),
         objective=objective,
         allocation=chosen_by,
@@ -256,23 +269,3 @@ def _search(
 def _order(stages: int) -> list[int]:
     """The device of each stage, as ranks are seated: the last stage is the driver's."""
     return [*range(1, stages), 0]
-
-
-def _sums(values: Sequence[float], ends: Sequence[int]) -> list[float]:
-    return [sum(values[a:b]) for a, b in pairwise([0, *ends])]
-
-
-def _rows(profile: _Profile, ends: Sequence[int], devices: Sequence[int]) -> tuple[StagePlan, ...]:
-    loads = _sums([f + b for f, b in zip(profile.forward_s, profile.backward_s)], ends)
-    total = sum(loads) or 1.0
-    return tuple(
-        StagePlan(
-            layers=sum(profile.layers[a:b]),
-            partitions=profile.names[a:b],
-            parameters=sum(profile.parameters[a:b]),
-            load=load / total,
-            device=device,
-            memory_bytes=None if profile.memory_bytes is None else sum(profile.memory_bytes[a:b]),
-        )
-        for (a, b), load, device in zip(pairwise([0, *ends]), loads, devices)
-    )

@@ -1,0 +1,311 @@
+"""Two processes of one thread each: what a user would pick, beside what this package does.
+
+Peers, one process group after the other, all of them again in each round, so that other work on the
+machine hits all alike:
+
+* ``one thread``, ``all threads``: one process under Lightning's Trainer.
+* ``ddp``: two processes, each with half of the batch.
+* ``pipelining``: two stages made by hand with `torch.distributed.pipelining`, `ScheduleGPipe`, cut
+  where this package cuts, each stage with its own optimizer; no Trainer.
+* ``hybrid RxS, M``: fixed shapes: two stages with 1, 2 and 3 micro-batches, and two replicas.
+* ``automatic``: `HybridGabraStrategy()` as it is, sizes `"auto"`.
+
+All train on the same number of samples a step, with SGD and momentum. Shown are medians over all
+steps of all rounds, with the 10th and the 90th percentile, after a warm-up in each run.
+
+    python benchmarks/against_ddp.py [--networks mlp,tiny] [--peers "ddp;automatic"] [--rounds 3]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _timing import Repeated, durations, optimizer_of
+from lightning.pytorch import Callback, LightningModule, Trainer
+from monai.networks.nets import DenseNet121, UNet
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.allocation import allocate
+from lightning_hybrid.network import count, cut, make_stages, network_partitions
+from lightning_hybrid.planning.parts import capture_call
+from models import ResAttNet3D
+
+WARM_UP = 3
+
+
+class Encoder(nn.Module):
+    """A transformer encoder over vectors, with one number for each class at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(1))
+
+
+class Mean(nn.Module):
+    """A picture per class becomes a number per class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(2).mean(2)
+
+
+def perceptron(width: int, layers: int) -> nn.Module:
+    inner = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*inner, nn.Linear(width, 2))
+
+
+def unet() -> nn.Module:
+    return nn.Sequential(UNet(3, 1, 2, (16, 32, 64, 128), (2, 2, 2), num_res_units=2), Mean())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and its batch.
+
+    Attributes:
+        make: builds it; its output is (B, 2).
+        shape: of a sample.
+        batch: samples of a step, on all devices together; even.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch: int
+
+
+VOLUME = (1, 64, 64, 64)
+CASES = {
+    "resattnet18": Case(lambda: ResAttNet3D(18), VOLUME, 6),
+    "resattnet34": Case(lambda: ResAttNet3D(34), VOLUME, 6),
+    "densenet121": Case(lambda: DenseNet121(3, 1, 2), VOLUME, 4),
+    "unet": Case(unet, VOLUME, 6),
+    "mlp": Case(lambda: perceptron(1024, 20), (1024,), 32),
+    "transformer": Case(Encoder, (128, 256), 12),
+    "tiny": Case(lambda: perceptron(32, 40), (32,), 32),
+}
+
+
+def fixed(replicas: int, stages: int, microbatches: int) -> Callable[[], HybridGabraStrategy]:
+    return lambda: HybridGabraStrategy(
+        data_parallel_size=replicas, pipeline_parallel_size=stages, num_microbatches=microbatches
+    )
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one thread": lambda: "auto",
+    "all threads": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "hybrid 1x2, 1": fixed(1, 2, 1),
+    "hybrid 1x2, 2": fixed(1, 2, 2),
+    "hybrid 1x2, 3": fixed(1, 2, 3),
+    "hybrid 2x1, 1": fixed(2, 1, 1),
+    "automatic": HybridGabraStrategy,
+}
+PEERS = (*STRATEGIES, "pipelining")
+REPLICATED = ("ddp", "hybrid 2x1, 1")
+
+
+class Module(LightningModule):
+    """The network under a Trainer."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.net = network
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self.parameters())
+
+
+class Clock(Callback):
+    """When each step starts."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
+
+
+class Sized(Repeated):
+    """The same inputs, for a sampler that deals them out to replicas or none that does."""
+
+    def __init__(self, case: Case, replicas: int, steps: int) -> None:
+        super().__init__(case.shape, case.batch // replicas, steps * replicas)
+
+
+def run_trainer(case: Case, peer: str, steps: int, out: Path) -> None:
+    torch.manual_seed(0)
+    threads = peer == "all threads"
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if threads else 1)
+    strategy = STRATEGIES[peer]()
+    clock = Clock()
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1 if peer in ("one thread", "all threads") else 2,
+        max_steps=steps + WARM_UP,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    # the automatic sizes are known after set-up only: what is shown is time per sample of a step
+    replicas = 2 if peer in REPLICATED else 1
+    inputs = Sized(case, replicas, (steps + WARM_UP + 1) * 2)
+    trainer.fit(Module(case.make()), inputs.loader())
+    if trainer.is_global_zero:
+        chosen = getattr(trainer.strategy, "plan", None) if peer == "automatic" else None
+        made = 1 if chosen is None else chosen.replicas
+        times = [s / made for s in durations(clock.starts, WARM_UP)]
+        note = "" if chosen is None else f"{chosen.replicas}x{chosen.stages}, {chosen.microbatches}"
+        out.write_text(json.dumps({"steps": times, "note": note}))
+
+
+def run_pipelining(case: Case, steps: int, out: Path, rank: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{out}.store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(60))
+    microbatches = 2
+    network = case.make()
+    part = torch.zeros(case.batch // microbatches, *case.shape)
+    graph, leaves = capture_call(network, (part,), {})
+    numbers = graph.values_of_numbers(graph.sizes(leaves))
+    partitions = network_partitions(graph)
+    loads = count(graph, partitions).loads
+    devices = allocate(loads, [1.0, 1.0], method="exact").assignment
+    boundary = next(i for i, device in enumerate(devices) if device != devices[0])
+    stages = make_stages(cut(graph, partitions, [boundary]), network, torch.device("cpu"))
+
+    class OneStage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage = stages[rank]
+
+        def forward(self, *values: Tensor) -> Any:
+            outputs = self.stage(list(values), numbers)
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    with torch.no_grad():  # shapes are given, so that nothing is run to learn them
+        crossing = [value.requires_grad_() for value in stages[0]([part], numbers)]
+        last = [value.requires_grad_() for value in stages[1](crossing, numbers)]
+    stage = PipelineStage(
+        OneStage(),
+        rank,
+        2,
+        torch.device("cpu"),
+        input_args=(part,) if rank == 0 else tuple(crossing),
+        output_args=tuple(crossing) if rank == 0 else last[0],
+    )
+    schedule = ScheduleGPipe(stage, microbatches, loss_fn=nn.functional.cross_entropy)
+    optimizer = optimizer_of(stages[rank].parameters())
+    starts = []
+    for x, y in Sized(case, 1, steps + WARM_UP + 1).loader():
+        starts.append(time.perf_counter())
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y, losses=[])
+        optimizer.step()
+    if rank == 1:
+        out.write_text(json.dumps({"steps": durations(starts, WARM_UP), "note": ""}))
+    dist.destroy_process_group()
+
+
+def measured(name: str, peer: str, steps: int) -> dict[str, Any]:
+    environment = dict(os.environ)
+    if peer != "all threads":
+        environment["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "steps.json"
+        command = [sys.executable, __file__, "--run", peer, "--networks", name]
+        command += ["--steps", str(steps), "--out", str(out), "--rank"]
+        log = (Path(folder) / "log").open("w+")
+        processes = [
+            subprocess.Popen([*command, str(rank)], env=environment, stdout=log, stderr=log)
+            for rank in ([0, 1] if peer == "pipelining" else [0])
+        ]
+        codes = [process.wait() for process in processes]
+        if any(codes) or not out.is_file():
+            log.seek(0)
+            print(f"{name}, {peer}: ended with {codes}: {log.read()[-1500:]}", file=sys.stderr)
+            return {"steps": [], "note": "failed"}
+        return dict(json.loads(out.read_text()))
+
+
+def compare(name: str, peers: list[str], rounds: int, steps: int) -> None:
+    times: dict[str, list[float]] = {peer: [] for peer in peers}
+    notes: dict[str, str] = {}
+    for _ in range(rounds):
+        for peer in peers:
+            found = measured(name, peer, steps)
+            times[peer] += found["steps"]
+            notes[peer] = found["note"]
+    known = {peer: statistics.median(v) for peer, v in times.items() if v}
+    best = min(known, key=known.__getitem__, default=None)
+    table = Table("peer", "median, ms", "10 % to 90 %, ms", "of ddp", "", title=name)
+    for peer in peers:
+        if peer not in known:
+            table.add_row(peer, "-", "-", "-", notes[peer])
+            continue
+        low, *_, high = statistics.quantiles(times[peer], n=10) if len(times[peer]) > 1 else [0, 0]
+        of_ddp = f"{known[peer] / known['ddp']:.2f}" if "ddp" in known else "-"
+        mark = f"{notes[peer]}{' (best)' if peer == best else ''}"
+        spread = f"{low * 1e3:.2f} to {high * 1e3:.2f}"
+        table.add_row(peer, f"{known[peer] * 1e3:.2f}", spread, of_ddp, mark.strip())
+    Console(width=100).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", default=",".join(CASES), help="separated by commas")
+    parser.add_argument("--peers", default=";".join(PEERS), help="separated by semicolons")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--run", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    names, peers = chosen.networks.split(","), chosen.peers.split(";")
+    for kind, given, known in (("network", names, CASES), ("peer", peers, PEERS)):
+        for one in given:
+            if one not in known:
+                parser.error(f"there is no {kind} {one!r}; known: {', '.join(known)}")
+    if chosen.run == "pipelining":
+        run_pipelining(CASES[names[0]], chosen.steps, chosen.out, chosen.rank)
+    elif chosen.run:
+        run_trainer(CASES[names[0]], chosen.run, chosen.steps, chosen.out)
+    else:
+        for name in names:
+            compare(name, peers, chosen.rounds, chosen.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""`lightning-hybrid`, or `python -m lightning_hybrid`: what can be asked before a run."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_hybrid.commands import doctor, fit_model, plan, simulate
+from lightning_hybrid.errors import HybridError
+
+COMMANDS = {
+    "plan": (plan, "the fastest plan for a network on a cluster, as a table and a page"),
+    "simulate": (simulate, "how fast a network is on 1, 2, 3 ... devices: how many do I need?"),
+    "doctor": (doctor, "measure devices and links, look for what disagrees, describe the cluster"),
+    "fit-model": (fit_model, "learn from timings what a step takes, and which factor matters"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 0, or 2 where something given is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-hybrid",
+        description="Plans of pipeline and data parallelism, before anything runs.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, about) in COMMANDS.items():
+        module.add_options(commands.add_parser(name, help=about, description=about))
+    options = parser.parse_args(arguments)
+    try:
+        COMMANDS[options.command][0].run(options)
+    except HybridError as error:
+        print(f"lightning-hybrid {options.command}: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,98 @@
+"""Measures the links between all processes of a group: point-to-point by pairs, and all-reduce."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LARGE_BYTES = 8 * 2**20
+"""Of the messages that tell the bandwidth, and of the all-reduce."""
+_SMALL, _MANY, _FEW, _WARM_UP = 8, 30, 7, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Some measurements of one thing."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """The spread of a list."""
+        return cls(median=statistics.median(values), least=min(values), most=max(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairProbe:
+    """The link between two ranks, in one direction at a time."""
+
+    ranks: tuple[int, int]
+    latency_s: Spread
+    """Of a message of 8 bytes."""
+    bandwidth_bytes_per_s: Spread
+    """Of messages of `LARGE_BYTES`, the latency taken off."""
+
+
+def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
+    """Send messages to and fro between two ranks; all ranks call this together.
+
+    Returns:
+        What `one` has measured; None on all others.
+    """
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank not in (one, other):
+        return None
+    small = torch.zeros(_SMALL, dtype=torch.uint8, device=device)
+    large = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
+
+    def both_ways(tensor: Tensor) -> Callable[[], None]:
+        def run() -> None:
+            if rank == one:
+                dist.send(tensor, other)
+                dist.recv(tensor, other)
+            else:
+                dist.recv(tensor, one)
+                dist.send(tensor, one)
+
+        return run
+
+    latencies = [s / 2 for s in _times(both_ways(small), _MANY, device)]
+    transfers = [s / 2 for s in _times(both_ways(large), _FEW, device)]
+    if rank != one:
+        return None
+    latency = Spread.of(latencies)
+    rates = [LARGE_BYTES / max(s - latency.median, s / 10) for s in transfers]
+    return PairProbe(ranks=(one, other), latency_s=latency, bandwidth_bytes_per_s=Spread.of(rates))
+
+
+def probe_all_reduce(device: torch.device) -> Spread:
+    """Seconds of an all-reduce of `LARGE_BYTES` over all ranks, which call this together."""
+    load = torch.zeros(LARGE_BYTES // 4, device=device)
+    dist.barrier()
+    return Spread.of(_times(lambda: dist.all_reduce(load), _FEW, device))
+
+
+def probe_flops(device: torch.device, width: int = 1024) -> float:
+    """FLOP/s of a matrix product in float32, while all other ranks do the same."""
+    a, b = (torch.ones(width, width, device=device) for _ in range(2))
+    dist.barrier()
+    times = _times(lambda: torch.mm(a, b), _FEW, device)
+    return 2 * width**3 / statistics.median(times)
+
+
+def _times(run: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
+    times = []
+    for _ in range(repeats + _WARM_UP):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times[_WARM_UP:]

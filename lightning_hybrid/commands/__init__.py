@@ -1,0 +1,1 @@
+"""The commands of `lightning-hybrid`, a file each; `lightning_hybrid.cli` is their entry."""

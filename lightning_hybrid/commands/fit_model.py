@@ -1,0 +1,149 @@
+"""`lightning-hybrid fit-model`: the generic performance model, from a table of timings."""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from lightning_hybrid.commands.terminal import terminal
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.performance import fit
+
+EXTRINSIC = ("replicas", "stages", "stages_per_device", "microbatches", "devices")
+"""Columns that say how a run is spread, unless told otherwise; all others say what is computed."""
+_FOLDS = 5
+Run = dict[str, float]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("runs", help="CSV file with a line for each run and a head of names")
+    parser.add_argument("--time", default="step_s", help="column of the seconds; default: step_s")
+    parser.add_argument(
+        "--extrinsic",
+        metavar="NAMES",
+        help="columns of how a run is spread, separated by commas; default: those of "
+        f"{', '.join(EXTRINSIC)} that vary",
+    )
+    parser.add_argument(
+        "--intrinsic",
+        metavar="NAMES",
+        help="columns of what is computed; default: all other columns of numbers that vary",
+    )
+    parser.add_argument(
+        "--strength", type=float, default=1e-3, help="of the regulariser; default: 0.001"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the model as JSON")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        PlanError: the table cannot be read, or does not fix the constants of the model.
+    """
+    if options.strength < 0:
+        raise PlanError(f"--strength {options.strength}: 0 or more is needed")
+    rows = _read(options.runs)
+    _check_columns(rows, [options.time], "--time")
+    names = [name for name in rows[0] if name != options.time and _varies(rows, name)]
+    extrinsic = _names(rows, options.extrinsic, "--extrinsic", [n for n in names if n in EXTRINSIC])
+    rest = [name for name in names if name not in EXTRINSIC and name not in extrinsic]
+    intrinsic = _names(rows, options.intrinsic, "--intrinsic", rest)
+    times = [row[options.time] for row in rows]
+    chosen = {
+        # the table names no units: a column's own name is what is counted
+        "intrinsic": {name: name for name in intrinsic},
+        "extrinsic": {name: name for name in extrinsic},
+    }
+    model = fit(rows, times, **chosen, strength=options.strength)
+    console = terminal()
+    console.print(model.describe())
+    console.print(_held_out(rows, times, chosen, options.strength))
+    if options.out:
+        try:
+            model.save(options.out)
+        except OSError as error:
+            raise PlanError(f"{options.out!r} cannot be written: {error.strerror}") from error
+        console.print(f"model written to {options.out}")
+
+
+def _held_out(
+    rows: Sequence[Run], times: Sequence[float], chosen: dict[str, dict[str, str]], strength: float
+) -> str:
+    """The error on configurations that a fit has not seen, every configuration held out once."""
+    names = [*chosen["intrinsic"], *chosen["extrinsic"]]
+
+    def configuration(index: int) -> list[float]:
+        return [rows[index][name] for name in names]
+
+    order = sorted(range(len(rows)), key=configuration)
+    groups = [list(group) for _, group in groupby(order, key=configuration)]
+    if len(groups) < 2 * _FOLDS:
+        return f"Fewer than {2 * _FOLDS} configurations: none is held out to test the model."
+    errors = []
+    for fold in range(_FOLDS):
+        out = [index for group in groups[fold::_FOLDS] for index in group]
+        kept = [index for index in range(len(rows)) if index not in set(out)]
+        try:
+            model = fit(
+                [rows[i] for i in kept], [times[i] for i in kept], **chosen, strength=strength
+            )
+        except PlanError as error:
+            return f"Too few runs to hold some out ({error})."
+        error_ = model.error_on([rows[i] for i in out], [times[i] for i in out])
+        errors += [error_] * len(out)
+    return (
+        f"On configurations that it has not seen (each of {len(groups)} held out once) it is off "
+        f"by {sum(errors) / len(errors):.1%}."
+    )
+
+
+def _read(path: str) -> list[Run]:
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise PlanError(f"no table can be read from {path!r}: {error}") from error
+    if not lines:
+        raise PlanError(f"{path} has no runs: a head of names and a line for each run are needed")
+    numbers = [name for name in lines[0] if name and any(_number(line[name]) for line in lines)]
+    rows = []
+    for place, line in enumerate(lines, 2):
+        row = {}
+        for name in numbers:
+            value = _number(line[name])
+            if value is None:
+                raise PlanError(f"{path}, line {place}: {name} is {line[name]!r}, not a number")
+            row[name] = value
+        rows.append(row)
+    return rows
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text or "")
+    except ValueError:
+        return None
+
+
+def _varies(rows: Sequence[Run], name: str) -> bool:
+    return len({row[name] for row in rows}) > 1
+
+
+def _names(rows: Sequence[Run], given: str | None, option: str, default: list[str]) -> list[str]:
+    if given is None:
+        return default
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    _check_columns(rows, names, option)
+    return names
+
+
+def _check_columns(rows: Sequence[Run], names: Sequence[str], option: str) -> None:
+    for name in names:
+        if name not in rows[0]:
+            raise PlanError(
+                f"{option} {name}: there is no such column of numbers (there are "
+                f"{', '.join(rows[0]) or 'none'})"
+            )

@@ -1,0 +1,162 @@
+"""`lightning-hybrid plan`: the fastest shape for a network on a cluster, shown or written."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_hybrid.commands.study import Study, add_study_options, device_counts, make_study
+from lightning_hybrid.commands.terminal import short, terminal
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.page import Section, plan_page
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.shapes import Shape, fastest, plan_of
+from lightning_hybrid.report import draw_curves, paragraph, table
+
+_SHOWN = 8
+"""Shapes in the table of runners-up."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_study_options(parser)
+    parser.add_argument("--devices", type=int, help="how many of the cluster's; default: all")
+    parser.add_argument("--json", metavar="FILE", help="write the plan, for HybridGabraStrategy")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        PlanError: the network, the cluster or the number of devices is not as it should be, or
+            nothing fits.
+    """
+    study = make_study(options)
+    count = _count(options.devices, study)
+    shapes = study.shapes(count)
+    best = fastest(shapes)
+    plan = plan_of(best, study.parts_of, study.cluster.take(count), study.batch)
+    samples = f"{study.batch} sample{'s' * (study.batch > 1)}"
+    facts = (
+        f"{study.target.name} on {count} of {study.cluster.name} "
+        f"({study.cluster.devices[0].name}); each replica takes {samples} a step.",
+        f"{short(best.samples_per_s)} samples/s, {study.speed_up(best):.2f} times one device; "
+        f"bubble {best.bubble:.1%}.",
+        *_alone(study, best),
+        study.origin,
+    )
+    console = terminal()
+    console.print(plan.describe().rstrip(), soft_wrap=True)
+    for fact in facts:
+        console.print(fact)
+    _print_runners_up(console, study, shapes)
+    if options.json:
+        _write(options.json, plan.to_json())
+        console.print(f"plan written to {options.json}")
+    if options.html:
+        _write(options.html, _page(study, plan, shapes, count, facts))
+        console.print(f"page written to {options.html}")
+
+
+def _alone(study: Study, best: Shape) -> list[str]:
+    """What to say where the devices do not earn their keep."""
+    if study.speed_up(best) > 1 or best.replicas * best.devices_per_replica == 1:
+        return []
+    alone = next((shape for shape in study.shapes(1) if shape.fits), None)
+    return [] if alone is None else ["One of these devices alone is faster than all of them."]
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{path!r} cannot be written: {error.strerror}") from error
+
+
+def _count(asked: int | None, study: Study) -> int:
+    """How many devices to plan for: the option's, else the configuration's, else the cluster's."""
+    if asked is not None and asked < 1:
+        raise PlanError(f"--devices {asked}: at least 1 is needed")
+    configured = study.target.trainer.get("devices")
+    if asked is None and isinstance(configured, int) and configured > 0:
+        nodes = study.target.trainer.get("num_nodes") or 1
+        return configured * int(nodes)
+    return len(study.cluster.devices) if asked is None else asked
+
+
+def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
+    """The fastest shape for each number of replicas, stages and stages per device."""
+    seen: dict[tuple[int, int, int], Shape] = {}
+    for shape in shapes:
+        key = (shape.replicas, shape.devices_per_replica, shape.stages_per_device)
+        seen.setdefault(key, shape)
+    return [
+        {
+            "replicas": str(shape.replicas),
+            "stages": str(shape.devices_per_replica),
+            "a device": str(shape.stages_per_device),
+            "micro-batches": str(shape.microbatches),
+            "step": _seconds(shape.step_s),
+            "samples/s": short(shape.samples_per_s),
+            "speed-up": f"{study.speed_up(shape):.2f}",
+            "bubble": f"{shape.bubble:.1%}",
+            "memory": "fits" if shape.fits else f"lacks {shape.lacking_bytes / 1e9:.2f} GB",
+        }
+        for shape in [*seen.values()][:_SHOWN]
+    ]
+
+
+def _print_runners_up(console: Console, study: Study, shapes: Sequence[Shape]) -> None:
+    rows = _rows(study, shapes)
+    shown = Table(title="Shapes, the fastest first", title_justify="left")
+    for name in rows[0]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row.values())
+    console.print(shown)
+
+
+def _page(
+    study: Study, plan: Plan, shapes: Sequence[Shape], count: int, facts: Sequence[str]
+) -> str:
+    cluster = study.cluster.take(count)
+    limits = cluster.memory_limits
+    devices = plan.devices_per_replica
+    mine = None if limits is None else [min(limits[k::devices]) for k in range(devices)]
+    rows = table(_rows(study, shapes))
+    return plan_page(
+        plan,
+        title=f"{study.target.name} on {count} of {study.cluster.name}",
+        notes=facts,
+        limits=mine,
+        more=[("Other shapes", rows), _speed_ups(study, count)],
+    )
+
+
+def _speed_ups(study: Study, count: int) -> Section:
+    counts = device_counts(count)
+    curves: Mapping[str, list[float | None]] = {
+        kind: [None if shape is None else study.speed_up(shape) for shape in found]
+        for kind, found in study.curves(counts).items()
+    }
+    text = paragraph(
+        "The fastest shape of each kind that fits: one stage a replica, one replica, and any. "
+        "Samples a second over those of one device with memory enough."
+    )
+    text += draw_curves(counts, curves, "speed-up against the number of devices")
+    rows = [
+        {"devices": str(number)}
+        | {kind: "-" if v[k] is None else f"{v[k]:.2f}" for kind, v in curves.items()}
+        for k, number in enumerate(counts)
+    ]
+    return "Speed-up", text + table(rows)
+
+
+def _seconds(seconds: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"

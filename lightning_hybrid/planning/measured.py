@@ -1,0 +1,135 @@
+"""A training step out of the trace of a run, to be shown beside what was predicted.
+
+The files are those of `LIGHTNING_HYBRID_TRACE`, see `lightning_hybrid.pipeline.trace`.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.plan import Plan
+
+VARIABLE = "LIGHTNING_HYBRID_TRACE"
+_NAME = re.compile(r"(?:.*\s)?(forward|backward) (\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A forward or a backward of a micro-batch."""
+
+    device: int
+    """Within the replica."""
+    kind: str
+    """`forward` or `backward`."""
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+def measured_step(plan: Plan, folder: str | Path | None) -> list[Work]:
+    """A step of median length of the first replica, from its first forward on; empty: no trace.
+
+    Args:
+        plan: What was run.
+        folder: Of the trace; None: that of the environment, if there is one.
+
+    Raises:
+        PlanError: a folder was given, and it has no trace of a step of such a plan.
+    """
+    asked = folder is not None
+    folder = folder or os.environ.get(VARIABLE)
+    if not folder:
+        return []
+    steps = [step for step in _steps(_work(plan, Path(folder))) if len(step) == _expected(plan)]
+    if not steps:
+        if asked:
+            raise PlanError(
+                f"{str(folder)!r} holds no trace of a training step with {plan.stages} stages and "
+                f"{plan.microbatches} micro-batches: run with {VARIABLE}={folder} in the "
+                "environment, and give the plan of that run"
+            )
+        return []
+    steps = steps[1:] or steps  # the first one warms up
+    steps.sort(key=_length_s)
+    chosen = steps[len(steps) // 2]
+    begin = min(work.start_s for work in chosen)
+    return [
+        Work(
+            device=work.device,
+            kind=work.kind,
+            microbatch=work.microbatch,
+            start_s=work.start_s - begin,
+            end_s=work.end_s - begin,
+        )
+        for work in chosen
+    ]
+
+
+def _expected(plan: Plan) -> int:
+    return 2 * plan.stages * plan.microbatches
+
+
+def _length_s(step: list[Work]) -> float:
+    return max(work.end_s for work in step) - min(work.start_s for work in step)
+
+
+def _work(plan: Plan, folder: Path) -> list[Work]:
+    """All work of the ranks of replica 0, in the order of time."""
+    found = []
+    for path in folder.glob("rank*.json"):
+        try:
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            device = _device(events)
+            if device is not None and device < plan.devices_per_replica:
+                found += [work for event in events for work in _from_event(event, device)]
+        except (OSError, ValueError, KeyError, TypeError):  # another program's file
+            continue
+    return sorted(found, key=lambda work: work.start_s)
+
+
+def _device(events: list[dict[str, Any]]) -> int | None:
+    """The place of a rank within replica 0 by the title of its trace; None: of another replica."""
+    title = next(event["args"]["name"] for event in events if event["ph"] == "M")
+    match = re.match(r"rank (\d+) \((\w+), replica (\d+)(?:, stage (\d+))?\)", title)
+    if match is None or match[3] != "0":
+        return None
+    if match[2] == "driver":
+        return 0
+    return int(match[4]) + 1 if match[4] is not None else int(match[1])
+
+
+def _from_event(event: dict[str, Any], device: int) -> list[Work]:
+    match = _NAME.fullmatch(event["name"]) if event["ph"] == "X" else None
+    if match is None:
+        return []
+    start_s = event["ts"] / 1e6
+    return [
+        Work(
+            device=device,
+            kind=match[1],
+            microbatch=int(match[2]),
+            start_s=start_s,
+            end_s=start_s + event["dur"] / 1e6,
+        )
+    ]
+
+
+def _steps(works: list[Work]) -> list[list[Work]]:
+    """Training steps: runs of forwards, each with the backwards that follow.
+
+    Forwards of an evaluation before them are left out: there are as many as backwards.
+    """
+    steps = []
+    forwards: list[Work] = []
+    for kind, group in groupby(works, key=lambda work: work.kind):
+        part = list(group)
+        if kind == "forward":
+            forwards = part
+        elif forwards:
+            steps.append([*forwards[-len(part) :], *part])
+    return steps

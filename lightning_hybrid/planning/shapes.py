@@ -1,0 +1,342 @@
+"""Which shape: every number of replicas, stages, stages per device and micro-batches, by its speed.
+
+A shape uses all devices of a cluster: R replicas of S devices, whose stages are v in a row on each
+device (v > 1: a loop, which shortens the bubble and crosses more cuts), and M micro-batches. As in
+Lightning, every replica has a batch of its own, so shapes with different R are compared by samples
+per second and not by the time of a step.
+
+First all shapes are cut by `balanced`, then the fastest ones with v = 1 by the dynamic programme of
+`chains`, where it is quick. Ranks are seated replica by replica in the order of the devices.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.balanced import balanced_ends
+from lightning_hybrid.planning.chains import best_chain
+from lightning_hybrid.planning.description import ClusterDescription, Level
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.rows import stage_rows
+from lightning_hybrid.planning.step_problem import Links, StepProblem
+
+_MOST_TURNS = 3
+"""Stages per device that are tried at most."""
+_REFINED = 5
+"""Shapes that the dynamic programme looks at again."""
+_QUICK = 400
+"""Partitions times devices up to which it takes a moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the n partitions of a network cost for a micro-batch, on the cluster's first device."""
+
+    names: tuple[str, ...]
+    """(n,) of each the first module."""
+    layers: tuple[int, ...]
+    """(n,)"""
+    parameters: tuple[int, ...]
+    """(n,) numbers of elements."""
+    forward_s: tuple[float, ...]
+    """(n,) seconds."""
+    backward_s: tuple[float, ...]
+    """(n,) seconds."""
+    step_s: tuple[float, ...]
+    """(n,) seconds of the optimizer step; empty: not known."""
+    output_bytes: tuple[int, ...]
+    """(n,) what crosses a cut after it; the last entry is not used."""
+    gradient_bytes: tuple[int, ...]
+    """(n,)"""
+    kept_bytes: tuple[int, ...]
+    """(n,) parameters, gradients and optimizer state."""
+    activation_bytes: tuple[int, ...]
+    """(n,) held from forward to backward."""
+
+    def memory_bytes(self, microbatches: int) -> tuple[int, ...]:
+        """(n,) bytes with this many micro-batches in flight."""
+        return tuple(k + microbatches * a for k, a in zip(self.kept_bytes, self.activation_bytes))
+
+
+PartsOf = Callable[[int], Parts]
+"""What the partitions cost for a micro-batch of so many samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """R replicas of S devices with v stages each, M micro-batches: how fast, does it fit?"""
+
+    replicas: int
+    devices_per_replica: int
+    stages_per_device: int
+    microbatches: int
+    ends: tuple[int, ...]
+    """For each stage the number after its last partition."""
+    devices: tuple[int, ...]
+    """For each stage its device within the replica."""
+    step_s: float
+    """Predicted seconds of a step."""
+    samples: int
+    """Of all replicas in a step."""
+    bubble: float
+    """Share of the devices' time in which they do not compute."""
+    search: str
+    """What found the cuts: `balanced` or `dynamic`."""
+    lacking_bytes: float = 0.0
+    """What the fullest device lacks; 0: it fits."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device can hold its stages."""
+        return self.lacking_bytes <= 0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput of all replicas."""
+        return self.samples / self.step_s if self.step_s else float("inf")
+
+    def __str__(self) -> str:
+        loop = f" x {self.stages_per_device} a device" if self.stages_per_device > 1 else ""
+        return (
+            f"{self.replicas} replica{'s' * (self.replicas > 1)} x {self.devices_per_replica} "
+            f"stage{'s' * (self.devices_per_replica > 1)}{loop}, "
+            f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+        )
+
+
+def rank_shapes(
+    parts_of: PartsOf, cluster: ClusterDescription, batch: int, *, splits: bool = True
+) -> list[Shape]:
+    """All shapes on all devices of a cluster, the fastest first; then those that do not fit.
+
+    Micro-batches are of equal size, so M divides the batch, and S divides the number of devices.
+
+    Args:
+        parts_of: The costs of the network's partitions.
+        cluster: The devices, all of them used.
+        batch: Samples of one replica in a step.
+        splits: Whether the network takes batches of other sizes, so that there are micro-batches.
+
+    Raises:
+        PlanError: the batch is empty.
+    """
+    if batch < 1:
+        raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
+    count = len(cluster.devices)
+    found: list[Shape] = []
+    for devices in _divisors(count):
+        links = links_of(cluster, devices)
+        for microbatches in _divisors(batch) if splits else (1,):
+            parts = parts_of(batch // microbatches)
+            if devices > len(parts.names):
+                continue
+            problem = problem_of(parts, cluster, devices, microbatches, links)
+            found += _cut(problem, count // devices, batch)
+    found.sort(key=_rank)
+    chains = [k for k, s in enumerate(found) if s.stages_per_device == 1 < s.devices_per_replica]
+    for number in chains[:_REFINED]:
+        found[number] = _refined(found[number], parts_of, cluster, batch)
+    return sorted(found, key=_rank)
+
+
+def fastest(shapes: Sequence[Shape]) -> Shape:
+    """The first shape that fits.
+
+    Raises:
+        PlanError: none does; the text says what lacks least.
+    """
+    for shape in shapes:
+        if shape.fits:
+            return shape
+    nearest = min(shapes, key=lambda shape: shape.lacking_bytes)
+    raise PlanError(
+        f"the network does not fit in any shape on these devices; nearest is {nearest}, where a "
+        f"device lacks {nearest.lacking_bytes / 1e9:.3g} GB. What helps: more or larger devices, "
+        "a smaller batch, an optimizer with less state, or recomputation of activations"
+    )
+
+
+def plan_of(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int) -> Plan:
+    """The plan of a shape from `rank_shapes`, which was given the same."""
+    parts = parts_of(batch // shape.microbatches)
+    problem = problem_of(parts, cluster, shape.devices_per_replica, shape.microbatches)
+    return Plan(
+        replicas=shape.replicas,
+        stages=len(shape.ends),
+        microbatches=shape.microbatches,
+        schedule="gpipe",
+        cuts=tuple(parts.names[end] for end in shape.ends[:-1]),
+        devices=shape.devices,
+        capacities=tuple(problem.speeds),
+        rows=stage_rows(
+            shape.ends,
+            problem.costs(shape.ends, shape.devices),
+            names=parts.names,
+            layers=parts.layers,
+            parameters=parts.parameters,
+            loads=[f + b for f, b in zip(parts.forward_s, parts.backward_s)],
+            cut_bytes=parts.output_bytes[:-1],
+            memory_bytes=parts.memory_bytes(shape.microbatches),
+            gradient_bytes=parts.gradient_bytes,
+        ),
+        predicted_step_s=shape.step_s,
+        objective="step",
+        allocation=shape.search,
+    )
+
+
+def problem_of(
+    parts: Parts,
+    cluster: ClusterDescription,
+    devices: int,
+    microbatches: int,
+    links: Links | None = None,
+) -> StepProblem:
+    """The step of replicas with so many devices each, on all devices of a cluster.
+
+    All replicas wait for each other, so a position within them is as fast and as large as its
+    smallest device, and a link as slow as its slowest.
+    """
+    count = len(cluster.devices)
+    replicas = count // devices
+    speeds = cluster.relative_speeds
+    limits = cluster.memory_limits
+    return StepProblem(
+        forward_s=parts.forward_s,
+        backward_s=parts.backward_s,
+        cut_bytes=parts.output_bytes[:-1],
+        speeds=[min(speeds[k::devices]) for k in range(devices)],
+        links=links or links_of(cluster, devices),
+        microbatches=microbatches,
+        reduce_s=_reduce_s(parts, cluster, devices, replicas),
+        step_s=parts.step_s,
+        memory=() if limits is None else parts.memory_bytes(microbatches),
+        memory_limits=() if limits is None else [min(limits[k::devices]) for k in range(devices)],
+    )
+
+
+def links_of(cluster: ClusterDescription, devices: int) -> Links:
+    """The links between the devices of a replica: of all replicas the slowest."""
+    ranks = np.arange(len(cluster.devices)).reshape(-1, devices)
+    seconds, latency = np.zeros((devices, devices)), np.zeros((devices, devices))
+    if devices > 1:
+        # from the outermost level, which joins all, to the innermost
+        for level in reversed(cluster.levels):
+            groups = ranks // level.devices
+            # replicas with the same pattern of groups have the same links
+            patterns = np.unique(groups - groups[:, :1], axis=0)
+            joined = np.ones((devices, devices), dtype=bool)
+            for row in patterns:
+                joined &= row[:, None] == row[None, :]
+            seconds[joined] = 1 / level.bandwidth_bytes_per_s
+            latency[joined] = level.latency_s
+    return Links(seconds_per_byte=seconds.tolist(), latency_s=latency.tolist())
+
+
+def ring_s(level: Level | None, size_bytes: float, copies: int, sharers: int = 1) -> float:
+    """Seconds of a ring all-reduce over copies whose links `sharers` rings use at once."""
+    if level is None or copies < 2:
+        return 0.0
+    carried = 2 * (copies - 1) / copies * size_bytes * sharers
+    return carried / level.bandwidth_bytes_per_s + 2 * (copies - 1) * level.latency_s
+
+
+def _reduce_s(
+    parts: Parts, cluster: ClusterDescription, devices: int, replicas: int
+) -> tuple[float, ...]:
+    if replicas == 1:
+        return ()
+    level = cluster.level(range(0, len(cluster.devices), devices))
+    if level is None:
+        return ()
+    place = cluster.levels.index(level)
+    # devices of one group of the level inside share the links that leave the group: a ring goes
+    # through a group once, and each stage has a ring of its own
+    inside = cluster.levels[place - 1].devices if place else 1
+    times = [ring_s(level, size, replicas, min(devices, inside)) for size in parts.gradient_bytes]
+    waits = ring_s(level, 0.0, replicas)
+    # the first partition's is the last to begin: there the latency counts
+    return (times[0], *(time - waits for time in times[1:]))
+
+
+def _cut(problem: StepProblem, replicas: int, batch: int) -> Iterator[Shape]:
+    devices = problem.m
+    for turns in range(1, 1 + (_MOST_TURNS if devices > 1 else 1)):
+        order = [*range(1, devices), 0] * turns
+        if len(order) > problem.n:
+            return
+        ends = balanced_ends(problem, order)
+        if ends is None:  # show what lacks
+            ends = balanced_ends(_unlimited(problem), order)
+        if ends is not None:
+            yield _shape(problem, ends, order, replicas, batch, "balanced")
+
+
+def _refined(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int) -> Shape:
+    """The same cut by the dynamic programme, if that is quick and better."""
+    devices = shape.devices_per_replica
+    parts = parts_of(batch // shape.microbatches)
+    if devices * len(parts.names) > _QUICK:
+        return shape
+    problem = problem_of(parts, cluster, devices, shape.microbatches)
+    try:
+        ends, step_s = best_chain(problem, shape.devices)
+    except PlanError:
+        return shape
+    if shape.fits and step_s >= shape.step_s:
+        return replace(shape, search="dynamic")  # no chain is faster
+    return _shape(problem, ends, shape.devices, shape.replicas, batch, "dynamic")
+
+
+def _shape(
+    problem: StepProblem,
+    ends: Sequence[int],
+    order: Sequence[int],
+    replicas: int,
+    batch: int,
+    search: str,
+) -> Shape:
+    free = _unlimited(problem)
+    step_s = free.step_time_s(ends, order)
+    costs = free.costs(ends, order)
+    busy_s = problem.microbatches * (sum(costs.forward_s) + sum(costs.backward_s))
+    busy_s += sum(costs.step_s)
+    held = [0.0] * problem.m
+    for (a, b), device in zip(pairwise((0, *ends)), order):
+        held[device] += (
+            problem.sums["memory"][b] - problem.sums["memory"][a] if problem.memory else 0
+        )
+    lacks = [h - limit for h, limit in zip(held, problem.memory_limits)]
+    fits = problem.fits(ends, order)
+    return Shape(
+        replicas=replicas,
+        devices_per_replica=problem.m,
+        stages_per_device=len(order) // problem.m,
+        microbatches=problem.microbatches,
+        ends=tuple(ends),
+        devices=tuple(order),
+        step_s=step_s,
+        samples=replicas * batch,
+        bubble=max(0.0, 1 - busy_s / (problem.m * step_s)) if step_s else 0.0,
+        search=search,
+        lacking_bytes=0.0 if fits else max(lacks),
+    )
+
+
+def _unlimited(problem: StepProblem) -> StepProblem:
+    return replace(problem, memory=(), memory_limits=()) if problem.memory else problem
+
+
+def _rank(shape: Shape) -> tuple[bool, float, int, int]:
+    """What fits first, then by speed; of equals, but for rounding, the simplest."""
+    rate = float(f"{shape.samples_per_s:.9g}")
+    return not shape.fits, -rate, len(shape.ends), shape.microbatches
+
+
+@lru_cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
