@@ -116,6 +116,7 @@ Trainer = pytorch.Trainer
 TrainerFn = pytorch.trainer.states.TrainerFn
 TrainerStatus = pytorch.trainer.states.TrainerStatus
 WeightAveraging = pytorch.callbacks.WeightAveraging
+is_overridden = pytorch.utilities.model_helpers.is_overridden
 move_data_to_device = fabric.utilities.move_data_to_device
 rank_zero_info = pytorch.utilities.rank_zero.rank_zero_info
 reset_seed = fabric.utilities.seed.reset_seed

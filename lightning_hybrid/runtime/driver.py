@@ -169,6 +169,11 @@ class Driver:
         self._workers.before_weights_change = self.interrupt
         return driven
 
+    @property
+    def has_networks(self) -> bool:
+        """Whether a network is cut."""
+        return bool(self._networks)
+
     @signals_deferred
     def interrupt(self) -> None:
         """Give up calls that run ahead: what follows is for weights and networks as they are."""
