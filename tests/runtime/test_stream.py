@@ -13,6 +13,7 @@ from driven import Model, Replica, loss_of
 from serial_schedules import in_stages, train_serially
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.schedules import STREAMED
@@ -275,13 +276,15 @@ def test_batch_statistics_are_those_of_the_batches_that_had_their_turn(
     module, inputs = normalised(), values(8)
     reference = deepcopy(module)
     replica, coming = streamed(module, name, 3, inputs, epoch=8, delayed_weights=weights)
+    reference.net(inputs[0])  # the capture has called it, too
     buffer = "parts.1.running_mean"
     seen: list[Tensor] = []
 
     def after(number: int) -> None:
         seen.append(module.net.get_buffer(buffer).clone())
 
-    train(replica, coming, torch.optim.SGD(module.parameters(), lr=0.0), after=after)
+    optimizer, window = torch.optim.SGD(module.parameters(), lr=0.0), 8 if name == "1f1b" else 1
+    train(replica, coming, optimizer, window=window, after=after)
     replica.end()
     for value, found in zip(inputs, seen):
         reference.net(value)
@@ -365,6 +368,7 @@ def test_an_error_in_a_forward_that_ran_ahead_is_raised_in_the_turn_of_its_batch
     def after(number: int) -> None:
         done.append(number)
         if number == 0:  # from now on the first stage fails
+            replica.driver.commands.ask(Check())  # batches 1, 2 and 3 have run
             own = replica.workers[1]._networks[0].engine.owned[0]
             run, counted = own.specializations[0].run_with, []
 
@@ -378,4 +382,4 @@ def test_an_error_in_a_forward_that_ran_ahead_is_raised_in_the_turn_of_its_batch
 
     with pytest.raises(ValueError, match="on purpose"):
         train(replica, coming, optimizer, after=after)
-    assert done == [0, 1, 2, 3, 4]  # batches 1, 2 and 3 were under way
+    assert done == [0, 1, 2, 3, 4]  # after 4 the next one is 5
