@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from inspect import signature
+from itertools import chain
 
 from torch.optim import SGD, Optimizer
 
@@ -97,15 +98,16 @@ def refuse_streaming(run: Run) -> None:
     schedule = run.config.streamed
     if schedule is None or not run.fitting or run.world.coordinates.ranks_per_replica == 1:
         return
-    for reason in _why_not_streamed(run, schedule):
+    for reason in chain(_unknown_batches(run), _unknown_weights(run, schedule)):
         raise PlanError(
             f"schedule={schedule.name!r} begins with later batches early, and {reason}; or use "
             "schedule='gpipe'."
         )
 
 
-def _why_not_streamed(run: Run, schedule: LookAhead) -> Iterator[str]:
-    module, config = run.module, run.config
+def _unknown_batches(run: Run) -> Iterator[str]:
+    """Why it is not known what later batches are, and when they step."""
+    module = run.module
     if not module.automatic_optimization:
         yield (
             "with manual optimization it is not known when a batch steps. Use automatic "
@@ -123,9 +125,12 @@ def _why_not_streamed(run: Run, schedule: LookAhead) -> Iterator[str]:
                 "order. Move its work to the dataset or to on_after_batch_transfer"
             )
     if "dataloader_iter" in signature(module.training_step).parameters:
-        yield (
-            "training_step(dataloader_iter) fetches its batches itself. Let it take a batch"
-        )
+        yield ("training_step(dataloader_iter) fetches its batches itself. Let it take a batch")
+
+
+def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
+    """Why stages could not run ahead, or not with the right weights and buffers."""
+    config = run.config
     if config.several_stages_per_device:
         yield "each device must have one stage. Use contiguous=True, or such a plan"
     if config.compile_stages and schedule.delayed:
@@ -143,7 +148,7 @@ def _why_not_streamed(run: Run, schedule: LookAhead) -> Iterator[str]:
             "batch statistics over the replicas (sync_batchnorm=True) need them in step. Leave "
             "it out"
         )
-    if run.world.coordinates.replicas > 1 and state_buffers(module):
+    if run.world.coordinates.replicas > 1 and state_buffers(run.module):
         yield (
             "the network reads buffers in training that each step gives to all replicas "
             "(codebooks, queues, spectral norms). Use data_parallel_size=1"

@@ -19,10 +19,10 @@ from lightning_hybrid._lightning import (
     rank_zero_info,
 )
 from lightning_hybrid._torch import replace_unscaling
+from lightning_hybrid.coming import ComingBatches
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import run_pending
-from lightning_hybrid.coming import ComingBatches
 from lightning_hybrid.performance_log import (
     NoPerformanceLog,
     PerformanceLog,

@@ -107,9 +107,7 @@ class EarlyForwards:
                     found[name] = value.detach().clone()
         return found
 
-    def _saving(
-        self, call: int, parameters: Iterable[nn.Parameter]
-    ) -> AbstractContextManager[Any]:
+    def _saving(self, call: int, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         """Inside, autograd saves for the backward what this kind of weights wants."""
         if self._weights is None:
             return own_saved_tensors()

@@ -74,9 +74,7 @@ class StagedNetwork:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
         traffic = self._traffic[key]
-        call = Call(
-            number, draw, self.keys[key], exchange, uses_rng, traffic, saved, ahead=ahead
-        )
+        call = Call(number, draw, self.keys[key], exchange, uses_rng, traffic, saved, ahead=ahead)
         if call.key.grad:
             self.calls[number] = call
         return call

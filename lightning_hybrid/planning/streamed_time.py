@@ -24,11 +24,11 @@ def batch_s(schedule: LookAhead, costs: StepCosts, microbatches: int) -> float:
     forward = [microbatches * f for f in costs.forward_s]
     backward = [
         microbatches * b + max(0.0, reduce - b) + step
-        for b, reduce, step in zip(
-            costs.backward_s, costs.reduce_s or none, costs.step_s or none
-        )
+        for b, reduce, step in zip(costs.backward_s, costs.reduce_s or none, costs.step_s or none)
     ]
-    send = [s * microbatches + l for s, l in zip(costs.send_s or none, costs.latency_s or none)]
+    send = [
+        s * microbatches + late for s, late in zip(costs.send_s or none, costs.latency_s or none)
+    ]
     full, longer = (
         time_orders(
             schedule.orders(stages, batches), forward, backward, send_s=send[: stages - 1]

@@ -64,9 +64,9 @@ class Announcements:
         if schedule is not None and schedule.trades and self._options.training:
             delays = ", ".join(map(str, plan.delays))
             self._options.say(
-                f"schedule={schedule.name!r} is not exact: {schedule.trades} (here {delays} steps), "
-                "and training may end elsewhere than with schedule='gpipe'. See "
-                f"docs/schedules.md; {schedule.paper}."
+                f"schedule={schedule.name!r} is not exact: {schedule.trades} (here {delays}), and "
+                "training may end elsewhere than with schedule='gpipe'. See docs/schedules.md; "
+                f"{schedule.paper}."
             )
         normalised = any(isinstance(m, BatchNorm) for m in found.module.modules())
         if normalised and plan.microbatches > 1 and self._options.training:

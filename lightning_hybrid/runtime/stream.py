@@ -264,8 +264,8 @@ class Stream:
         """Which tensor of the batch an input is."""
         if leaf.requires_grad:
             raise self._refused(
-                f"input {graph.leaves[number].node.name!r} of the network wants a gradient, and the "
-                "forward that it is for would be over"
+                f"input {graph.leaves[number].node.name!r} of the network wants a gradient, which "
+                "would come after later batches have begun"
             )
         for place, tensor in enumerate(batch.tensors):
             if _is_same(tensor, leaf):

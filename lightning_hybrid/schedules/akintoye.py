@@ -5,10 +5,10 @@ Partition i updates with a plain step of gradient descent, at the counter t - i 
     w^(t-i+2) = w^(t-i+1) - rate * gradient^(t-i+1)
 
 Taken as batch numbers, these would make the last partition the most delayed, and the gradient of a
-batch would be needed before it exists. t - i + 1 is the number of the batch that module i *forwards*
-in iteration t of FDG, where the pipeline flows as in their figures. So partition i is read as having
-a counter of its own, and the schedule is that of FDG without shrinking. A reconstruction: the paper
-says nothing on stashed weights or the end of an epoch.
+batch would be needed before it exists. t - i + 1 is the number of the batch that module i
+*forwards* in iteration t of FDG, where the pipeline flows as in their figures. So partition i is
+read as having a counter of its own, and the schedule is that of FDG without shrinking. A
+reconstruction: the paper says nothing on stashed weights or the end of an epoch.
 """
 
 from lightning_hybrid.schedules.look_ahead import LookAhead

@@ -22,6 +22,8 @@ from lightning_hybrid.runtime.stream import Batches
 from lightning_hybrid.runtime.worker import Worker
 from lightning_hybrid.tensors.hollow import Hollow
 
+PLAIN = StageOptions()
+
 
 class Model(nn.Module):
     """Stands for a LightningModule: a network, and a parameter outside of it.
@@ -106,7 +108,7 @@ class Ranks:
         workers: int,
         timeout_s: float = 60.0,
         *,
-        options: StageOptions = StageOptions(),
+        options: StageOptions = PLAIN,
         batches: Batches | None = None,
     ) -> None:
         self.model = model
@@ -184,7 +186,7 @@ class Replica(Ranks):
         *,
         continues: bool = False,
         schedule: str = "gpipe",
-        options: StageOptions = StageOptions(),
+        options: StageOptions = PLAIN,
         batches: Batches | None = None,
     ) -> None:
         super().__init__(model, max(devices), timeout_s, options=options, batches=batches)

@@ -14,6 +14,7 @@ batch t with the gradient of batch t. What the backward computes with is one of
 
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def in_stages(network: nn.Sequential, count: int) -> list[nn.Sequential]:
     """The same modules, as ``count`` stages of whole pairs of layers."""
     pairs = len(network) // 2
     ends = [2 * round(pairs * k / count) for k in range(count + 1)]
-    return [network[a:b] for a, b in zip(ends, ends[1:])]
+    return [network[a:b] for a, b in pairwise(ends)]
 
 
 def _copied(stage: nn.Module) -> dict[str, Tensor]:

@@ -69,13 +69,22 @@ def streamed() -> Iterator[Streamed]:
     made: list[Replica] = []
 
     def make(
-        module: Model, schedule: str, stages: int, inputs: Sequence[Tensor], epoch: int = STEPS,
+        module: Model,
+        schedule: str,
+        stages: int,
+        inputs: Sequence[Tensor],
+        epoch: int = STEPS,
         **options: Any,
     ) -> tuple[Replica, Coming]:
         coming = Coming(inputs, epoch)
         made.append(
             Replica(
-                module, inputs[0], DEVICES[stages], parts=1, schedule=schedule, batches=coming,
+                module,
+                inputs[0],
+                DEVICES[stages],
+                parts=1,
+                schedule=schedule,
+                batches=coming,
                 options=StageOptions(**options),
             )
         )
@@ -336,7 +345,7 @@ def first_step(replica: Replica, coming: Coming, call: Callable[[Tensor], Tensor
 
 def test_an_input_that_is_not_of_the_batch_is_refused(streamed: Streamed) -> None:
     replica, coming = streamed(model(), "fdg", 2, values(4))
-    with pytest.raises(NetworkError, match="'fdg'.*no tensor of the batch.*dataset"):
+    with pytest.raises(NetworkError, match=r"'fdg'.*no tensor of the batch.*dataset"):
         first_step(replica, coming, lambda x: replica(x + 1))
 
 

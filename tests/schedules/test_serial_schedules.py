@@ -50,9 +50,7 @@ def test_a_learning_rate_of_zero_gives_backpropagation_of_the_right_batch(
     found, expected = network(), network()
     ahead = STREAMED[name].look_aheads(3)
     optimizer = torch.optim.SGD(found.parameters(), lr=0.0)
-    train_serially(
-        in_stages(found, 3), optimizer, batches(7), mean_square_gradient, ahead, weights
-    )
+    train_serially(in_stages(found, 3), optimizer, batches(7), mean_square_gradient, ahead, weights)
     expected(batches(7)[-1]).square().mean().backward()
     for mine, theirs in zip(found.parameters(), expected.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad)
