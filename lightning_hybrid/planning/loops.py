@@ -55,7 +55,8 @@ def _fair(problem: StepProblem, devices: Sequence[int]) -> list[int]:
     work = np.cumsum([f + b for f, b in zip(problem.forward_s, problem.backward_s)])
     share = np.cumsum([problem.speeds[device] for device in devices])
     wanted = np.searchsorted(work, share / share[-1] * work[-1]) + 1
-    stages, ends = len(devices), []
+    stages = len(devices)
+    ends: list[int] = []
     for stage, end in enumerate(wanted.tolist()):
         least = (ends[-1] if ends else 0) + 1
         ends.append(min(max(end, least), problem.n - (stages - 1 - stage)))
