@@ -120,6 +120,7 @@ TrainerFn = pytorch.trainer.states.TrainerFn
 TrainerStatus = pytorch.trainer.states.TrainerStatus
 WeightAveraging = pytorch.callbacks.WeightAveraging
 is_param_in_hook_signature = pytorch.utilities.signature_utils.is_param_in_hook_signature
+is_overridden = pytorch.utilities.model_helpers.is_overridden
 move_data_to_device = fabric.utilities.move_data_to_device
 rank_zero_info = pytorch.utilities.rank_zero.rank_zero_info
 reset_seed = fabric.utilities.seed.reset_seed

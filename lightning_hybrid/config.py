@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.pipeline.early import DelayedWeights
 from lightning_hybrid.planning.cluster import given_speeds
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings
 from lightning_hybrid.planning.sizes import Sizes
+from lightning_hybrid.schedules import SCHEDULES, STREAMED, LookAhead
 
 Count = int | Literal["auto"]
+ScheduleName = Literal["auto", "gpipe", "looped", "1f1b", "pipedream", "ddg", "fdg", "akintoye"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,8 @@ class Config:
         compile_stages: run each stage through ``torch.compile``.
         plan: the user's; ``None``: one is made.
         log_performance: whether the loggers get step times and the plan.
+        delayed_weights: what the backward of a batch computes with under a delayed schedule.
+        gradient_shrinking: what gradients are multiplied with at every cut that they cross.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -42,6 +47,8 @@ class Config:
     compile_stages: bool
     plan: Plan | None
     log_performance: bool
+    delayed_weights: DelayedWeights
+    gradient_shrinking: float
     chosen: bool = False
 
     @classmethod
@@ -51,7 +58,9 @@ class Config:
         data_parallel_size: Count = "auto",
         pipeline_parallel_size: Count = "auto",
         num_microbatches: Count = "auto",
-        schedule: Literal["auto", "gpipe"] = "auto",
+        schedule: ScheduleName = "auto",
+        delayed_weights: DelayedWeights = "stash",
+        gradient_shrinking: float = 1.0,
         allocation: Literal["gabra", "exact"] | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
@@ -77,6 +86,12 @@ class Config:
                 "contiguous=False lets GABRA give it several. Leave one of them out, or give "
                 "plan=Plan(..., devices=...), which says where each stage goes."
             )
+        chosen = schedule
+        if chosen == "auto":
+            chosen = loaded.schedule if loaded else "gpipe"
+        _check_schedule(chosen, loaded, delayed_weights, gradient_shrinking)
+        if num_microbatches == "auto" and chosen in STREAMED:
+            num_microbatches = 1  # its micro-batches are the batches
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -84,7 +99,7 @@ class Config:
             microbatches=None if num_microbatches == "auto" else num_microbatches,
             names=None if names is None else tuple(names),
             settings=PlanSettings(
-                schedule="gpipe" if schedule == "auto" else schedule,
+                schedule=chosen,
                 allocation=allocation if isinstance(allocation, str) else tuple(allocation),
                 objective=objective,
                 seed=seed,
@@ -94,7 +109,14 @@ class Config:
             compile_stages=compile_stages,
             plan=loaded,
             log_performance=log_performance,
+            delayed_weights=delayed_weights,
+            gradient_shrinking=float(gradient_shrinking),
         )
+
+    @property
+    def streamed(self) -> LookAhead | None:
+        """The schedule, if forwards of later batches begin early under it."""
+        return STREAMED.get(self.settings.schedule)
 
     def shape(self, nodes: int, devices_per_node: int) -> tuple[int, int]:
         """Replicas, and devices of each, for the devices that there are.
@@ -161,6 +183,8 @@ class Config:
     @property
     def several_stages_per_device(self) -> bool:
         """Whether a device may have several stages, so that its rank does not tell which."""
+        if self.settings.schedule == "looped":
+            return True
         if self.plan is not None:
             return self.plan.devices != (*range(1, self.plan.stages), 0)
         return not self.settings.contiguous
@@ -173,6 +197,33 @@ class Config:
         """
         given = self.plan is not None or not isinstance(self.settings.allocation, str)
         return stages > 1 and (self.capacity is not None or not given)
+
+
+def _check_schedule(name: str, plan: Plan | None, weights: str, shrink: float) -> None:
+    """Complain about a schedule that is unknown, or about what it does not know."""
+    if name not in SCHEDULES:
+        raise PlanError(f"schedule={name!r} is none of 'auto', {', '.join(map(repr, SCHEDULES))}.")
+    if plan is not None and plan.schedule != name:
+        raise PlanError(
+            f"schedule={name!r} contradicts the plan, whose schedule is {plan.schedule!r}. Leave "
+            "one of them out."
+        )
+    if weights not in get_args(DelayedWeights):
+        kinds = ", ".join(map(repr, get_args(DelayedWeights)))
+        raise PlanError(f"delayed_weights={weights!r} is none of {kinds}.")
+    streamed = STREAMED.get(name)
+    if weights != "stash" and not (streamed and streamed.delayed):
+        delayed = ", ".join(repr(each.name) for each in STREAMED.values() if each.delayed)
+        raise PlanError(
+            f"delayed_weights={weights!r} is for the delayed schedules ({delayed}); under "
+            f"schedule={name!r} no step comes between a forward and its backward. Leave it out."
+        )
+    if shrink != 1 and not (streamed and streamed.shrinks):
+        raise PlanError(
+            f"gradient_shrinking={shrink} is part of schedule='fdg', not of {name!r}. Leave it out."
+        )
+    if not 0 < shrink <= 1:
+        raise PlanError(f"gradient_shrinking={shrink} must be above 0 and at most 1.")
 
 
 def _sizes(replicas: Count, stages: Count, plan: Plan | None) -> tuple[int | None, int | None]:

@@ -1,8 +1,10 @@
 """What of Lightning does not go together with stages, refused before anything is trained."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from inspect import signature
+from itertools import chain
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_hybrid._lightning import (
     Accelerator,
@@ -11,12 +13,17 @@ from lightning_hybrid._lightning import (
     CPUAccelerator,
     CUDAAccelerator,
     LayerSync,
+    MixedPrecision,
     ModelPruning,
     TorchSyncBatchNorm,
     Trainer,
+    is_overridden,
 )
 from lightning_hybrid._torch import unscales_by_itself
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.pipeline.replicas import state_buffers
+from lightning_hybrid.run import Run, scalers_of
+from lightning_hybrid.schedules import LookAhead
 
 
 def refuse_accelerator(accelerator: Accelerator) -> None:
@@ -85,4 +92,90 @@ def refuse_optimizers(optimizers: Iterable[Optimizer], stages: int, *, scaled: b
                 f"{type(optimizer).__name__}(fused=True) takes the loss scale into its step, "
                 "and each stage would decide by itself whether to skip it. With "
                 "precision='16-mixed' use fused=False."
+            )
+
+
+def refuse_streaming(run: Run) -> None:
+    """What does not go together with forwards that begin before their batch has its turn.
+
+    What only the network's first call tells is refused then: see
+    :mod:`lightning_hybrid.runtime.stream`.
+
+    Args:
+        run: that is about to begin.
+    """
+    schedule = run.config.streamed
+    if schedule is None or not run.fitting or run.world.coordinates.ranks_per_replica == 1:
+        return
+    for reason in chain(_unknown_batches(run), _unknown_weights(run, schedule)):
+        raise PlanError(
+            f"schedule={schedule.name!r} begins with later batches early, and {reason}; or use "
+            "schedule='gpipe'."
+        )
+
+
+def _unknown_batches(run: Run) -> Iterator[str]:
+    """Why it is not known what later batches are, and when they step."""
+    module = run.module
+    if not module.automatic_optimization:
+        yield (
+            "with manual optimization it is not known when a batch steps. Use automatic "
+            "optimization (automatic_optimization = True)"
+        )
+    if scalers_of(run.precision):
+        yield (
+            "the scale of the loss (precision='16-mixed') decides on each step only when all "
+            "stages are done with it. Use precision='bf16-mixed'"
+        )
+    for owner in (module, getattr(run.trainer, "datamodule", None)):
+        if owner is not None and is_overridden("on_before_batch_transfer", owner):
+            yield (
+                f"{type(owner).__name__}.on_before_batch_transfer would be called in another "
+                "order. Move its work to the dataset or to on_after_batch_transfer"
+            )
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        yield ("training_step(dataloader_iter) fetches its batches itself. Let it take a batch")
+
+
+def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
+    """Why stages could not run ahead, or not with the right weights and buffers."""
+    config = run.config
+    if config.several_stages_per_device:
+        yield "each device must have one stage. Use contiguous=True, or such a plan"
+    if config.compile_stages and schedule.delayed:
+        yield (
+            "compiled stages (compile_stages=True) do not say which weights their backward needs. "
+            "Leave it out"
+        )
+    if config.delayed_weights == "current" and isinstance(run.precision, MixedPrecision):
+        yield (
+            "delayed_weights='current' is not what autocast does, which keeps its own copies of "
+            "the weights. Use delayed_weights='stash'"
+        )
+    if run.synchronised:
+        yield (
+            "batch statistics over the replicas (sync_batchnorm=True) need them in step. Leave "
+            "it out"
+        )
+    if run.world.coordinates.replicas > 1 and state_buffers(run.module):
+        yield (
+            "the network reads buffers in training that each step gives to all replicas "
+            "(codebooks, queues, spectral norms). Use data_parallel_size=1"
+        )
+
+
+def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> None:
+    """A schedule whose formulas are those of gradient descent alone.
+
+    Args:
+        optimizers: the user's.
+        schedule: its name.
+    """
+    for optimizer in optimizers:
+        groups = optimizer.param_groups if isinstance(optimizer, SGD) else [{}]
+        if any(group.get("momentum") != 0 or group.get("weight_decay") != 0 for group in groups):
+            raise PlanError(
+                f"schedule={schedule!r} is plain gradient descent, w - rate * gradient (Eq. 2), "
+                f"and {type(optimizer).__name__} does something else. Use torch.optim.SGD without "
+                "momentum and weight decay; or schedule='fdg', which has the same delays."
             )

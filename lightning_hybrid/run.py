@@ -115,7 +115,12 @@ class Run:
     def stage_options(self) -> StageOptions:
         """How stages compute. On every rank alike: it may make a group."""
         statistics = self.world.mesh.statistics() if self.synchronised else None
-        return StageOptions(self.config.compile_stages, statistics)
+        return StageOptions(
+            self.config.compile_stages,
+            statistics,
+            self.config.delayed_weights,
+            self.config.gradient_shrinking,
+        )
 
     def device_stats(self) -> dict[str, Any]:
         """What DeviceStatsMonitor logs of this rank's device."""

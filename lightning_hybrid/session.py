@@ -19,6 +19,7 @@ from lightning_hybrid._lightning import (
     rank_zero_info,
 )
 from lightning_hybrid._torch import replace_unscaling
+from lightning_hybrid.coming import ComingBatches
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import run_pending
@@ -50,6 +51,7 @@ class DriverSession:
         networks: finds and cuts the networks.
         statistics: entered wherever layers may compute.
         performance: logs step times, or nothing.
+        coming: the training batches, where later ones are looked at; else ``None``.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class DriverSession:
         networks: Discovery,
         statistics: AbstractContextManager[Any],
         performance: PerformanceLog | NoPerformanceLog,
+        coming: ComingBatches | None = None,
     ) -> None:
         self._run, self._driver, self._networks = run, driver, networks
+        self._coming = coming
         self._statistics, self._performance = statistics, performance
         self._failure = Failure("this rank has failed")
         self._salvages = False  # whether the workers can be asked for their weights
@@ -76,6 +80,9 @@ class DriverSession:
         """
         mesh, config = run.world.mesh, run.config
         options = run.stage_options()
+        streamed, coming = config.streamed, None
+        if streamed is not None and run.fitting and mesh.coordinates.ranks_per_replica > 1:
+            coming = ComingBatches(run.trainer, streamed.barrier)
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         driver = Driver(
             run.module,
@@ -85,6 +92,7 @@ class DriverSession:
             options,
             run.measurement.stopwatch,
             share=run.building.deferred,
+            batches=coming,
             say=rank_zero_info,
         )
         network_options = NetworkOptions(
@@ -108,7 +116,7 @@ class DriverSession:
             driver.abort(Failure.of(error, str(mesh.coordinates)))
             driver.close()
             raise
-        return cls(run, driver, networks, statistics, performance)
+        return cls(run, driver, networks, statistics, performance, coming)
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
@@ -156,7 +164,7 @@ class DriverSession:
             NetworkNotFoundError: no network was called in it.
         """
         self._driver.begin_step(self._run.trainer.fit_loop.epoch_loop.total_batch_idx)
-        with self._statistics:
+        with self._statistics, self._coming.step() if self._coming else nullcontext():
             output = train()
         if output is not None:
             self._networks.require()
@@ -188,6 +196,19 @@ class DriverSession:
         """Let optimizers step on all ranks."""
         self._driver.optimizers.connect(optimizers)
 
+    def train_loader(self, loader: Any) -> Any:
+        """A loader as the Trainer is to use it."""
+        return loader if self._coming is None else self._coming.wrap(loader)
+
+    def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """A batch on its device.
+
+        Args:
+            batch: where it is now.
+            move: brings it there.
+        """
+        return move(batch) if self._coming is None else self._coming.arrive(batch, move)
+
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         if not self._run.is_global_zero:
@@ -197,10 +218,12 @@ class DriverSession:
     def training_ends(self) -> None:
         """All batches are trained on."""
         run_pending(hold=False)
+        self._driver.interrupt()
         self._performance.end()
 
     def validation_starts(self) -> None:
         """All replicas validate with the buffers of replica 0."""
+        self._driver.interrupt()
         self._driver.weights.broadcast_buffers()
         self._performance.pause()
 
@@ -219,6 +242,7 @@ class DriverSession:
         """
         # else a callback saves what is left after a failure
         if self._run.world.phase is Phase.RUNNING:
+            self._driver.interrupt()
             self._driver.check()
             self._driver.weights.broadcast_buffers()
         if not here:

@@ -32,8 +32,9 @@ from lightning_hybrid.building import BetweenRuns, DeferredModule, WholeModule, 
 from lightning_hybrid.checkpoints import with_atomic_writes
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import restore_handlers
-from lightning_hybrid.config import Config, Count
+from lightning_hybrid.config import Config, Count, ScheduleName
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.pipeline.early import DelayedWeights
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.process.launcher import Parted
 from lightning_hybrid.process.results import Results
@@ -41,9 +42,11 @@ from lightning_hybrid.process.survey import look_around
 from lightning_hybrid.ranks import ReplicaStrategy, given
 from lightning_hybrid.refusals import (
     refuse_accelerator,
+    refuse_all_but_plain_sgd,
     refuse_callbacks,
     refuse_layer_sync,
     refuse_optimizers,
+    refuse_streaming,
 )
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.session import DriverSession, WorkerSession
@@ -67,7 +70,16 @@ class HybridGabraStrategy(ReplicaStrategy):
             refused if a number is given; with ``"auto"`` it runs on the driver of each replica.
         num_microbatches: into how many slices a replica's batch is split on its way through the
             stages. ``"auto"``: enough to fill the pipeline twice, at least two samples each.
-        schedule: ``"gpipe"`` (fill and drain), which is also ``"auto"``.
+        schedule: how the devices share their time. ``"gpipe"`` (fill and drain), which is also
+            ``"auto"``, and ``"looped"`` (several stages per device) are exact; so is ``"1f1b"``,
+            whose micro-batches are the batches of ``accumulate_grad_batches``. ``"pipedream"``,
+            ``"ddg"``, ``"fdg"`` and ``"akintoye"`` keep all devices busy by computing with weights
+            that are some steps old; see ``docs/schedules.md``.
+        delayed_weights: what the backward of a batch computes with under these four: the weights of
+            its forward (``"stash"``), those of now on its inputs, which run forward again
+            (``"recompute"``), or those of now beside the activations of then (``"current"``).
+        gradient_shrinking: for ``"fdg"``: what gradients are multiplied with at every cut that
+            they cross.
         allocation: ``"gabra"``, ``"exact"``, or cut points: the names of the first module of each
             next stage, as in the LightningModule (``["net.layer3"]``).
         objective: ``"step"``, the predicted time of a step; ``"makespan"``, the slowest device's
@@ -107,7 +119,9 @@ class HybridGabraStrategy(ReplicaStrategy):
         data_parallel_size: Count = "auto",
         pipeline_parallel_size: Count = "auto",
         num_microbatches: Count = "auto",
-        schedule: Literal["auto", "gpipe"] = "auto",
+        schedule: ScheduleName = "auto",
+        delayed_weights: DelayedWeights = "stash",
+        gradient_shrinking: float = 1.0,
         allocation: Literal["gabra", "exact"] | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
@@ -131,6 +145,8 @@ class HybridGabraStrategy(ReplicaStrategy):
             pipeline_parallel_size=pipeline_parallel_size,
             num_microbatches=num_microbatches,
             schedule=schedule,
+            delayed_weights=delayed_weights,
+            gradient_shrinking=gradient_shrinking,
             allocation=allocation,
             objective=objective,
             contiguous=contiguous,
@@ -209,6 +225,7 @@ class HybridGabraStrategy(ReplicaStrategy):
             self._plans,
             synchronise=self._layer_sync is not None,
         )
+        refuse_streaming(run)
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
         run.world.phase = Phase.RUNNING
@@ -220,6 +237,8 @@ class HybridGabraStrategy(ReplicaStrategy):
             self.setup_optimizers(trainer)
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, self._shape()[1], scaled=scaled)
+            if self._config.streamed is not None and self._config.streamed.plain_sgd:
+                refuse_all_but_plain_sgd(self.optimizers, self._config.streamed.name)
         self.setup_precision_plugin()
 
     def _choose_sizes(self, trainer: Trainer) -> None:
@@ -310,6 +329,22 @@ class HybridGabraStrategy(ReplicaStrategy):
     def model_to_device(self) -> None:
         """All of it, or only what no network can own."""
         move_module(self._module, self.root_device, all_of_it=self._shape()[1] == 1)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The train loader may be asked for batches before their turn."""
+        dataloader = super().process_dataloader(dataloader)
+        if isinstance(self._session, DriverSession):
+            return self._session.train_loader(dataloader)
+        return dataloader
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Batches that were needed before their turn are there already."""
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        if isinstance(self._session, DriverSession):
+            return self._session.move_batch(batch, move)
+        return move(batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         step: STEP_OUTPUT = self._driving.step(partial(super().training_step, *args, **kwargs))

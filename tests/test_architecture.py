@@ -30,6 +30,7 @@ OUTERMOST = {
     "lightning_hybrid/process/launcher.py",
     "lightning_hybrid/building.py",
     "lightning_hybrid/checkpoints.py",
+    "lightning_hybrid/coming.py",
     "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/performance_log.py",
     "lightning_hybrid/ranks.py",

@@ -99,7 +99,9 @@ class Forward(Command):
         key: number of the call's key.
         exchange: headers travel with the activations.
         uses_rng: the generators' state travels with the activations.
-        new_key: the key, where the worker has not heard of it yet.
+        ahead: it runs before its turn: optimizers may step between it and its backward, and until
+            then nobody sees what it writes to buffers.
+        new_key: the key, where the worker may not have heard of it yet.
     """
 
     in_frame = True
@@ -111,6 +113,7 @@ class Forward(Command):
     key: int
     exchange: bool
     uses_rng: bool
+    ahead: bool
     new_key: CallKey | None = None
 
 
@@ -149,6 +152,40 @@ class Free(Command):
     in_frame = True
     network: int
     call: int
+
+
+@dataclass(frozen=True)
+class Drop(Command):
+    """A call that ran before its turn is not wanted: all is as if it had not run."""
+
+    in_frame = True
+    network: int
+    call: int
+
+
+@dataclass(frozen=True)
+class Skip(Command):
+    """A call that ran before its turn is not wanted, and the stages from here on have not begun it.
+
+    What the stage before this one has sent is taken off the link.
+
+    Attributes:
+        network: number of the network.
+        call: number of the call.
+        key: number of its key.
+        exchange: see :class:`Forward`.
+        uses_rng: see there.
+        new_key: see there.
+    """
+
+    in_frame = True
+    joint = True
+    network: int
+    call: int
+    key: int
+    exchange: bool
+    uses_rng: bool
+    new_key: CallKey | None = None
 
 
 @dataclass(frozen=True)
@@ -423,6 +460,8 @@ MESSAGES: tuple[type[Message], ...] = (
     Forward,
     Backward,
     Free,
+    Drop,
+    Skip,
     Reduce,
     SynchronizeBuffers,
     Share,

@@ -86,6 +86,11 @@ def close_region(graph: fx.Graph) -> dict[str, Any]:
     return {_MARK: fx.GraphModule(nn.Module(), body)}
 
 
+def has_region(graph: fx.Graph) -> bool:
+    """Whether a part of a captured graph is, or was, a checkpointed region."""
+    return any(_is_region(node) or _MARK in node.meta for node in graph.nodes)
+
+
 def _is_region(node: fx.Node) -> bool:
     return higher_order_name(node.target) == "tag_activation_checkpoint"
 

@@ -31,6 +31,7 @@ from lightning_hybrid._torch import (
     value_with,
 )
 from lightning_hybrid.network.annotate import Effects
+from lightning_hybrid.network.checkpointing import has_region
 
 Sizes = Mapping[Any, int]
 """The values of size symbols."""
@@ -163,6 +164,11 @@ class NetworkGraph:
     def writes_parameters(self) -> bool:
         """Whether a call changes a parameter (a codebook, an average of weights)."""
         return not self.written.isdisjoint(name for name, _ in self.network.named_parameters())
+
+    @cached_property
+    def is_checkpointed(self) -> bool:
+        """Whether activations of a part are not kept, but computed again."""
+        return has_region(self.graph)
 
     @cached_property
     def used(self) -> frozenset[str]:

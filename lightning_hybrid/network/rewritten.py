@@ -54,7 +54,7 @@ def _checkpoint_sequential(
     return run_from(start, len(parts))(input)
 
 
-_jit_isinstance = torch.jit.isinstance
+_jit_isinstance: Any = torch.jit.isinstance
 
 
 def _isinstance(obj: Any, target_type: Any) -> bool:

@@ -105,6 +105,10 @@ class Stage:
         result: list[Any] = self._run(*tensors, *values, *[numbers[n] for n in self._numbers])
         return result
 
+    def taken(self) -> dict[str, Tensor]:
+        """By name, the parameters and buffers that a call takes, in the order of `run_with`."""
+        return {name: table[key] for name, (table, key) in zip(self.tensor_names, self._places)}
+
     def move(self, device: torch.device | str) -> None:
         """Move the network's parameters and buffers that this stage uses."""
         materialize([*self.parameters(), *self.buffers()])

@@ -32,6 +32,21 @@ class Traffic:
     gradients_out: dict[int, list[bool]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What it takes to run the forward of a micro-batch again.
+
+    Attributes:
+        values: its inputs.
+        states: of the generators before it; empty if it draws no random numbers.
+        buffers: by name, those that it writes as they were before it.
+    """
+
+    values: Values
+    states: Values
+    buffers: dict[str, Tensor]
+
+
 @dataclass
 class Call:
     """One call of the network on one rank, from its forward to its last backward.
@@ -45,6 +60,8 @@ class Call:
         saved: of each stage of this rank, per micro-batch, its inputs and outputs, for its
             backward.
         states: of the generators behind the last stage, where that one is here and they travel.
+        ahead: it runs before its turn on all stages but the last; see
+            :mod:`lightning_hybrid.pipeline.early`.
     """
 
     number: int
@@ -53,5 +70,6 @@ class Call:
     exchange: bool
     uses_rng: bool
     traffic: list[Traffic]
-    saved: list[dict[int, tuple[Values, list[Any]]]]
+    saved: list[dict[int, tuple[Values, list[Any]] | Recipe]]
     states: Values = field(default_factory=list)
+    ahead: bool = False

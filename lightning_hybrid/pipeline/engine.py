@@ -17,9 +17,11 @@ travels to the driver behind the activations.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_hybrid._torch import own_saved_tensors
 from lightning_hybrid.comm.call_key import CallKey
@@ -31,7 +33,8 @@ from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.ahead import Ahead
 from lightning_hybrid.pipeline.batchnorm import Synchronised
-from lightning_hybrid.pipeline.calls import Call, Gradients, Values
+from lightning_hybrid.pipeline.calls import Call, Gradients, Recipe, Traffic, Values
+from lightning_hybrid.pipeline.early import EarlyForwards
 from lightning_hybrid.pipeline.lists import Todo, lists_of, schedule_of
 from lightning_hybrid.pipeline.random import (
     generators_of_microbatch,
@@ -42,7 +45,7 @@ from lightning_hybrid.pipeline.random import (
 from lightning_hybrid.pipeline.replicas import Copies
 from lightning_hybrid.pipeline.stages import OwnedStage, StageOptions
 from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.schedules import Kind, Schedule
+from lightning_hybrid.schedules import STREAMED, Kind, Schedule
 
 
 class Engine:
@@ -81,6 +84,10 @@ class Engine:
         self.coordinates, self.copies = coordinates, copies
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: Failure | None = None
+        streamed = STREAMED.get(schedule)
+        delayed = options.delayed_weights if streamed and streamed.delayed else None
+        self._ahead = streamed.look_aheads(len(devices))[0] if streamed else 0
+        self.shrink = options.shrink
         self.owned = [
             OwnedStage(
                 number,
@@ -88,6 +95,7 @@ class Engine:
                 both,
                 number == len(devices) - 1,
                 f"stage {number} " if len(links) > 1 else "",
+                EarlyForwards(delayed),
             )
             for number, both in links.items()
         ]
@@ -127,7 +135,8 @@ class Engine:
                 own.links.next.send_word(Status(None if mine else self.failure))
         if not self.coordinates.is_driver:
             return []
-        self.owned[-1].links.next.flush()  # from here on the user may change the inputs
+        if not call.ahead:
+            self.owned[-1].links.next.flush()  # from here on the user may change the inputs
         self._raise(error)
         return works[-1].outputs
 
@@ -154,9 +163,38 @@ class Engine:
             getattr(works[index], kind)(microbatch)
         if mode.reduce:
             self.copies.finish()
+        self.commit(call)
         if self.coordinates.is_driver:
             self._raise(next((work.error for work in works if work.error), None))
         return works[-1].inputs
+
+    def send_inputs(self, inputs: Sequence[Values]) -> None:
+        """On the driver: let stage 0 have the inputs of a call that runs ahead, per micro-batch."""
+        for values in inputs:
+            self.owned[-1].links.next.send(values)
+
+    def discard(self, call: Call) -> None:
+        """Take off the links what the stage before this rank's has sent for a call."""
+        scratch = [Traffic() for _ in self.owned] if call.exchange else call.traffic
+        work = _Forward(self, 0, replace(call, traffic=scratch), ())
+        for microbatch in range(call.key.microbatches):
+            work.receive_activation(microbatch)
+        work.links.previous.receive_word(Status)
+
+    def commit(self, call: Call) -> None:
+        """A call has had its turn."""
+        if call.ahead:
+            for own in self.owned:
+                own.early.commit(call.number, self.stage_for(own, call.key))
+
+    def drop(self, call: Call) -> None:
+        """A call that ran ahead is not wanted."""
+        for own in self.owned:
+            own.early.drop(call.number)
+
+    def untaken(self, call: Call) -> int:
+        """How many messages of a call's kind may wait for a neighbour before a stage waits too."""
+        return self._ahead * call.key.microbatches
 
     def add_specialization(self, stages: Mapping[int, Stage]) -> None:
         """Take the stages of another graph of the same network."""
@@ -222,7 +260,7 @@ class _Forward:
         self._takes_states = call.uses_rng and (not self._first or call.key.continues)
         self._previous_failed = False
         self._told_failure = False
-        self.links.next.flush()  # frees what an earlier pass sent
+        self.links.next.flush(engine.untaken(call))  # frees what an earlier pass sent
         if call.exchange:
             self.traffic.outgoing = []
             self.traffic.incoming = (
@@ -234,7 +272,8 @@ class _Forward:
             self._ahead = Ahead(steps, Kind.RECEIVE_ACTIVATION, self._post)
 
     def send_input(self, microbatch: int) -> None:
-        self.links.next.send(self.inputs[microbatch])
+        if not self.call.ahead:  # else they are there already
+            self.links.next.send(self.inputs[microbatch])
 
     def receive_activation(self, microbatch: int) -> None:
         if self._ahead is not None:
@@ -306,7 +345,7 @@ class _Forward:
                     values, states = values[:cut], values[cut:]
                     set_random_state(states, engine.device)
                 before = random_state(engine.device)
-            outputs = self._compute(microbatch, values)
+            outputs = self._compute(microbatch, values, before)
             if not call.uses_rng:
                 return outputs
             after = random_state(engine.device)
@@ -316,7 +355,7 @@ class _Forward:
             call.states = after
             return outputs
 
-    def _compute(self, microbatch: int, values: Values) -> Values:
+    def _compute(self, microbatch: int, values: Values, states: Values) -> Values:
         stage = self.engine.stage_for(self.own, self.call.key)
         numbers = self.call.key.numbers[microbatch]
         if not self.call.key.grad:
@@ -324,6 +363,11 @@ class _Forward:
                 return stage(values, numbers)
         specs = self.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
+        if self.call.ahead and not self.own.is_last:
+            outputs, self.saved[microbatch] = self.own.early.forward(
+                self.call.number, stage, values, numbers, states
+            )
+            return outputs
         with torch.enable_grad(), own_saved_tensors(), self.engine.statistics(self.call.key):
             outputs = stage(values, numbers)
         self.saved[microbatch] = (values, outputs)
@@ -354,7 +398,7 @@ class _Backward:
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._last = call.key.microbatches - 1
-        self.links.previous.flush()
+        self.links.previous.flush(engine.untaken(call))
         schedule = engine.schedule(call.key, input_gradient=mode.input_gradient)
         steps = schedule.backward[self.own.number]
         # the last stage receives only the gradients of the inputs, which nobody computes with
@@ -364,7 +408,7 @@ class _Backward:
     def receive_gradient(self, microbatch: int) -> None:
         present = self._hear_pattern()
         arrived = iter(self._ahead.take(microbatch))
-        self._arrived = [next(arrived) if here else None for here in present]
+        self._arrived = [self._shrunk(next(arrived)) if here else None for here in present]
 
     def receive_input_gradient(self, microbatch: int) -> None:
         present = self._hear_pattern()
@@ -409,6 +453,9 @@ class _Backward:
             ]
         )
 
+    def _shrunk(self, gradient: Tensor) -> Tensor:
+        return gradient if self.engine.shrink == 1 else gradient * self.engine.shrink
+
     def _hear_pattern(self) -> list[bool]:
         """Which of the values sent forward get a gradient: told once per pattern."""
         known = self.traffic.gradients_in
@@ -424,7 +471,8 @@ class _Backward:
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
         keep = self.mode.keep
-        values, outputs = self.saved[microbatch] if keep else self.saved.pop(microbatch)
+        saved = self.saved[microbatch] if keep else self.saved.pop(microbatch)
+        values, outputs = self._again(microbatch, saved) if isinstance(saved, Recipe) else saved
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients)
@@ -443,3 +491,14 @@ class _Backward:
         found = torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
         by_value = iter(found)
         return [next(by_value) if value.requires_grad else None for value in values]
+
+    def _again(self, microbatch: int, recipe: Recipe) -> tuple[Values, list[Any]]:
+        """Run a forward again whose activations were not kept."""
+        engine, key = self.engine, self.call.key
+        with ExitStack() as stack:
+            stack.enter_context(key.precision.applied())
+            if recipe.states:
+                stack.enter_context(generators_of_microbatch(None, engine.device))
+                set_random_state(recipe.states, engine.device)
+            stage = engine.stage_for(self.own, key)
+            return self.own.early.again(stage, recipe, key.numbers[microbatch])

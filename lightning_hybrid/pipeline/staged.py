@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch import as_they_are
 from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.network import Stage
-from lightning_hybrid.pipeline.calls import Call, Traffic, Values
+from lightning_hybrid.pipeline.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.tensors.deferred import is_deferred
 
@@ -61,10 +61,20 @@ class StagedNetwork:
         """Whether a stage up to the last one of this rank draws random numbers."""
         return self._traffic[key][-1].uses_rng
 
-    def open(self, number: int, draw: int, key: int, *, exchange: bool, uses_rng: bool) -> Call:
+    def open(
+        self,
+        number: int,
+        draw: int,
+        key: int,
+        *,
+        exchange: bool,
+        uses_rng: bool,
+        ahead: bool = False,
+    ) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
-        saved: list[dict[int, tuple[Values, list[Any]]]] = [{} for _ in self.engine.owned]
-        call = Call(number, draw, self.keys[key], exchange, uses_rng, self._traffic[key], saved)
+        saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
+        traffic = self._traffic[key]
+        call = Call(number, draw, self.keys[key], exchange, uses_rng, traffic, saved, ahead=ahead)
         if call.key.grad:
             self.calls[number] = call
         return call

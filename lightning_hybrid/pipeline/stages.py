@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from lightning_hybrid.comm.links import Links
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.network import Stage
+from lightning_hybrid.pipeline.early import DelayedWeights, EarlyForwards
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,14 @@ class StageOptions:
         compiled: by ``torch.compile``.
         statistics: the group over which batch normalisation takes its statistics; ``None``: each
             replica by itself.
+        delayed_weights: what the backward of a batch computes with under a delayed schedule.
+        shrink: what gradients are multiplied with at every cut that they cross.
     """
 
     compiled: bool = False
     statistics: Group = None
+    delayed_weights: DelayedWeights = "stash"
+    shrink: float = 1.0
 
 
 @dataclass
@@ -32,6 +37,7 @@ class OwnedStage:
         links: to its neighbours.
         is_last: whether it is the network's last stage.
         label: what tells it from other stages of the rank in a trace.
+        early: its forwards that run before their turn.
     """
 
     number: int
@@ -39,3 +45,4 @@ class OwnedStage:
     links: Links
     is_last: bool
     label: str
+    early: EarlyForwards

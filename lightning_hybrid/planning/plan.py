@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.schedules import STREAMED
 
 VERSION = 1
 """Version of the JSON format."""
@@ -100,7 +101,7 @@ class Plan:
     """What the allocation optimised."""
     allocation: str = "gabra"
     """Which search chose the cuts: `gabra`, `exact`, `dynamic` (the programme of the shortest step
-    for chains), `balanced` (the shortest slowest stage), or `given`."""
+    for chains), `descent` (for loops), `balanced` (the shortest slowest stage), or `given`."""
     seed: int = 0
     """Seed of the allocation."""
     version: int = VERSION
@@ -168,6 +169,14 @@ class Plan:
         return max(self.devices) + 1
 
     @property
+    def delays(self) -> tuple[int, ...]:
+        """By how many optimizer steps the weights that each stage computes with are too old."""
+        streamed = STREAMED.get(self.schedule)
+        if streamed is None or not streamed.delayed:
+            return (0,) * self.stages
+        return streamed.look_aheads(self.stages)
+
+    @property
     def world_size(self) -> int:
         """Number of devices, and of processes, that the plan takes."""
         return self.replicas * self.devices_per_replica
@@ -233,6 +242,9 @@ class Plan:
             {"stage": stage, "device": device, "copies": copies}
             for stage, (device, copies) in enumerate(shape)
         ]
+        if any(self.delays):
+            for line, delay in zip(table, self.delays):
+                line["delay"] = delay
         if len(set(self.capacities)) > 1:
             for line, device in zip(table, self.devices):
                 line["speed"] = round(self.capacities[device], 3)

@@ -21,7 +21,7 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Objective, plan_stages
-from lightning_hybrid.schedules import SCHEDULES
+from lightning_hybrid.schedules import SCHEDULES, STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
 """What a link between two ranks is taken to carry where it was not measured. It weighs the bytes
@@ -106,7 +106,7 @@ def make_plan(
             device,
         )
     needed, limits = _memory(
-        graph, partitions, profile, microbatches, cluster, optimizers, settings
+        graph, partitions, profile, microbatches, cluster, optimizers, settings, stages
     )
     sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
     plan = plan_stages(
@@ -143,6 +143,7 @@ def _memory(
     cluster: Cluster | None,
     optimizers: Sequence[Optimizer] | None,
     settings: PlanSettings,
+    stages: int,
 ) -> tuple[list[int] | None, tuple[int, ...] | None]:
     """What each partition holds, and what the devices may take, as far as that is known."""
     if optimizers is None:
@@ -152,6 +153,9 @@ def _memory(
     else:
         profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
         most = in_flight(SCHEDULES[settings.schedule](2, microbatches))
+        streamed = STREAMED.get(settings.schedule)
+        if streamed is not None:  # of the first stage, which has the most
+            most *= 1 + streamed.look_aheads(stages)[0]
         needed = [p.memory_bytes(most) for p in profile.partitions]
     limits = None if cluster is None else cluster.memory_limits
     if limits is not None:

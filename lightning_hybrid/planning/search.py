@@ -11,15 +11,21 @@ from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.free import FreePlacements, runs
+from lightning_hybrid.planning.loops import best_loop
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.rows import stage_rows
 from lightning_hybrid.planning.step_problem import Links, StepProblem
-from lightning_hybrid.schedules import SCHEDULES
+from lightning_hybrid.planning.streamed_time import batch_s
+from lightning_hybrid.schedules import SCHEDULES, STREAMED
+from lightning_hybrid.schedules.looped import loop_order
 
 Objective = Literal["step", "makespan", "profit"]
 
 _MOST_CALLS = 5_000
 """Simulated steps that the search for a free placement may take."""
+
+_STREAM = 64
+"""Micro-batches that stand for a stream of batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +151,16 @@ def plan_stages(
         memory=profile.memory_bytes or () if limited else (),
         memory_limits=memory_limits or () if limited else (),
     )
+    streamed = STREAMED.get(schedule)
+    if streamed is not None:
+        # bound by its slowest stage, as fill-drain of many micro-batches is
+        problem = replace(problem, microbatches=_STREAM)
     if cut_points is not None:
-        ends, devices = _given(profile.names, cut_points, stages), _order(stages)
+        ends, devices = _given_for(schedule, profile.names, cut_points, stages)
         chosen_by = "given"
+    elif schedule == "looped":
+        ends, devices = best_loop(problem)
+        chosen_by = "descent"
     elif objective == "step":
         ends, devices, chosen_by = _shortest_step(problem, method, contiguous, seed)
     else:
@@ -155,6 +168,11 @@ def plan_stages(
         chosen_by = method
     # what was given is predicted even where it is known not to fit
     unlimited = replace(problem, memory=(), memory_limits=())
+    predicted_s = (
+        unlimited.step_time_s(ends, devices)
+        if streamed is None
+        else batch_s(streamed, unlimited.costs(ends, devices), microbatches)
+    )
     return Plan(
         replicas=replicas,
         stages=len(ends),
@@ -174,11 +192,26 @@ def plan_stages(
             memory_bytes=profile.memory_bytes,
             gradient_bytes=gradient_bytes,
         ),
-        predicted_step_s=unlimited.step_time_s(ends, devices),
+        predicted_step_s=predicted_s,
         objective=objective,
         allocation=chosen_by,
         seed=seed,
     )
+
+
+def _given_for(
+    schedule: str, names: Sequence[str], cut_points: Sequence[str], stages: int
+) -> tuple[list[int], list[int]]:
+    """The ends and devices of stages that begin where the user has said."""
+    if schedule != "looped":
+        return _given(names, cut_points, stages), _order(stages)
+    rounds, rest = divmod(len(cut_points) + 1, stages)
+    if rest or rounds < 2:
+        raise PlanError(
+            f"schedule 'looped' gives each of {stages} devices as many stages, two or more: "
+            f"{2 * stages - 1} or {3 * stages - 1} ... cut points, not {len(cut_points)}"
+        )
+    return _given(names, cut_points, rounds * stages), list(loop_order(stages, rounds))
 
 
 def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list[int]:

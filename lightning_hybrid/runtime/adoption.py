@@ -24,12 +24,14 @@ from lightning_hybrid.network.following import CannotFollow, follow
 from lightning_hybrid.network.places import place_of
 from lightning_hybrid.network.stage import cut_at
 from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.pipeline.staged import borrowed_parameters
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found import FoundNetwork, count
 from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement, Specialization
 from lightning_hybrid.runtime.network_options import NetworkOptions
+from lightning_hybrid.schedules import STREAMED
 
 
 class Adoption:
@@ -82,6 +84,7 @@ class Adoption:
             parts = self._parts(found, graph, leaves, plan.microbatches)
             self._announcements.doing(found, "handing out the stages of")
             placement = Placement.of(codes, plan.devices, plan.schedule)
+            refuse_streaming(found, graph, plan, placement, first=not self._driver.has_networks)
             network = self._driver.add_network(
                 found.name, found.module, codes, placement, continues=not found.whole
             )
@@ -133,6 +136,7 @@ class Adoption:
         refusal = why_not_cut(graph)
         if refusal is not None:
             raise CannotFollow(f"it {refusal}")
+        refuse_streaming(found, graph, plan, network.placement)
         positions = follow(graph, network.placement.owned)
         with _as_if_alone():
             codes = cut_at(graph, positions, self._driver.device)
@@ -235,6 +239,55 @@ class Adoption:
                 raise
             self._announcements.say(found, f"is cut where it divides best: {error}.")
             return make(found.name, graph, partitions, slices[0], wanted, chosen=True)
+
+
+def refuse_streaming(
+    found: FoundNetwork,
+    graph: NetworkGraph,
+    plan: Plan,
+    placement: Placement,
+    *,
+    first: bool = True,
+) -> None:
+    """What a network must not do where forwards of later batches begin early.
+
+    Args:
+        found: the module.
+        graph: of it.
+        plan: its plan.
+        placement: where its stages are.
+        first: whether no other network is cut.
+
+    Raises:
+        NetworkError: it does.
+    """
+    schedule = STREAMED.get(plan.schedule)
+    if schedule is None:
+        return
+    reason, parameters = None, dict(graph.network.named_parameters())
+    owned = [[name for name in names if name in parameters] for names in placement.owned]
+    tied = frozenset[str]().union(*borrowed_parameters(owned, placement.devices))
+    checkpointed = schedule.delayed and graph.is_checkpointed
+    if not first:
+        reason = "another network is cut, too"
+    elif not found.whole:
+        reason = "it was captured as several graphs, which wait for the Python between them"
+    elif tied:
+        reason = f"its stages share {min(tied)!r}, which must be the same in all of them"
+    elif graph.writes_parameters:
+        reason = "it changes its parameters in its forward"
+    elif graph.written_leaves:
+        reason = "it writes into its inputs, which are a later batch's"
+    elif checkpointed:
+        reason = (
+            "it has a region of activation checkpointing, which would be computed again with "
+            "other weights (schedule's own delayed_weights='recompute' saves more memory)"
+        )
+    if reason is not None:
+        raise NetworkError(
+            f"{found.shown} cannot run under schedule={schedule.name!r}, which begins with later "
+            f"batches early: {reason}. Use schedule='gpipe'."
+        )
 
 
 def why_not_cut(graph: NetworkGraph) -> str | None:

@@ -9,6 +9,7 @@ from lightning_hybrid._torch import BatchNorm
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.found import FoundNetwork
 from lightning_hybrid.runtime.network_options import NetworkOptions
+from lightning_hybrid.schedules import STREAMED
 
 _MANY = 8
 """As often as this a network is captured again before its user is told what that costs."""
@@ -71,6 +72,14 @@ class Announcements:
     def planned(self, found: FoundNetwork, plan: Plan) -> None:
         """A network has a plan."""
         self._options.say(f"{found.shown}: {plan.describe()}".rstrip())
+        schedule = STREAMED.get(plan.schedule)
+        if schedule is not None and schedule.trades and self._options.training:
+            delays = ", ".join(map(str, plan.delays))
+            self._options.say(
+                f"schedule={schedule.name!r} is not exact: {schedule.trades} (here {delays}), and "
+                "training may end elsewhere than with schedule='gpipe'. See docs/schedules.md; "
+                f"{schedule.paper}."
+            )
         normalised = any(isinstance(m, BatchNorm) for m in found.module.modules())
         if normalised and plan.microbatches > 1 and self._options.training:
             self._options.say(

@@ -4,12 +4,12 @@
 step: what was changed here travels before a command, and what it changes there is stale here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.protocol import Answer, Command
+from lightning_hybrid.comm.protocol import Answer, Command, TakeWeights
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.pipeline.engine import Engine
@@ -24,6 +24,7 @@ class Workers:
 
     Attributes:
         ranks: ``pp_rank`` of each worker.
+        before_weights_change: called before weights are sent that are not those that workers have.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -33,6 +34,7 @@ class Workers:
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
         self._in_pass = False  # workers may be waiting for a stage of this rank
+        self.before_weights_change: Callable[[], None] = lambda: None
 
     def send(self, rank: int, command: Command) -> None:
         """Send a command to one worker, without waiting.
@@ -41,6 +43,8 @@ class Workers:
             HybridError: in the middle of a pass; see :meth:`passing`.
         """
         self.refuse_in_pass()
+        if isinstance(command, TakeWeights):
+            self.before_weights_change()
         self._channels[rank].send(command)
 
     def hear(self, ranks: Iterable[int]) -> list[Answer]:

@@ -46,6 +46,7 @@ from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.step_calls import StepCalls
+from lightning_hybrid.runtime.stream import Batches, NoBatches
 from lightning_hybrid.runtime.unsettled import Unsettled
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.tensors.deferred import is_deferred, materialize
@@ -64,6 +65,7 @@ class Driver:
         watch: adds up the time in which this rank computes.
         share: whether replicas may differ in weights that are not made yet, so that those of
             replica 0 must travel.
+        batches: that it is trained on, as far as later ones are known.
         say: tells the user something, in one line.
 
     Attributes:
@@ -87,6 +89,7 @@ class Driver:
         watch: Stopwatch | None = None,
         *,
         share: bool = False,
+        batches: Batches | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         here = mesh.coordinates
@@ -94,6 +97,7 @@ class Driver:
         self._share, self._share_optimizers = share, False
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
+        self._batches = batches or NoBatches()
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._workers, unsettled = Workers(mesh), Unsettled()
         self._ownership = Ownership(self._workers, unsettled)
@@ -159,9 +163,22 @@ class Driver:
             weights=self.weights,
             gradients=self.gradients,
             calls=self.calls,
+            batches=self._batches,
         )
         self._take_charge(driven, made)
+        self._workers.before_weights_change = self.interrupt
         return driven
+
+    @property
+    def has_networks(self) -> bool:
+        """Whether a network is cut."""
+        return bool(self._networks)
+
+    @signals_deferred
+    def interrupt(self) -> None:
+        """Give up calls that run ahead: what follows is for weights and networks as they are."""
+        for network in self._networks:
+            network.stream.drop()
 
     def keep(self, module: nn.Module) -> None:
         """Take in a network that is not cut."""

@@ -37,7 +37,10 @@ from lightning_hybrid.pipeline.staged import StagedNetwork, tensors_of
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.step_calls import StepCalls
+from lightning_hybrid.runtime.stream import Batches, Calls, EachInTurn, Stream
 from lightning_hybrid.runtime.weights import Weights
+from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.tensors.kind import Kind
 from lightning_hybrid.tensors.proxy import read_now
 
 Numbers = tuple[tuple[int | float, ...], ...]
@@ -79,6 +82,10 @@ class DrivenNetwork(StagedNetwork):
         weights: of all stages.
         gradients: likewise.
         calls: of the networks in this step.
+        batches: that it is trained on.
+
+    Attributes:
+        stream: its calls that run ahead.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class DrivenNetwork(StagedNetwork):
         weights: Weights,
         gradients: ReplicaGradients,
         calls: StepCalls,
+        batches: Batches,
     ) -> None:
         super().__init__(number, name, module, engine, borrowed)
         self.placement, self._continues = placement, continues
@@ -110,6 +118,20 @@ class DrivenNetwork(StagedNetwork):
         # and a view, which keeps nothing and so survives any number of backward passes.
         leaf = torch.zeros((), requires_grad=True)
         self._anchor = leaf.view_as(leaf)
+        self._early_numbers: dict[CallKey, int] = {}  # of keys that workers have heard of
+        self.stream: Calls = EachInTurn()
+        schedule = STREAMED.get(placement.schedule)
+        if schedule is not None:
+            self.stream = Stream(
+                name or "self",
+                schedule,
+                placement.devices,
+                engine,
+                commands,
+                batches,
+                self._open_ahead,
+                self.calls.pop,
+            )
 
     def specialize(self, graph: NetworkGraph, parts: int) -> "Specialization":
         """A way to call the network; all ranks have their stages of it, made in the same order.
@@ -147,12 +169,19 @@ class DrivenNetwork(StagedNetwork):
         graph = specialization.graph
         self._weights.before_forward(grad=grad, written=graph.writes_parameters)
         # in the middle of a pass no worker could answer what its buffer is now
-        slices, numbers = specialization.split([read_now(leaf) for leaf in leaves])
+        leaves = [read_now(leaf) for leaf in leaves]
+        slices, numbers = specialization.split(leaves)
         continues = self._continues and graph.uses_rng
         if continues:
             slices = [[*slices[0], *random_state(self.engine.device)]]
         key = self._key(specialization.number, slices, numbers, grad, continues)
-        call, key_number = self._begin(key)
+        self._commands.remote.flush()  # a change by hand interrupts what is under way
+        launched = self.stream.due(key, leaves)
+        if launched is None:
+            call, key_number = self._begin(key)
+        else:
+            call, key_number = launched.call, launched.command.key
+            self._launch(specialization, leaves)
         try:
             with self._commands.workers.passing(self.engine):
                 outputs = self.engine.forward(call, slices)
@@ -165,6 +194,8 @@ class DrivenNetwork(StagedNetwork):
         self._numbers[key] = key_number
         if grad:
             self._step_calls.note()
+            if launched is None:
+                self._launch(specialization, leaves)
         return call, outputs
 
     @signals_deferred
@@ -194,6 +225,8 @@ class DrivenNetwork(StagedNetwork):
             self.calls.pop(call.number, None)
         if parameters:
             self._gradients.note(self.number, averaged=reduce)
+        if call.ahead:  # what it has written is for all to see from here on
+            self._commands.remote.outdate(Kind.BUFFER)
         with self._commands.workers.passing(self.engine):
             found = self.engine.backward(call, mode, gradients)
         # known from here on: a pass that fails has told that nothing gets a gradient
@@ -215,9 +248,37 @@ class DrivenNetwork(StagedNetwork):
         call = self.open(self._count, draw, number, exchange=exchange, uses_rng=uses_rng)
         new_key = key if exchange else None
         self._commands.tell(
-            Forward(self.number, call.number, draw, number, exchange, uses_rng, new_key)
+            Forward(self.number, call.number, draw, number, exchange, uses_rng, False, new_key)
         )
         return call, number
+
+    def _launch(self, specialization: "Specialization", leaves: Sequence[Tensor]) -> None:
+        """Launch calls of later batches, like one that was just called."""
+
+        def split(others: Sequence[Tensor]) -> tuple[CallKey, list[Values]]:
+            slices, numbers = specialization.split(others)
+            return self._key(specialization.number, slices, numbers, True, False), slices
+
+        self.stream.launch(specialization.graph, leaves, split)
+
+    def _open_ahead(self, key: CallKey, count: int) -> tuple[Call, Forward]:
+        """Open a call for the batch that is so many ahead, and the command that tells of it."""
+        known = self._numbers.get(key)
+        exchange, number = known is None, known
+        if number is None:
+            if key not in self._early_numbers:
+                self._early_numbers[key] = self.add_key(key)
+            number = self._early_numbers[key]
+        uses_rng = exchange or self.uses_rng(number)
+        self._count += 1
+        draw = self._step_calls.draw_number_ahead(count)
+        call = self.open(
+            self._count, draw, number, exchange=exchange, uses_rng=uses_rng, ahead=True
+        )
+        new_key = key if exchange else None
+        return call, Forward(
+            self.number, call.number, draw, number, exchange, uses_rng, True, new_key
+        )
 
     def _free(self, number: int) -> None:
         if self.calls.pop(number, None) is not None:

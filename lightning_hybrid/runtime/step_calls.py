@@ -39,6 +39,10 @@ class StepCalls:
         self._evaluations += 1  # networks that draw without gradients (dropout at test time)
         return -self._evaluations
 
+    def draw_number_ahead(self, batches: int) -> int:
+        """The number of the first differentiable call in the step so many batches ahead."""
+        return draw_number(self._batch + batches, 0)
+
     def note(self) -> None:
         """A differentiable call of a network was made."""
         self.count += 1

@@ -20,6 +20,7 @@ from lightning_hybrid.comm.protocol import (
     Check,
     Command,
     Cut,
+    Drop,
     End,
     ForgetFailure,
     Forward,
@@ -27,6 +28,7 @@ from lightning_hybrid.comm.protocol import (
     Reduce,
     Report,
     Share,
+    Skip,
     Step,
     SynchronizeBuffers,
 )
@@ -89,6 +91,8 @@ class Worker:
             Forward: self._forward,
             Backward: self._backward,
             Free: self._free,
+            Drop: self._drop,
+            Skip: self._skip,
             Reduce: self._reduce,
             SynchronizeBuffers: self._synchronize_buffers,
             Share: self._share_weights,
@@ -201,14 +205,14 @@ class Worker:
 
     def _forward(self, command: Forward) -> None:
         network = self._networks[command.network]
-        if command.new_key is not None:
-            network.add_key(command.new_key, command.key)
+        self._hear_key(network, command)
         opened = network.open(
             command.call,
             command.draw,
             command.key,
             exchange=command.exchange,
             uses_rng=command.uses_rng,
+            ahead=command.ahead,
         )
         before, key = self._failure, opened.key
         with ExitStack() as surroundings:
@@ -233,8 +237,29 @@ class Worker:
         network.engine.backward(opened, command)
         self._failure = network.engine.failure
 
+    def _hear_key(self, network: StagedNetwork, command: Forward | Skip) -> None:
+        # of several calls that are under way with a new key, the first one brings it
+        if command.new_key is not None and command.key not in network.keys:
+            network.add_key(command.new_key, command.key)
+
     def _free(self, command: Free) -> None:
-        self._networks[command.network].calls.pop(command.call, None)
+        network = self._networks[command.network]
+        call = network.calls.pop(command.call, None)
+        if call is not None:
+            network.engine.commit(call)
+
+    def _drop(self, command: Drop) -> None:
+        network = self._networks[command.network]
+        network.engine.drop(network.calls.pop(command.call))
+
+    def _skip(self, command: Skip) -> None:
+        network = self._networks[command.network]
+        self._hear_key(network, command)
+        call = network.open(
+            command.call, 0, command.key, exchange=command.exchange, uses_rng=command.uses_rng
+        )
+        del network.calls[command.call]
+        network.engine.discard(call)
 
     def _reduce(self, command: Reduce) -> None:
         self._networks[command.network].engine.copies.reduce()

@@ -14,6 +14,7 @@ from lightning_hybrid.comm.protocol import (
     Backward,
     ClipValues,
     Cut,
+    Drop,
     Forward,
     Free,
     Header,
@@ -21,6 +22,7 @@ from lightning_hybrid.comm.protocol import (
     Message,
     Pattern,
     Reduce,
+    Skip,
     Status,
     Step,
     StillAlive,
@@ -33,7 +35,9 @@ from lightning_hybrid.comm.specs import TensorSpec
 SPEC = TensorSpec((2, 3), torch.float64, requires_grad=True)
 KEY = CallKey(0, ((SPEC,),), ((1,),), True, True, (True,), Precision.current(torch.device("cpu")))
 STEADY = [
-    Forward(0, 10**12, -5, 2, False, True),
+    Forward(0, 10**12, -5, 2, False, True, False),
+    Drop(0, 3),
+    Skip(0, 3, 2, False, True),
     Backward(1, 7, 0, False, True, False, True, False),
     Free(0, 3),
     Reduce(2),
@@ -44,7 +48,8 @@ STEADY = [
     StillAlive(),
 ]
 OTHERS = [
-    Forward(0, 1, 2, 3, True, True, KEY),
+    Forward(0, 1, 2, 3, True, True, True, KEY),
+    Skip(0, 1, 3, True, True, KEY),
     Step(0, [{"lr": 0.1, "params": ["a"]}]),
     ClipValues(0, 0.5),
     Cut(0, "net", {}, (1, 0), frozenset("a"), "gpipe", 2**64 - 1),

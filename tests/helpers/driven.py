@@ -18,8 +18,11 @@ from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.network_call import Placement
+from lightning_hybrid.runtime.stream import Batches
 from lightning_hybrid.runtime.worker import Worker
 from lightning_hybrid.tensors.hollow import Hollow
+
+PLAIN = StageOptions()
 
 
 class Model(nn.Module):
@@ -87,6 +90,8 @@ class Ranks:
         model: the module; workers have copies of it.
         workers: how many.
         timeout_s: how long a rank waits for another one.
+        options: how stages compute.
+        batches: that it is trained on, as far as later ones are known.
 
     Attributes:
         model: the module.
@@ -97,19 +102,27 @@ class Ranks:
         results: of each worker what it returned at the end of the run, or raised.
     """
 
-    def __init__(self, model: Model, workers: int, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        workers: int,
+        timeout_s: float = 60.0,
+        *,
+        options: StageOptions = PLAIN,
+        batches: Batches | None = None,
+    ) -> None:
         self.model = model
         self.ranks = MemoryReplica(workers + 1, timeout_s)
         self.modules = {rank: deepcopy(model) for rank in range(1, workers + 1)}
         self.results: dict[int, Any] = {}
         self.workers = {
-            rank: Worker(module, self.mesh(rank), CPU, StageOptions())
+            rank: Worker(module, self.mesh(rank), CPU, options)
             for rank, module in self.modules.items()
         }
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
-        self.driver = Driver(model, self.mesh(0), CPU, 0, StageOptions())
+        self.driver = Driver(model, self.mesh(0), CPU, 0, options, batches=batches)
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
@@ -154,6 +167,9 @@ class Replica(Ranks):
         parts: micro-batches.
         timeout_s: how long a rank waits for another one.
         continues: the network draws from the stream of the code around it.
+        schedule: name of the schedule.
+        options: how stages compute.
+        batches: see :class:`Ranks`.
 
     Attributes:
         network: as the driver sees it.
@@ -169,14 +185,17 @@ class Replica(Ranks):
         timeout_s: float = 60.0,
         *,
         continues: bool = False,
+        schedule: str = "gpipe",
+        options: StageOptions = PLAIN,
+        batches: Batches | None = None,
     ) -> None:
-        super().__init__(model, max(devices), timeout_s)
+        super().__init__(model, max(devices), timeout_s, options=options, batches=batches)
         self._calls = Calls(model.net)
         graph = self._calls.graph(value)
         partitions = network_partitions(graph)
         share = len(partitions) / len(devices)
         codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
-        placement = Placement.of(codes, devices, "gpipe")
+        placement = Placement.of(codes, devices, schedule)
         self.network = self.driver.add_network(
             "net", model.net, codes, placement, continues=continues
         )

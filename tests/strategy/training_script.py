@@ -267,6 +267,8 @@ def strategy(config: dict[str, Any]) -> Any:
         timeout=timedelta(seconds=config.get("timeout_s", 1800)),
         device_capacity=config.get("device_capacity", "auto"),
         contiguous=config.get("contiguous", True),
+        schedule=config.get("schedule", "auto"),
+        delayed_weights=config.get("delayed_weights", "stash"),
         plan=plan,
     )
 

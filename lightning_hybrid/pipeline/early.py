@@ -1,0 +1,159 @@
+"""Forwards that run before their turn, as streamed schedules have them.
+
+While such a forward waits for its backward, earlier batches have theirs, and optimizers may step.
+Two things need care:
+
+*Weights.* Autograd keeps the parameters that a forward has used, not what they were, and an
+optimizer changes them in place. So under a delayed schedule hooks on the tensors that are saved for
+the backward decide what it meets: a copy of the weights of the forward (``stash``), the weights of
+now beside the activations of then (``current``), or nothing, and the forward runs again
+(``recompute``). The parameters themselves stay the leaves of the graph: their gradients and their
+hooks are as ever. (Hooks take away autograd's check of changes in place; the first batch of a run
+never runs ahead, and is checked.)
+
+*Buffers.* What a forward writes (running statistics) is for all to see only after its turn: else a
+validation or a checkpoint would see batches that nobody has trained on. Each forward writes into
+copies, which begin as those of the forward before it and go to their place with its backward.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch import own_saved_tensors
+from lightning_hybrid.network import Stage
+from lightning_hybrid.pipeline.calls import Recipe
+
+DelayedWeights = Literal["stash", "recompute", "current"]
+
+
+class EarlyForwards:
+    """Those of one stage.
+
+    Args:
+        weights: what their backward computes with; ``None``: no optimizer steps in between.
+    """
+
+    def __init__(self, weights: DelayedWeights | None) -> None:
+        self._weights = weights
+        self._written: dict[int, dict[str, Tensor]] = {}  # by call, the oldest first
+        self._copies: dict[int, dict[int, torch.UntypedStorage]] = {}  # of weights, likewise
+
+    def forward(
+        self,
+        call: int,
+        stage: Stage,
+        values: list[Tensor],
+        numbers: Sequence[Any],
+        states: list[Tensor],
+    ) -> tuple[list[Any], tuple[list[Tensor], list[Any]] | Recipe]:
+        """Run the forward of a micro-batch.
+
+        Args:
+            call: its number.
+            stage: the stage.
+            values: the inputs.
+            numbers: those of the call.
+            states: of the generators, if it draws random numbers.
+
+        Returns:
+            The outputs, and what its backward needs.
+        """
+        before = self._before(stage)
+        written = {name: value.clone() for name, value in before.items()}
+        with torch.enable_grad(), self._saving(call, stage.parameters()):
+            outputs = stage.run_with([*(stage.taken() | written).values()], values, numbers)
+        self._written.setdefault(call, {}).update(written)
+        if self._weights != "recompute":
+            return outputs, (values, outputs)
+        return outputs, Recipe(values, states, before)
+
+    def again(
+        self, stage: Stage, recipe: Recipe, numbers: Sequence[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Run a forward again, with the weights of now. Returns its inputs and outputs."""
+        written = {name: value.clone() for name, value in recipe.buffers.items()}
+        with torch.enable_grad(), own_saved_tensors():
+            outputs = stage.run_with([*(stage.taken() | written).values()], recipe.values, numbers)
+        return recipe.values, outputs
+
+    def commit(self, call: int, stage: Stage) -> None:
+        """The turn of a call is over: what it has written to buffers is for all to see."""
+        self._copies.pop(call, None)
+        written: dict[str, Tensor] = {}
+        for number in [number for number in self._written if number <= call]:
+            written |= self._written.pop(number)
+        places = stage.taken()
+        with torch.no_grad():
+            for name, value in written.items():
+                places[name].copy_(value)
+
+    def drop(self, call: int) -> None:
+        """A call is not wanted."""
+        self._copies.pop(call, None)
+        self._written.pop(call, None)
+
+    def _before(self, stage: Stage) -> dict[str, Tensor]:
+        """The buffers that a forward writes, as the forward before it has left them."""
+        found = {}
+        for name, value in stage.taken().items():
+            if name in stage.written:
+                later = (w[name] for w in reversed(self._written.values()) if name in w)
+                found[name] = next(later, None)
+                if found[name] is None:
+                    found[name] = value.detach().clone()
+        return found
+
+    def _saving(self, call: int, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+        """Inside, autograd saves for the backward what this kind of weights wants."""
+        if self._weights is None:
+            return own_saved_tensors()
+        if self._weights == "recompute":
+            return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _nothing)
+        copies = self._copies.setdefault(call, {}) if self._weights == "stash" else None
+        return _weights_apart(parameters, copies)
+
+
+def _nothing(_: None) -> Tensor:
+    raise AssertionError("a forward that runs again keeps nothing")
+
+
+_Apart = tuple[torch.UntypedStorage, torch.dtype, int, torch.Size, tuple[int, ...]]
+
+
+def _weights_apart(
+    parameters: Iterable[nn.Parameter], copies: dict[int, torch.UntypedStorage] | None
+) -> AbstractContextManager[Any]:
+    """Inside, what is saved of parameters is kept by itself, and not checked for changes.
+
+    Args:
+        parameters: that are trained.
+        copies: by address, of the memory of the parameters; filled as needed. ``None``: what is
+            saved is the memory itself.
+    """
+    trained = {p.untyped_storage().data_ptr() for p in parameters if p.requires_grad}
+
+    def pack(tensor: Tensor) -> Tensor | _Apart:
+        if tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
+        if place not in trained:
+            return tensor
+        if copies is not None:
+            if place not in copies:
+                copies[place] = storage.clone()
+            storage = copies[place]
+        return storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(kept: Tensor | _Apart) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    storage, dtype, *place = kept
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)

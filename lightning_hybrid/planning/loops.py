@@ -1,0 +1,82 @@
+"""Loops: v stages per device, the order of the devices repeated; where to cut, and which v.
+
+There is no dynamic programme for stages that share devices (the step of a loop is no sum over
+them), so cuts are improved one after the other from fair shares, by the simulated step.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.step_problem import StepProblem
+from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order
+
+_MOVES = (-3, -2, -1, 1, 2, 3)
+
+
+def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
+    """The loop of least simulated step.
+
+    Args:
+        problem: What to place.
+
+    Returns:
+        For each stage the number after its last partition, and its device.
+
+    Raises:
+        PlanError: there are not two partitions for each device, or no loop fits into memory.
+    """
+    most = min(MOST_ROUNDS, problem.n // problem.m)
+    if most < 2 or problem.m < 2:
+        raise PlanError(
+            f"schedule 'looped' gives each of {problem.m} devices two stages or more, and the "
+            f"network has {problem.n} partitions: use at least 2 and at most {problem.n // 2} "
+            "devices, or schedule 'gpipe'"
+        )
+    best: tuple[float, list[int], list[int]] | None = None
+    for rounds in range(2, most + 1):
+        devices = list(loop_order(problem.m, rounds))
+        ends = _improved(problem, _fair(problem, devices), devices)
+        step_s = problem.step_time_s(ends, devices)
+        if best is None or step_s < best[0]:
+            best = step_s, ends, devices
+    assert best is not None
+    if best[0] == float("inf"):
+        raise PlanError(
+            f"no loop over {problem.m} devices keeps each within its memory: use larger devices, "
+            "more of them, or smaller micro-batches"
+        )
+    return best[1], best[2]
+
+
+def _fair(problem: StepProblem, devices: Sequence[int]) -> list[int]:
+    """Ends that give every stage about its share of the work, and one partition at least."""
+    work = np.cumsum([f + b for f, b in zip(problem.forward_s, problem.backward_s)])
+    share = np.cumsum([problem.speeds[device] for device in devices])
+    wanted = np.searchsorted(work, share / share[-1] * work[-1]) + 1
+    stages = len(devices)
+    ends: list[int] = []
+    for stage, end in enumerate(wanted.tolist()):
+        least = (ends[-1] if ends else 0) + 1
+        ends.append(min(max(end, least), problem.n - (stages - 1 - stage)))
+    return [*ends[:-1], problem.n]
+
+
+def _improved(problem: StepProblem, ends: list[int], devices: Sequence[int]) -> list[int]:
+    """Move one cut at a time as long as that makes the step shorter."""
+    best_s = problem.step_time_s(ends, devices)
+    improved = True
+    while improved:
+        improved = False
+        for cut in range(len(ends) - 1):
+            low, high = (ends[cut - 1] if cut else 0), ends[cut + 1]
+            for move in _MOVES:
+                if not low < ends[cut] + move < high:
+                    continue
+                moved = [*ends[:cut], ends[cut] + move, *ends[cut + 1 :]]
+                step_s = problem.step_time_s(moved, devices)
+                if step_s < best_s:
+                    best_s, ends, improved = step_s, moved, True
+                    break
+    return ends

@@ -1,0 +1,335 @@
+"""Forwards of later batches, launched early: what makes a schedule a streamed one.
+
+A worker carries out commands in order, and the driver does not wait for most of them. So the driver
+launches the forward of a later batch early: it tells stage k to run up to ``a_k`` batches ahead
+(:mod:`lightning_hybrid.schedules.look_ahead`) and sends the inputs along. When the user's
+``training_step`` then calls the network on that batch, the call *collects* what is on its way:
+outputs, loss, logs and step are those of the batch, in its turn.
+
+**Which inputs?** Those of later batches are known before their ``training_step`` has run only if
+the network is called on tensors of the batch itself. In each step the driver looks which ones these
+are; and when a batch has its turn, the inputs of the real call are compared with what was sent.
+
+**What interrupts the stream.** A stage that has run ahead has sent activations that the next stage
+has not been told to take. Whatever else is to run through the stages comes after them, so they are
+given up first, and the batches are launched again in the next step: before a validation, a
+checkpoint (so that a run that is resumed from it, with nothing under way, goes on like the one that
+wrote it), a change of weights by hand. An interruption costs time; of a delayed schedule it also
+means that the stages catch up. It happens at the same places in every run.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid._torch import version as version_of
+from lightning_hybrid.comm.call_key import CallKey
+from lightning_hybrid.comm.protocol import Command, Drop, Forward, Skip
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network import NetworkGraph
+from lightning_hybrid.pipeline.calls import Call, Values
+from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.runtime.commands import Commands
+from lightning_hybrid.schedules import LookAhead
+
+
+class Batch(Protocol):
+    """A training batch, as the training step gets it."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All tensors in it, in a fixed order."""
+
+
+class Batches(Protocol):
+    """The training batches."""
+
+    def ahead(self, count: int) -> Batch | None:
+        """The batch so many after the one that is trained on.
+
+        Args:
+            count: 0: that one itself.
+
+        Returns:
+            ``None``: none is trained on now; or it is behind the barrier of the schedule.
+        """
+
+
+class NoBatches:
+    """Nothing is known of later batches."""
+
+    def ahead(self, count: int) -> Batch | None:
+        """See :class:`Batches`."""
+        return None
+
+
+class Calls(Protocol):
+    """What decides which calls of a network run ahead."""
+
+    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> "Launched | None":
+        """A call begins. Returns it, if it was launched before."""
+
+    def launch(
+        self,
+        graph: NetworkGraph,
+        leaves: Sequence[Tensor],
+        split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
+    ) -> None:
+        """The call of this batch is on its way: launch those of later ones."""
+
+    def drop(self) -> None:
+        """Give up all that is under way."""
+
+
+class EachInTurn:
+    """No call runs ahead."""
+
+    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> "Launched | None":
+        """See :class:`Calls`."""
+        return None
+
+    def launch(
+        self,
+        graph: NetworkGraph,
+        leaves: Sequence[Tensor],
+        split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
+    ) -> None:
+        """See :class:`Calls`."""
+
+    def drop(self) -> None:
+        """See :class:`Calls`."""
+
+
+@dataclass(eq=False)
+class Launched:
+    """A call that runs ahead.
+
+    Attributes:
+        batch: that it is of.
+        call: the call.
+        command: by which it is told to a stage.
+        leaves: the inputs as they are in the batch.
+        versions: of them, when their values were sent.
+        told: how many stages, from the first on, have been told.
+    """
+
+    batch: Batch
+    call: Call
+    command: Forward
+    leaves: list[Tensor]
+    versions: list[int]
+    told: int = 0
+
+    def has(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether what was sent is what these inputs are."""
+        return len(leaves) == len(self.leaves) and all(
+            version_of(mine) == version and (_is_same(mine, theirs) or _is_equal(mine, theirs))
+            for mine, theirs, version in zip(self.leaves, leaves, self.versions)
+        )
+
+
+class Stream:
+    """The calls of one network that run ahead.
+
+    Args:
+        name: of the network, as messages show it.
+        schedule: how far stages look ahead.
+        devices: ``pp_rank`` of each stage; each has one, and the last one is the driver's.
+        engine: of the driver.
+        commands: to the workers.
+        batches: the training batches.
+        open_call: opens a call for a batch so many ahead.
+        close_call: forgets one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schedule: LookAhead,
+        devices: Sequence[int],
+        engine: Engine,
+        commands: Commands,
+        batches: Batches,
+        open_call: Callable[[CallKey, int], tuple[Call, Forward]],
+        close_call: Callable[[int], object],
+    ) -> None:
+        self._name, self._schedule, self._devices = name, schedule, devices
+        self._ahead = schedule.look_aheads(len(devices))
+        self._engine, self._commands, self._batches = engine, commands, batches
+        self._open, self._close = open_call, close_call
+        self._pending: deque[Launched] = deque()
+        self._called: Batch | None = None  # the network was called on
+
+    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> Launched | None:
+        """A call begins.
+
+        Args:
+            key: of the call.
+            leaves: its inputs.
+
+        Returns:
+            The call, if it was launched before. Else nothing is under way any more.
+
+        Raises:
+            NetworkError: the inputs are not what was sent, or it is the second call in the step.
+        """
+        batch = self._batches.ahead(0)
+        if batch is not None:
+            self._refuse_several(batch, key)
+            self._called = batch
+        first = self._pending[0] if self._pending else None
+        if first is None or first.batch is not batch or first.call.key != key:
+            self.drop()
+            return None
+        if not first.has(leaves):
+            self.drop()
+            raise self._refused(
+                "training_step has changed the inputs of the network, as augmentation does, after "
+                "their batch was sent to the first stage. Do it in the dataset or in "
+                "on_after_batch_transfer"
+            )
+        return self._pending.popleft()
+
+    def launch(
+        self,
+        graph: NetworkGraph,
+        leaves: Sequence[Tensor],
+        split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
+    ) -> None:
+        """The call of this batch is on its way: launch those of later ones.
+
+        Args:
+            graph: of the call.
+            leaves: its inputs.
+            split: gives the key of a call with other inputs, and its micro-batches.
+
+        Raises:
+            NetworkError: an input is no tensor of the batch.
+        """
+        batch = self._batches.ahead(0)
+        if batch is None or self._ahead[0] == 0:
+            return
+        places = [self._place(batch, graph, n, leaf) for n, leaf in enumerate(leaves)]
+        while len(self._pending) < self._ahead[0]:
+            count = len(self._pending) + 1
+            later = self._batches.ahead(count)
+            theirs = None if later is None else _those(later, places, leaves, graph.is_static)
+            if later is None or theirs is None:
+                break
+            # copies: the user may write into the batch while it is on its way
+            key, slices = split([leaf.detach().clone() for leaf in theirs])
+            call, command = self._open(key, count)
+            versions = [version_of(leaf) for leaf in theirs]
+            self._pending.append(Launched(later, call, command, theirs, versions))
+            self._engine.send_inputs(slices)
+        self._tell()
+
+    def drop(self) -> None:
+        """Give up all that is under way: a rank that has not begun it takes it off its link."""
+        while self._pending:
+            entry = self._pending.popleft()
+            forward = entry.command
+            self._close(entry.call.number)
+            commands: dict[int, Command] = {
+                rank: Drop(forward.network, forward.call) for rank in self._devices[: entry.told]
+            }
+            next_rank = self._devices[entry.told]
+            if entry.told < len(self._devices) - 1:
+                commands[next_rank] = Skip(
+                    forward.network,
+                    forward.call,
+                    forward.key,
+                    forward.exchange,
+                    forward.uses_rng,
+                    forward.new_key,
+                )
+            for rank, command in commands.items():
+                self._commands.workers.send(rank, command)
+            if entry.told == len(self._devices) - 1:
+                self._engine.discard(entry.call)
+
+    def _tell(self) -> None:
+        """Tell each stage of the batches up to its look-ahead, in order."""
+        for stage, ahead in enumerate(self._ahead[:-1]):
+            for count, entry in enumerate(self._pending, 1):
+                if entry.told == stage and count <= ahead:
+                    self._commands.tell_each({self._devices[stage]: entry.command})
+                    entry.told += 1
+
+    def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int:
+        """Which tensor of the batch an input is."""
+        if leaf.requires_grad:
+            raise self._refused(
+                f"input {graph.leaves[number].node.name!r} of the network wants a gradient, which "
+                "would come after later batches have begun"
+            )
+        for place, tensor in enumerate(batch.tensors):
+            if _is_same(tensor, leaf):
+                return place
+        raise self._refused(
+            f"input {graph.leaves[number].node.name!r} of the network is no tensor of the batch, "
+            "but computed in training_step, so that it is not known of later batches. Compute it "
+            "in the dataset, in on_after_batch_transfer, or inside the network"
+        )
+
+    def _refuse_several(self, batch: Batch, key: CallKey) -> None:
+        if not key.grad:
+            raise self._refused(
+                "training_step calls the network without gradients too, in the middle of what is "
+                "under way"
+            )
+        if self._called is batch:
+            raise self._refused("training_step calls it more than once")
+
+    def _refused(self, reason: str) -> NetworkError:
+        return NetworkError(
+            f"schedule={self._schedule.name!r} begins with later batches early, which network "
+            f"{self._name!r} does not allow: {reason}; or use schedule='gpipe'."
+        )
+
+
+def _those(
+    batch: Batch, places: Sequence[int], like: Sequence[Tensor], static: bool
+) -> list[Tensor] | None:
+    """The inputs for a later batch; ``None`` if it has another form than this one.
+
+    Args:
+        batch: the later one.
+        places: of the inputs among its tensors.
+        like: the inputs for this batch.
+        static: whether the number of samples must be the same.
+    """
+    tensors = batch.tensors
+    if max(places) >= len(tensors):
+        return None
+    found = [tensors[place] for place in places]
+    first = 0 if static else 1
+    fits = all(
+        a.dtype == b.dtype
+        and a.device == b.device
+        and a.dim() == b.dim()
+        and a.shape[first:] == b.shape[first:]
+        and not a.requires_grad
+        for a, b in zip(found, like)
+    )
+    return found if fits else None
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same memory."""
+    return a is b or (
+        a.numel() > 0
+        and a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.device == b.device
+    )
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

@@ -1,0 +1,40 @@
+"""The loop: fill-drain of v stages per device, the order of the devices repeated v times.
+
+A micro-batch passes every device v times, so that a pipeline of v times as many stages is full as
+soon as one of S: of devices that are equal, and messages that cost nothing, a step takes
+(M + (S - 1) / v) / (M + S - 1) of the time of fill-drain. v times as many cuts are crossed.
+"""
+
+from dataclasses import replace
+
+from lightning_hybrid.schedules.gpipe import gpipe
+from lightning_hybrid.schedules.instructions import Schedule
+
+MOST_ROUNDS = 4
+"""Stages that one device gets at most where their number is chosen."""
+
+
+def looped(stages: int, microbatches: int, *, input_gradient: bool = False) -> Schedule:
+    """Make the schedule; see `gpipe`, whose lists are merged by device when they are run.
+
+    It looks like this for two devices, v = 2 and three micro-batches, as (stage)micro-batch::
+
+        device 0   0.0 0.1 0.2 2.0 2.1 2.2 . | . 2.2 2.1 2.0 0.2 0.1 0.0
+        device 1   . 1.0 1.1 1.2 3.0 3.1 3.2 | 3.2 3.1 3.0 1.2 1.1 1.0 .
+
+    Args:
+        stages: Number of stages, v times that of devices.
+        microbatches: Number of micro-batches.
+        input_gradient: Whether the driver wants the gradient of the network's inputs.
+
+    Raises:
+        PlanError: `stages` or `microbatches` is less than one.
+
+    Reference: Narayanan et al. (arXiv 2104.04473), there with 1F1B.
+    """
+    return replace(gpipe(stages, microbatches, input_gradient=input_gradient), name="looped")
+
+
+def loop_order(devices: int, rounds: int) -> tuple[int, ...]:
+    """The device of each stage; device 0, the driver's, is the last of every round."""
+    return (*range(1, devices), 0) * rounds

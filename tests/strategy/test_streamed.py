@@ -1,0 +1,125 @@
+"""Streamed schedules in real runs: Lightning's loops, loaders, checkpoints, and faults."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEFAULTS, Training
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+from torch.func import functional_call
+from training_script import CUTS, NETWORKS, Classifier, data
+from training_script import train as train_here
+
+from lightning_hybrid.schedules import STREAMED
+
+pytestmark = [
+    pytest.mark.distributed,
+    # Lightning's advice on workers of loaders
+    pytest.mark.filterwarnings("ignore"),
+]
+Train = Callable[..., list[dict[str, Any]]]
+BASE = {**DEFAULTS, "dtype": "float64", "microbatches": 1, "steps": 16}
+VALIDATES = {"num_sanity_val_steps": 1, "val_check_interval": 0.5}
+
+
+def ages(config: dict[str, Any]) -> dict[str, int]:
+    """By how many steps the weights of each parameter are too old."""
+    network = NETWORKS[config["network"]]()
+    cuts = CUTS[config["network"]][config["stages"]]
+    stage, found = 0, {}
+    ahead = STREAMED[config["schedule"]].look_aheads(config["stages"])
+    for name, _ in network.named_parameters():
+        module = name.rpartition(".")[0]
+        stage = max(stage, cuts.index(module) + 1 if module in cuts else 0)
+        found[name] = ahead[stage]
+    return found
+
+
+def serial(config: dict[str, Any], restarts: Collection[int]) -> tuple[list[float], nn.Module]:
+    """Train on one device by the formula: each batch at weights of mixed ages, stepped at once."""
+    torch.set_num_threads(1)
+    seed_everything(0, verbose=False)
+    module = Classifier(config)  # as every run begins
+    network = module.net
+    [optimizer], [scheduler] = module.configure_optimizers()
+    age, history, losses = ages(config), [], []
+    samples = data(config)
+    batches = [samples[i : i + config["batch"]] for i in range(0, len(samples), config["batch"])]
+    restart = 0
+    for t in range(config["steps"]):
+        restart = t if t in restarts else restart
+        history.append({n: p.detach().clone() for n, p in network.named_parameters()})
+        mixed = {n: history[max(restart, t - age[n])][n].requires_grad_() for n in age}
+        x, y = batches[t % len(batches)]
+        loss = nn.functional.cross_entropy(functional_call(network, mixed, (x,)), y)
+        found: tuple[Tensor, ...] = torch.autograd.grad(loss, [*mixed.values()])
+        losses.append(loss.item())
+        for (_, parameter), gradient in zip(network.named_parameters(), found):
+            parameter.grad = gradient
+        optimizer.step()
+        scheduler["scheduler"].step()
+    return losses, network
+
+
+@pytest.mark.parametrize(("name", "stages"), [("fdg", 3)])
+def test_a_delayed_run_is_its_serial_model(tmp_path: Path, name: str, stages: int) -> None:
+    """With epochs, validations and checkpoints, each of which begins the stream anew."""
+    config = {**BASE, "stages": stages, "schedule": name, "trainer": VALIDATES}
+    config["checkpoint"] = {"save_top_k": -1, "every_n_train_steps": 4, "filename": "{step}"}
+    ranks = Training(tmp_path, **config).run()
+    # 6 batches to an epoch, validated after 3, saved after 4
+    losses, network = serial(config, {3, 4, 6, 8, 9, 12, 15})
+    assert ranks[0]["losses"] == pytest.approx(losses, abs=1e-9)
+    for key, value in network.state_dict().items():
+        for rank in ranks:
+            torch.testing.assert_close(rank["weights"][f"net.{key}"], value, rtol=0, atol=1e-9)
+
+
+def test_1f1b_is_lightnings_accumulation(tmp_path: Path) -> None:
+    """Windows of four batches, the last of an epoch of two; validated in their middle."""
+    config = {
+        **BASE,
+        "steps": 6,
+        "trainer": {**VALIDATES, "accumulate_grad_batches": 4},
+    }
+    _, expected = train_here({**config, "strategy": "auto"}, tmp_path / "alone")
+    ranks = Training(tmp_path / "two", **config, stages=2, schedule="1f1b").run()
+    assert ranks[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
+    assert ranks[0]["metrics"]["val"] == pytest.approx(expected["metrics"]["val"].item(), abs=1e-10)
+    for rank in ranks:
+        for part, value in rank["weights"].items():
+            torch.testing.assert_close(value, expected["weights"][part], rtol=0, atol=1e-10)
+
+
+def test_a_delayed_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    config = {
+        **BASE,
+        "stages": 2,
+        "schedule": "pipedream",
+        "goes_on": True,
+        "checkpoint": {"save_top_k": -1, "every_n_train_steps": 5, "filename": "{step}"},
+    }
+    [whole, _] = Training(tmp_path / "whole", **config).run()
+    path = tmp_path / "whole/checkpoints/step=10.ckpt"
+    [rest, _] = Training(tmp_path / "rest", **config, ckpt_path=str(path)).run()
+    assert rest["losses"] == pytest.approx(whole["losses"][10:], abs=1e-10)
+    for part, value in rest["weights"].items():
+        torch.testing.assert_close(value, whole["weights"][part], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("where", ["forward", "training_step"])
+def test_an_error_in_a_streamed_run_ends_all_ranks(tmp_path: Path, where: str) -> None:
+    step = 3 if where == "forward" else 4
+    rank = 1 if where == "forward" else 0
+    config = {**BASE, "stages": 2, "schedule": "fdg"}
+    config["fault"] = {"where": where, "step": step, "rank": rank}
+    training = Training(tmp_path, **config)
+    process = training.start()
+    try:
+        assert process.wait(timeout=240) != 0
+    finally:
+        process.kill()
+    assert "this error is on purpose" in training.output
