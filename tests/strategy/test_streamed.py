@@ -110,6 +110,17 @@ def test_a_delayed_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: 
         torch.testing.assert_close(value, whole["weights"][part], rtol=0, atol=1e-10)
 
 
+def test_a_loop_by_name_trains_as_one_device(tmp_path: Path) -> None:
+    config = {**BASE, "microbatches": 2, "steps": 6}
+    _, expected = train_here({**config, "strategy": "auto", "microbatches": 1}, tmp_path / "alone")
+    cuts = [f"net.{name}" for name in CUTS["residual"][4]]
+    ranks = Training(
+        tmp_path / "loop", **config, stages=2, schedule="looped", allocation=cuts
+    ).run()
+    assert "2 devices with 4 stages" in ranks[0]["plan"]
+    assert ranks[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
+
+
 @pytest.mark.parametrize("where", ["forward", "training_step"])
 def test_an_error_in_a_streamed_run_ends_all_ranks(tmp_path: Path, where: str) -> None:
     step = 3 if where == "forward" else 4
