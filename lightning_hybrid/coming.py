@@ -64,7 +64,13 @@ class ComingLoader:
         self._handed_state: Any = None
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._own:  # of one that is being made
+            raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the user's loader, and nothing under way."""
+        return type(self), (self._loader,)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._own:

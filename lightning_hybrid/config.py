@@ -86,7 +86,7 @@ class Config:
                 "contiguous=False lets GABRA give it several. Leave one of them out, or give "
                 "plan=Plan(..., devices=...), which says where each stage goes."
             )
-        chosen = schedule
+        chosen: str = schedule
         if chosen == "auto":
             chosen = loaded.schedule if loaded else "gpipe"
         _check_schedule(chosen, loaded, delayed_weights, gradient_shrinking)

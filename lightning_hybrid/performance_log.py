@@ -230,6 +230,8 @@ def _flat(plan: Plan) -> dict[str, str | int | float]:
         "cuts": ", ".join(plan.cuts),
         "devices": ", ".join(map(str, plan.devices)),
     }
+    if any(plan.delays):
+        values["delays"] = ", ".join(map(str, plan.delays))
     if plan.predicted_step_s is not None:
         values["predicted_step_s"] = plan.predicted_step_s
     return values

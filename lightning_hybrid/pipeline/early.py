@@ -98,14 +98,14 @@ class EarlyForwards:
 
     def _before(self, stage: Stage) -> dict[str, Tensor]:
         """The buffers that a forward writes, as the forward before it has left them."""
-        found = {}
-        for name, value in stage.taken().items():
-            if name in stage.written:
-                later = (w[name] for w in reversed(self._written.values()) if name in w)
-                found[name] = next(later, None)
-                if found[name] is None:
-                    found[name] = value.detach().clone()
-        return found
+        later: dict[str, Tensor] = {}
+        for written in self._written.values():
+            later |= written
+        return {
+            name: later[name] if name in later else value.detach().clone()
+            for name, value in stage.taken().items()
+            if name in stage.written
+        }
 
     def _saving(self, call: int, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         """Inside, autograd saves for the backward what this kind of weights wants."""
@@ -121,7 +121,8 @@ def _nothing(_: None) -> Tensor:
     raise AssertionError("a forward that runs again keeps nothing")
 
 
-_Apart = tuple[torch.UntypedStorage, torch.dtype, int, torch.Size, tuple[int, ...]]
+_Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]
+"""Memory, and how a tensor lies in it: kind of number, offset, sizes, strides."""
 
 
 def _weights_apart(

@@ -23,6 +23,7 @@ from lightning_hybrid.comm.protocol import (
     ZeroGrad,
 )
 from lightning_hybrid.comm.signals import signals_deferred
+from lightning_hybrid.errors import PlanError
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.gradients import ReplicaGradients
@@ -47,6 +48,10 @@ class DrivenOptimizers:
         ownership: which worker owns what.
         gradients: of this replica.
         say: tells the user something, in one line.
+
+    Attributes:
+        streamed_by: the schedule, if it begins with later batches early; then no optimizer may step
+            whole.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class DrivenOptimizers:
         self._module, self._names, self._device, self._say = module, names, device, say
         self._commands, self._ownership, self._gradients = commands, ownership, gradients
         self._links: list[OptimizerLink] = []
+        self.streamed_by = ""
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
@@ -124,6 +130,13 @@ class DrivenOptimizers:
         """Find out which optimizers step whole, here, if that is not known yet."""
         for link in self._links:
             tried = link.try_once(lambda o: why_whole(o, self._names, self._device))
+            if link.reason and self.streamed_by:
+                raise PlanError(
+                    f"{type(link.optimizer).__name__} steps on the driver, as on one device: "
+                    f"{link.reason}. Under schedule={self.streamed_by!r}, which begins with later "
+                    "batches before a step is over, it cannot. Use schedule='gpipe', or another "
+                    "optimizer."
+                )
             if tried and link.reason:
                 self._say(announce(link.optimizer, link.reason))
             if link.reason:

@@ -49,6 +49,7 @@ from lightning_hybrid.runtime.step_calls import StepCalls
 from lightning_hybrid.runtime.stream import Batches, NoBatches
 from lightning_hybrid.runtime.unsettled import Unsettled
 from lightning_hybrid.runtime.weights import Weights
+from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.tensors.deferred import is_deferred, materialize
 from lightning_hybrid.tensors.remote import RemoteTensors
 
@@ -165,6 +166,8 @@ class Driver:
             calls=self.calls,
             batches=self._batches,
         )
+        if placement.schedule in STREAMED:
+            self.optimizers.streamed_by = placement.schedule
         self._take_charge(driven, made)
         self._workers.before_weights_change = self.interrupt
         return driven

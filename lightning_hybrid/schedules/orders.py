@@ -1,4 +1,4 @@
-"""What each stage computes, in order, under schedules that the runtime does not execute yet.
+"""What each stage computes, in order: zero bubble, and what streamed schedules do between barriers.
 
 An order knows no messages: a forward needs the one before it along the chain, a backward the one
 after it, and the weight part of a backward its input part. The simulator times it and counts the

@@ -237,6 +237,19 @@ def test_a_killed_rank_with_several_stages_ends_the_others_and_is_named(
 
 
 @slow
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_rank_ends_the_others_with_batches_under_way(start: Start, rank: int) -> None:
+    training, process = start(stages=3, schedule="fdg", microbatches=1)
+    pids = ready(training, 3)
+    members = family(process.pid)
+    killed = time.monotonic()
+    os.kill(pids[rank], signal.SIGKILL)
+    output = end(training, process, members, killed)
+    assert process.returncode
+    assert f"Lost rank {rank} " in first_error(output), output
+
+
+@slow
 def test_a_look_at_another_rank_between_two_stages_of_this_one_is_refused(start: Start) -> None:
     training, process = start(stages=2, devices=[0, 1, 0], looks_at=["stem", "second.weight"])
     since = time.monotonic() + 60  # the look comes by itself, in the first step

@@ -86,7 +86,7 @@ def test_1f1b_is_lightnings_accumulation(tmp_path: Path) -> None:
         "trainer": {**VALIDATES, "accumulate_grad_batches": 4},
     }
     _, expected = train_here({**config, "strategy": "auto"}, tmp_path / "alone")
-    ranks = Training(tmp_path / "two", **config, stages=2, schedule="1f1b").run()
+    ranks = Training(tmp_path / "two", **{**config, "stages": 2, "schedule": "1f1b"}).run()
     assert ranks[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
     assert ranks[0]["metrics"]["val"] == pytest.approx(expected["metrics"]["val"].item(), abs=1e-10)
     for rank in ranks:
@@ -108,6 +108,16 @@ def test_a_delayed_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: 
     assert rest["losses"] == pytest.approx(whole["losses"][10:], abs=1e-10)
     for part, value in rest["weights"].items():
         torch.testing.assert_close(value, whole["weights"][part], rtol=0, atol=1e-10)
+
+
+def test_a_loop_by_name_trains_as_one_device(tmp_path: Path) -> None:
+    config = {**BASE, "microbatches": 2, "steps": 6}
+    _, expected = train_here({**config, "strategy": "auto", "microbatches": 1}, tmp_path / "alone")
+    cuts = [f"net.{name}" for name in CUTS["residual"][4]]
+    loop = {"stages": 2, "schedule": "looped", "allocation": cuts}
+    ranks = Training(tmp_path / "loop", **{**config, **loop}).run()
+    assert "2 devices with 4 stages" in ranks[0]["plan"]
+    assert ranks[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
 
 
 @pytest.mark.parametrize("where", ["forward", "training_step"])
