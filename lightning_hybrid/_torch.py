@@ -57,6 +57,9 @@ __all__ = [
     "as_they_are",
 ]
 
+# one call for many tensors, which is what torch's own optimizers use; there is no public name
+_copy_each = torch._foreach_copy_
+
 
 def version(tensor: Tensor) -> int:
     """How often a tensor, or what shares its memory, was written to; autograd compares it too."""
@@ -487,3 +490,9 @@ def names_of_operator(function: Any) -> Iterator[str]:
 def qualified_name_by_fx(function: Any) -> str:
     """The dotted name that fx writes into generated code for a function."""
     return fx.node._get_qualified_name(function)
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each of the sources into the target at its place, with one call for all."""
+    with torch.no_grad():
+        _copy_each(targets, sources)

@@ -120,13 +120,13 @@ class DriverSession:
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
+        if self._run.world.coordinates.ranks_per_replica == 1:  # one device knows all of it
+            return
         optimizers = self._driver.optimizers
         # clipping by a norm needs the gradients of all stages
         vars(self._run.precision).update(
             clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
         )
-        if self._run.world.coordinates.ranks_per_replica == 1:
-            return
         vars(self._run.accelerator)["get_device_stats"] = self._device_stats
         for scaler in scalers_of(self._run.precision):
             replace_unscaling(scaler, optimizers.unscale)

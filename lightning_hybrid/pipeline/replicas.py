@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid._torch import BatchNorm
+from lightning_hybrid._torch import BatchNorm, copy_each
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.tensors.deferred import is_deferred
@@ -45,22 +45,28 @@ class _Bucket:
         first = parameters[0]
         numbers = sum(parameter.numel() for parameter in parameters)
         self.flat = torch.empty(numbers + len(parameters), dtype=first.dtype, device=first.device)
-        *views, self.counts = self.flat.split([*(p.numel() for p in parameters), len(parameters)])
+        self.numbers, self.counts = self.flat.split([numbers, len(parameters)])
+        views = self.numbers.split([p.numel() for p in parameters])
         self.views = [view.view_as(p) for view, p in zip(views, parameters)]
         self.missing = set(range(len(parameters)))
         self.work: dist.Work | None = None
 
-    def fill(self, index: int, scale: float) -> None:
-        """Take over a gradient that is final."""
-        gradient = self.parameters[index].grad
-        if gradient is None:
-            self.views[index].zero_()
-        elif gradient.is_sparse:
-            torch.mul(gradient.to_dense(), scale, out=self.views[index])
+    def fill(self, scale: float) -> None:
+        """Take over the gradients, which are final."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        if len(dense) == len(gradients):
+            copy_each(self.views, dense)  # one call: networks may have hundreds of small ones
+            self.counts.fill_(1.0)
         else:
-            torch.mul(gradient, scale, out=self.views[index])
-        self.counts[index] = 0.0 if gradient is None else _SPARSE if gradient.is_sparse else 1.0
-        self.missing.discard(index)
+            for index, (view, gradient) in enumerate(zip(self.views, gradients)):
+                if gradient is None:
+                    view.zero_()
+                    self.counts[index] = 0.0
+                else:
+                    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                    self.counts[index] = _SPARSE if gradient.is_sparse else 1.0
+        self.numbers.mul_(scale)
 
     def empty(self) -> list[tuple[Parameter, Tensor]]:
         """Hand the averages back to the parameters.
@@ -69,6 +75,13 @@ class _Bucket:
             The parameters whose gradients are sparse, with the averages; on all replicas the same.
         """
         sparse = []
+        self.missing = set(range(len(self.parameters)))
+        self.work = None
+        gradients = [parameter.grad for parameter in self.parameters]
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        if len(dense) == len(gradients):
+            copy_each(dense, self.views)
+            return []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad.copy_(view)
@@ -76,8 +89,6 @@ class _Bucket:
                 sparse.append((parameter, view))
             elif self.counts[index] > 0:
                 parameter.grad = view.clone()
-        self.missing = set(range(len(self.parameters)))
-        self.work = None
         return sparse
 
 
@@ -133,8 +144,7 @@ class Copies:
             return
         self._armed = False
         for bucket in self._buckets:
-            for index in sorted(bucket.missing):
-                bucket.fill(index, 1 / self._size)
+            bucket.missing.clear()
         self._send_full_buckets()
         for bucket in self._buckets:
             assert bucket.work is not None
@@ -192,7 +202,7 @@ class Copies:
             return
         assert isinstance(parameter, Parameter)
         bucket, index = self._place[parameter]
-        bucket.fill(index, 1 / self._size)
+        bucket.missing.discard(index)
         if not bucket.missing:
             self._send_full_buckets()
 
@@ -200,6 +210,7 @@ class Copies:
         # Always in order, whichever is full first: collectives pair by their order.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
+            bucket.fill(1 / self._size)
             bucket.work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
             if self._trace.on:
                 bucket.work.get_future().add_done_callback(self._recorder(self._next))

@@ -66,6 +66,7 @@ class DrivenOptimizers:
     ) -> None:
         self._module, self._names, self._device, self._say = module, names, device, say
         self._commands, self._ownership, self._gradients = commands, ownership, gradients
+        self._optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
         self.streamed_by = ""
 
@@ -76,11 +77,14 @@ class DrivenOptimizers:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The user's."""
-        return [link.optimizer for link in self._links]
+        return self._optimizers
 
     def connect(self, optimizers: Sequence[Optimizer]) -> None:
         """Take charge of the user's optimizers."""
         self.close()
+        self._optimizers, self._links = list(optimizers), []
+        if not self._commands.workers.ranks:  # they have no counterparts, and stay as they are
+            return
         self._links = [
             OptimizerLink(optimizer, self._names, index, self)
             for index, optimizer in enumerate(optimizers)
