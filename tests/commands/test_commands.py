@@ -227,8 +227,7 @@ def test_a_table_that_is_wrong_is_said_in_one_line(
 
 def test_the_plan_of_the_command_is_json_that_names_its_fields(folder: Path) -> None:
     assert plan("--input", "8,64", "--json", "plan.json") == 0
-    row = json.loads((folder / "plan.json").read_text())["rows"][0]
+    record = json.loads((folder / "plan.json").read_text())
+    row = record["rows"][0]
     assert row["forward_s"] > 0
-    assert (
-        row["cut_bytes"] == 8 * 64 * 4 // json.loads(Path("plan.json").read_text())["microbatches"]
-    )
+    assert row["cut_bytes"] == 8 * 64 * 4 // record["microbatches"]
