@@ -89,6 +89,14 @@ def test_a_map_on_the_planted_place_scores_full_against_a_truth_on_another_grid(
     assert line["times_chance"] == pytest.approx(1.1 / (1.1 * 64 + 0.1 * 3776) * 3840)
 
 
+def test_maps_do_not_depend_on_the_batch_a_scan_is_in(truth) -> None:
+    alone = [{k: v[i : i + 1] for k, v in b.items()} for b in batches([1, 0, 1, 0]) for i in (0, 1)]
+    both = [{"trained": Corner(), "untrained": Corner()} for _ in range(2)]
+    one = explain(both[0], lambda: alone, ["gradcam"], "features", 2, truth)
+    other = explain(both[1], lambda: batches([1, 0, 1, 0]), ["gradcam"], "features", 2, truth)
+    assert one.rows == other.rows  # a batch without anybody of the explained class among them
+
+
 def test_networks_that_know_nothing_are_scored_beside_it(truth) -> None:
     blind = Corner()
     blind.features.weight.data.zero_()
