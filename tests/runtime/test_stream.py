@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import let_go
-from driven import Model, Replica, loss_of
+from driven import Model, Replica, let_go, loss_of
 from serial_schedules import in_stages, train_serially
 from torch import Tensor, nn
 
