@@ -301,6 +301,35 @@ def test_batch_statistics_are_those_of_the_batches_that_had_their_turn(
         torch.testing.assert_close(module.net.state_dict()[key], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("weights", ["stash", "recompute"])
+def test_a_step_that_is_skipped_has_had_its_forward_and_no_more(
+    streamed: Streamed, weights: Any
+) -> None:
+    module, inputs = normalised(), values(8)
+    reference = deepcopy(module)
+    replica, coming = streamed(module, "fdg", 3, inputs, epoch=8, delayed_weights=weights)
+    for value in (inputs[0], *inputs):  # the capture has called it, too
+        reference.net(value)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    replica.driver.optimizers.connect([optimizer])
+    for number, batch in enumerate(coming.batches):
+        coming.now = number
+        replica.driver.begin_step(number)
+        output = replica(batch.tensors[0])
+        coming.now = None
+        if number != 3:
+            loss_of(module, output).backward()
+            replica.driver.gradients.after_backward()
+            optimizer.step()
+        del output
+    replica.driver.interrupt()
+    replica.end()
+    for key, value in reference.net.state_dict().items():
+        torch.testing.assert_close(module.net.state_dict()[key], value, rtol=0, atol=1e-12)
+    assert not replica.network.calls
+    assert not replica.workers[1]._networks[0].calls
+
+
 @pytest.mark.parametrize("weights", ["stash", "recompute", "current"])
 def test_random_layers_draw_what_their_batch_draws(streamed: Streamed, weights: Any) -> None:
     """At a learning rate of 0 gradients are those of fill-drain, which draws by batch."""
