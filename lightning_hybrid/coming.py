@@ -48,46 +48,39 @@ class ComingBatch:
         return self.ready
 
 
-class ComingLoader:
-    """A loader whose next batches can be looked at; in all else it is the user's.
+class Iteration:
+    """One pass over a loader, whose next batches can be looked at.
 
     Args:
-        loader: the user's.
+        loader: what is passed over.
+        state: gives the state of a resumable one.
+        asked: called whenever the next batch is asked for.
     """
 
-    _own = frozenset({"_loader", "_batches", "_source", "_handed_state"})
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._batches: deque[ComingBatch] = deque()
-        self._source: Iterator[Any] = iter(())
-        self._handed_state: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._own:  # of one that is being made
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has the user's loader, and nothing under way."""
-        return type(self), (self._loader,)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)
-
-    def __len__(self) -> int:
-        return len(self._loader)
+    def __init__(
+        self, loader: Any, state: Callable[[], Any], asked: Callable[["Iteration"], None]
+    ) -> None:
+        self._source, self._state, self._asked = iter(loader), state, asked
+        self._batches: deque[ComingBatch] = deque()  # that were not begun
+        self.handed_state: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        self._batches, self._handed_state = deque(), None
-        self._source = iter(self._loader)
-        return self._hand_out(self._batches)
+        return self
+
+    def __next__(self) -> Any:
+        self._asked(self)
+        batch = next((each for each in self._batches if not each.handed), None)
+        if batch is None:
+            if not self._fetch():
+                raise StopIteration
+            batch = self._batches[-1]
+        batch.handed, self.handed_state = True, batch.state
+        if batch.error is not None:
+            raise batch.error
+        return batch.ready if batch.is_ready else batch.raw
 
     def begin(self) -> ComingBatch | None:
-        """The oldest batch that the Trainer has and that was not begun, which is taken away."""
+        """The oldest batch that was handed out and not begun, which is taken away."""
         if self._batches and self._batches[0].handed:
             return self._batches.popleft()
         return None
@@ -98,19 +91,6 @@ class ComingLoader:
             if not self._fetch():
                 return None
         return self._batches[number]
-
-    def _hand_out(self, batches: deque[ComingBatch]) -> Iterator[Any]:
-        while batches is self._batches:  # else another epoch has begun
-            batch = next((each for each in batches if not each.handed), None)
-            if batch is None:
-                if not self._fetch():
-                    return
-                batch = batches[-1]
-            batch.handed, self._handed_state = True, batch.state
-            if batch.error is not None:
-                batches.clear()
-                raise batch.error
-            yield batch.raw if not batch.is_ready else batch.ready
 
     def _fetch(self) -> bool:
         if self._batches and self._batches[-1].error is not None:
@@ -125,6 +105,48 @@ class ComingLoader:
         self._batches.append(ComingBatch(raw, error, self._state()))
         return True
 
+
+class ComingLoader:
+    """A loader whose next batches can be looked at; in all else it is the user's.
+
+    Args:
+        loader: the user's.
+
+    Attributes:
+        iteration: that was asked for a batch last. (Users look at their loaders in callbacks, too:
+            the Trainer has a batch moved right after it has asked for one.)
+    """
+
+    _own = frozenset({"_loader", "iteration"})
+    iteration: Iteration | None
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self.iteration = loader, None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own:  # of one that is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the user's loader, and nothing under way."""
+        return type(self), (self._loader,)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iteration:
+        return Iteration(self._loader, self._state, self._ask)
+
+    def _ask(self, iteration: Iteration) -> None:
+        self.iteration = iteration
+
     def _state(self) -> Any:
         return None
 
@@ -133,11 +155,13 @@ class ResumableLoader(ComingLoader):
     """A loader with a state, which counts the batches that the Trainer has had."""
 
     def state_dict(self) -> Any:
-        """The state after the last batch that the Trainer has."""
-        return self._loader.state_dict() if self._handed_state is None else self._handed_state
+        """The state after the last batch that was handed out."""
+        handed = self.iteration and self.iteration.handed_state
+        return self._loader.state_dict() if handed is None else handed
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state."""
+        self.iteration = None
         self._loader.load_state_dict(state)
 
     def _state(self) -> Any:
@@ -157,6 +181,7 @@ class ComingBatches:
         self._loader: ComingLoader | None = None
         self._move: Callable[[Any], Any] = lambda batch: batch
         self._begun: ComingBatch | None = None
+        self._iteration: Iteration | None = None
         self._in_step = False
 
     def wrap(self, loader: Any) -> Any:
@@ -178,7 +203,8 @@ class ComingBatches:
             return move(batch)
         self._refuse_several()
         assert self._loader is not None
-        self._begun, self._move = self._loader.begin(), move
+        self._iteration, self._move = self._loader.iteration, move
+        self._begun = self._iteration.begin() if self._iteration else None
         return move(batch) if self._begun is None else self._begun.make_ready(move, batch)
 
     @contextmanager
@@ -194,9 +220,9 @@ class ComingBatches:
         """See :class:`lightning_hybrid.runtime.stream.Batches`."""
         if not self._in_step or count == 0 or self._begun is None:
             return self._begun if self._in_step else None
-        if count > self._room() or self._loader is None:
+        if count > self._room() or self._iteration is None:
             return None
-        batch = self._loader.look(count - 1)
+        batch = self._iteration.look(count - 1)
         if batch is None or batch.error is not None:
             return None
         if not batch.is_ready:

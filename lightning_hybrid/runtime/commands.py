@@ -24,6 +24,7 @@ class Workers:
 
     Attributes:
         ranks: ``pp_rank`` of each worker.
+        passing_now: whether the pipeline runs.
         before_weights_change: called before weights are sent that are not those that workers have.
     """
 
@@ -34,6 +35,7 @@ class Workers:
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
         self._in_pass = False  # workers may be waiting for a stage of this rank
+        self.passing_now = False
         self.before_weights_change: Callable[[], None] = lambda: None
 
     def send(self, rank: int, command: Command) -> None:
@@ -67,10 +69,11 @@ class Workers:
         for, and could not answer. With one stage per rank it hears a command after the pass.
         """
         self._in_pass = len(engine.owned) > 1
+        self.passing_now = True
         try:
             yield
         finally:
-            self._in_pass = False
+            self._in_pass = self.passing_now = False
 
     def refuse_in_pass(self) -> None:
         """Raise HybridError if workers may be waiting for a stage of this rank."""

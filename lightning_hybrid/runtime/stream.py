@@ -229,7 +229,16 @@ class Stream:
         self._tell()
 
     def drop(self) -> None:
-        """Give up all that is under way: a rank that has not begun it takes it off its link."""
+        """Give up all that is under way: a rank that has not begun it takes it off its link.
+
+        Raises:
+            NetworkError: in the middle of a pass.
+        """
+        if self._pending and self._commands.workers.passing_now:
+            raise self._refused(
+                "a weight or buffer that another rank owns was changed in the middle of a pass "
+                "through the stages, as by a hook on a module"
+            )
         while self._pending:
             entry = self._pending.popleft()
             forward = entry.command

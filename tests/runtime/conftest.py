@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from crew import Crew
-from driven import Model, Ranks, Replica, batches
+from driven import Model, Ranks, Replica, batches, let_go
 from served import GRADIENTS, Service
 from torch import nn
 
@@ -40,12 +40,6 @@ def ranks() -> Iterator[Callable[[Model, int], Ranks]]:
     yield make
     for one in made:
         let_go(one)
-
-
-def let_go(ranks: Ranks) -> None:
-    if len(ranks.results) < len(ranks.modules):
-        ranks.driver.abort(Failure("the test is over"))
-        ranks.close()
 
 
 @pytest.fixture

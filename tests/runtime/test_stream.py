@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import let_go
-from driven import Model, Replica, loss_of
+from driven import Model, Replica, let_go, loss_of
 from serial_schedules import in_stages, train_serially
 from torch import Tensor, nn
 
@@ -300,6 +299,35 @@ def test_batch_statistics_are_those_of_the_batches_that_had_their_turn(
         torch.testing.assert_close(found, reference.net.get_buffer(buffer), rtol=0, atol=1e-12)
     for key, value in reference.net.state_dict().items():
         torch.testing.assert_close(module.net.state_dict()[key], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("weights", ["stash", "recompute"])
+def test_a_step_that_is_skipped_has_had_its_forward_and_no_more(
+    streamed: Streamed, weights: Any
+) -> None:
+    module, inputs = normalised(), values(8)
+    reference = deepcopy(module)
+    replica, coming = streamed(module, "fdg", 3, inputs, epoch=8, delayed_weights=weights)
+    for value in (inputs[0], *inputs):  # the capture has called it, too
+        reference.net(value)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    replica.driver.optimizers.connect([optimizer])
+    for number, batch in enumerate(coming.batches):
+        coming.now = number
+        replica.driver.begin_step(number)
+        output = replica(batch.tensors[0])
+        coming.now = None
+        if number != 3:
+            loss_of(module, output).backward()
+            replica.driver.gradients.after_backward()
+            optimizer.step()
+        del output
+    replica.driver.interrupt()
+    replica.end()
+    for key, value in reference.net.state_dict().items():
+        torch.testing.assert_close(module.net.state_dict()[key], value, rtol=0, atol=1e-12)
+    assert not replica.network.calls
+    assert not replica.workers[1]._networks[0].calls
 
 
 @pytest.mark.parametrize("weights", ["stash", "recompute", "current"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import DEFAULTS, Training
 from lightning.pytorch import seed_everything
+from test_exact_training import batch_of
 from torch import Tensor, nn
 from torch.func import functional_call
 from training_script import CUTS, NETWORKS, Classifier, data
@@ -38,41 +39,63 @@ def ages(config: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def serial(config: dict[str, Any], restarts: Collection[int]) -> tuple[list[float], nn.Module]:
-    """Train on one device by the formula: each batch at weights of mixed ages, stepped at once."""
+def serial(
+    config: dict[str, Any], restarts: Collection[int]
+) -> tuple[list[list[float]], nn.Module]:
+    """Train on one device by the formula: each batch at weights of mixed ages, stepped at once.
+
+    Returns the losses of each replica, and the network.
+    """
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     module = Classifier(config)  # as every run begins
     network = module.net
     [optimizer], [scheduler] = module.configure_optimizers()
-    age, history, losses = ages(config), [], []
+    age, history, restart = ages(config), [], 0
+    losses: list[list[float]] = [[] for _ in range(config["replicas"])]
     samples = data(config)
-    batches = [samples[i : i + config["batch"]] for i in range(0, len(samples), config["batch"])]
-    restart = 0
     for t in range(config["steps"]):
         restart = t if t in restarts else restart
         history.append({n: p.detach().clone() for n, p in network.named_parameters()})
         mixed = {n: history[max(restart, t - age[n])][n].requires_grad_() for n in age}
-        x, y = batches[t % len(batches)]
-        loss = nn.functional.cross_entropy(functional_call(network, mixed, (x,)), y)
-        found: tuple[Tensor, ...] = torch.autograd.grad(loss, [*mixed.values()])
-        losses.append(loss.item())
-        for (_, parameter), gradient in zip(network.named_parameters(), found):
-            parameter.grad = gradient
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for replica, seen in enumerate(losses):
+            x, y = samples[batch_of(config, replica, t)]
+            loss = nn.functional.cross_entropy(functional_call(network, mixed, (x,)), y)
+            found: tuple[Tensor, ...] = torch.autograd.grad(loss, [*mixed.values()])
+            seen.append(loss.item())
+            for (_, parameter), gradient in zip(network.named_parameters(), found):
+                parameter.grad += gradient / len(losses)
         optimizer.step()
         scheduler["scheduler"].step()
     return losses, network
 
 
-@pytest.mark.parametrize(("name", "stages"), [("fdg", 3)])
-def test_a_delayed_run_is_its_serial_model(tmp_path: Path, name: str, stages: int) -> None:
+slow = pytest.mark.conformance
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "stages"),
+    [
+        ("fdg", 1, 3),
+        pytest.param("pipedream", 2, 2, marks=slow),
+        pytest.param("ddg", 1, 4, marks=slow),
+    ],
+)
+def test_a_delayed_run_is_its_serial_model(
+    tmp_path: Path, name: str, replicas: int, stages: int
+) -> None:
     """With epochs, validations and checkpoints, each of which begins the stream anew."""
     config = {**BASE, "stages": stages, "schedule": name, "trainer": VALIDATES}
+    config |= {"replicas": replicas, "samples": 24 * replicas}
     config["checkpoint"] = {"save_top_k": -1, "every_n_train_steps": 4, "filename": "{step}"}
     ranks = Training(tmp_path, **config).run()
     # 6 batches to an epoch, validated after 3, saved after 4
     losses, network = serial(config, {3, 4, 6, 8, 9, 12, 15})
-    assert ranks[0]["losses"] == pytest.approx(losses, abs=1e-9)
+    for replica, expected in enumerate(losses):
+        found = ranks[replica * stages]["losses"]
+        assert found == pytest.approx(expected, abs=1e-9)
     for key, value in network.state_dict().items():
         for rank in ranks:
             torch.testing.assert_close(rank["weights"][f"net.{key}"], value, rtol=0, atol=1e-9)
