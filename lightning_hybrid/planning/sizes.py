@@ -199,7 +199,8 @@ def _compared(
     prediction: "_Prediction", possible: Sequence[Sizes]
 ) -> tuple[list[Candidate], list[Candidate]]:
     """The candidates that were measured, up to where none can be better; estimates of all."""
-    guesses, known = [], []
+    guesses: list[Candidate] = []
+    known: list[Candidate] = []
     problem = PlanError("")
     for sizes in possible:
         try:
