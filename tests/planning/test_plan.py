@@ -149,5 +149,5 @@ def test_a_plan_for_another_network_says_which_partitions_differ() -> None:
     text = r"only the plan has 'layer1', .*network has 'layer1.0', 'layer1.1' \(3 and 4 in all\)"
     with pytest.raises(PlanError, match=text):
         plan().check_network(["stem", "layer1.0", "layer1.1", "head"], "'net' (Net)")
-    with pytest.raises(PlanError, match="only the plan has none, .*has 'more'"):
+    with pytest.raises(PlanError, match=r"only the plan has none, .*has 'more'"):
         plan().check_network(["stem", "layer1", "more", "head"], "'net' (Net)")
