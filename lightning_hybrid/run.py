@@ -19,6 +19,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.building import DeferredModule, WholeModule
 from lightning_hybrid.config import Config
+from lightning_hybrid.network import NetworkGraph, NetworkPartition
 from lightning_hybrid.performance_log import Measurement, NoMeasurement
 from lightning_hybrid.pipeline.replicas import broadcast_module
 from lightning_hybrid.pipeline.stages import StageOptions
@@ -128,18 +129,31 @@ class Run:
         return type(self.accelerator).get_device_stats(self.accelerator, self.device)
 
     def make_plan(
-        self, name: str, *arguments: Any, chosen: bool, optimizers: Sequence[Optimizer]
+        self,
+        name: str,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        *arguments: Any,
+        chosen: bool,
+        optimizers: Sequence[Optimizer],
     ) -> Plan:
         """The plan of a network: the user's, or one that is made.
 
         Args:
             name: of the network.
+            graph: of it.
+            partitions: of the graph.
             arguments: see :class:`lightning_hybrid.runtime.network_options.Planner`.
             chosen: see there.
             optimizers: the user's, which need memory if the run trains.
+
+        Raises:
+            PlanError: the user's plan is for another network.
         """
         given, settings = self.config.plan, self.config.settings
         if given is not None and not chosen:
+            shown = f"{name or 'self'!r} ({type(graph.network).__name__})"
+            given.check_network([partition.name for partition in partitions], shown)
             return given
         coordinates = self.world.coordinates
 
@@ -149,6 +163,8 @@ class Run:
 
         return make_plan(
             name,
+            graph,
+            partitions,
             *arguments,
             settings=replace(settings, allocation="exact") if chosen else settings,
             replicas=coordinates.replicas,

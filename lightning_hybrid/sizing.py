@@ -6,6 +6,8 @@ the run finds it when it cuts the network. Where nothing can be known beforehand
 one chain, in which the network is found at its first call.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,6 @@ from lightning_hybrid.network import cached, measure, why_whole
 from lightning_hybrid.planning.memory import ASSUMED_TENSORS
 from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
 from lightning_hybrid.progress import StartProgress, display_of
-from lightning_hybrid.refusals import callbacks_allow
 from lightning_hybrid.rehearsal import rehearsal
 from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
 from lightning_hybrid.world import World
@@ -30,12 +31,18 @@ class SizeChooser:
         config: what the user has asked for.
         machine: the devices of all ranks.
         device: of this rank.
+        allowed: whether numbers of replicas and stages may be chosen.
     """
 
     def __init__(
-        self, trainer: Trainer, config: Config, machine: Machine, device: torch.device
+        self,
+        trainer: Trainer,
+        config: Config,
+        machine: Machine,
+        device: torch.device,
+        allowed: Callable[[int, int], bool],
     ) -> None:
-        self._trainer, self._config = trainer, config
+        self._trainer, self._config, self._allowed = trainer, config, allowed
         self._machine, self._device = machine, device
         self._progress = StartProgress(display_of(trainer, rank_zero_info))
 
@@ -84,7 +91,7 @@ class SizeChooser:
                     batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked.seen),
                     asked=config.microbatches,
                     most=_most_microbatches(looked),
-                    allowed=lambda replicas, stages: callbacks_allow(trainer, replicas, stages),
+                    allowed=self._allowed,
                     search=self._search(),
                 )
         finally:

@@ -41,6 +41,7 @@ from lightning_hybrid.process.results import Results
 from lightning_hybrid.process.survey import look_around
 from lightning_hybrid.ranks import ReplicaStrategy, given
 from lightning_hybrid.refusals import (
+    callbacks_allow,
     refuse_accelerator,
     refuse_all_but_plain_sgd,
     refuse_callbacks,
@@ -63,13 +64,17 @@ class HybridGabraStrategy(ReplicaStrategy):
     its driver; to Lightning the world is that of DDP over the drivers.
 
     Args:
-        data_parallel_size: number of replicas. ``"auto"``: devices / stages.
+        data_parallel_size: number of replicas. ``"auto"``: devices / stages. If both sizes are
+            ``"auto"``, they are chosen by predicted time when a fit is set up, from one batch on a
+            copy of the module (:mod:`lightning_hybrid.planning.sizes`); where nothing can be known
+            then, all devices form one chain, and a line says why.
         pipeline_parallel_size: number of devices of a replica, which is that of its stages unless
-            ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas, so
-            that without any sizes all devices form one chain. A network that cannot be cut is
-            refused if a number is given; with ``"auto"`` it runs on the driver of each replica.
+            ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas. A
+            network that cannot be cut is refused if a number is given; with ``"auto"`` it runs on
+            the driver of each replica.
         num_microbatches: into how many slices a replica's batch is split on its way through the
-            stages. ``"auto"``: enough to fill the pipeline twice, at least two samples each.
+            stages. ``"auto"``: chosen with the sizes, or, where these are given, enough to fill the
+            pipeline twice, at least two samples each.
         schedule: how the devices share their time. ``"gpipe"`` (fill and drain), which is also
             ``"auto"``, and ``"looped"`` (several stages per device) are exact; so is ``"1f1b"``,
             whose micro-batches are the batches of ``accumulate_grad_batches``. ``"pipedream"``,
@@ -248,13 +253,17 @@ class HybridGabraStrategy(ReplicaStrategy):
         machine = look_around(
             world.everyone.world, self.root_device, backend, self._config.capacity
         )
-        chooser = SizeChooser(trainer, self._config, machine, self.root_device)
+        chooser = SizeChooser(trainer, self._config, machine, self.root_device, self._may_have)
         sizes = chooser.on_all_ranks(world, deferred=self._building.deferred)
         if sizes is not None:
             self._config = self._config.with_sizes(sizes)
         self._start_alike()
         self._take_place(world, machine.devices)
         refuse_callbacks(trainer, *self._shape())
+
+    def _may_have(self, replicas: int, stages: int) -> bool:
+        """Whether these sizes may be chosen."""
+        return callbacks_allow(self._module.trainer, replicas, stages)
 
     def _make_plan(self, run: Run, *arguments: Any, chosen: bool) -> Plan:
         """The plan of a network; see :class:`lightning_hybrid.runtime.network_options.Planner`."""

@@ -1,6 +1,7 @@
 """The plan: replicas x stages x micro-batches, the schedule, and which partition goes where."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
@@ -181,6 +182,28 @@ class Plan:
         """Number of devices, and of processes, that the plan takes."""
         return self.replicas * self.devices_per_replica
 
+    def check_network(self, partitions: Sequence[str], shown: str) -> None:
+        """See whether the plan was made for a network, as far as its rows tell.
+
+        Args:
+            partitions: names of the network's partitions, in order.
+            shown: how to name the network.
+
+        Raises:
+            PlanError: its partitions are others; the text says which.
+        """
+        planned = [name for row in self.rows for name in row.partitions]
+        if not planned or planned == list(partitions):
+            return
+        missing = [name for name in planned if name not in partitions]
+        more = [name for name in partitions if name not in planned]
+        raise PlanError(
+            f"the plan is for another network than {shown}: of the partitions, only the plan has "
+            f"{_listed(missing)}, and only the network has {_listed(more)} ({len(planned)} and "
+            f"{len(partitions)} in all). Let a new one be made (plan=None), and save that "
+            "(strategy.plan.save)."
+        )
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
@@ -314,6 +337,12 @@ class Plan:
 
 def _counted(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural if number != 1 else ''}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of some names."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more or "none"
 
 
 def _plain(value: str | int | float) -> str:

@@ -35,8 +35,10 @@ class Sizes:
     microbatches: int
 
     def __str__(self) -> str:
-        stages = f"{self.stages} stages, {self.microbatches} micro-batches"
-        return f"{self.replicas} x {stages}" if self.stages > 1 else f"{self.replicas} replicas"
+        if self.stages == 1:
+            return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
+        slices = f"{self.microbatches} micro-batch{'es' if self.microbatches > 1 else ''}"
+        return f"{self.replicas} x {self.stages} stages, {slices}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,8 @@ def _compared(
     prediction: "_Prediction", possible: Sequence[Sizes]
 ) -> tuple[list[Candidate], list[Candidate]]:
     """The candidates that were measured, up to where none can be better; estimates of all."""
-    guesses, known = [], []
+    guesses: list[Candidate] = []
+    known: list[Candidate] = []
     problem = PlanError("")
     for sizes in possible:
         try:

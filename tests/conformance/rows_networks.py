@@ -361,12 +361,12 @@ class SmallNetworkComesFirst(Row):
 
 
 class _AutomaticSizes(Row):
-    """No sizes are given: as many stages as ranks."""
+    """No number of stages is given: as many as one replica has ranks."""
 
     shapes = (ONE_OF_TWO,)
     control = False  # the same without the strategy's arguments
     arguments: ClassVar = {
-        "data_parallel_size": "auto",
+        "data_parallel_size": 1,
         "pipeline_parallel_size": "auto",
         "allocation": "exact",
     }

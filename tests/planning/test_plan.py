@@ -141,3 +141,13 @@ def test_a_plan_prints_its_shape_and_its_stages() -> None:
     assert "2 replicas x 2 stages = 4 devices, 4 micro-batches, gpipe" in text
     assert "stem .. layer1" in text
     assert "60.0%" in text
+
+
+def test_a_plan_for_another_network_says_which_partitions_differ() -> None:
+    plan().check_network(["stem", "layer1", "head"], "'net' (Net)")
+    plan(rows=()).check_network(["anything"], "'net' (Net)")  # cuts alone are for any network
+    text = r"only the plan has 'layer1', .*network has 'layer1.0', 'layer1.1' \(3 and 4 in all\)"
+    with pytest.raises(PlanError, match=text):
+        plan().check_network(["stem", "layer1.0", "layer1.1", "head"], "'net' (Net)")
+    with pytest.raises(PlanError, match=r"only the plan has none, .*has 'more'"):
+        plan().check_network(["stem", "layer1", "more", "head"], "'net' (Net)")

@@ -76,6 +76,14 @@ class Unpacks(Module):
         return super().training_step(batch * self.scale, batch_idx)
 
 
+class Fails(Module):
+    """One rank fails before sizes are known."""
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.local_rank == 1:
+            raise ValueError("this error is on purpose")
+
+
 class Made(Module):
     """The network is made in `configure_model`."""
 
@@ -137,7 +145,7 @@ class Once:
 
 
 NETWORKS = {"tiny": (Module, 8, 3), "wide": (Module, 1024, 20), "unpacks": (Unpacks, 8, 3)}
-NETWORKS["made"] = (Made, 8, 3)
+NETWORKS |= {"made": (Made, 8, 3), "fails": (Fails, 8, 3)}
 
 
 def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -171,7 +179,10 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         enable_model_summary=False,
     )
     before = (trainer.world_size, trainer.global_rank)
-    trainer.fit(module, **loaders)
+    try:
+        trainer.fit(module, **loaders)
+    except ValueError as error:
+        return {"error": str(error)}
     logging.getLogger("lightning.pytorch").removeHandler(listening)
     plan = getattr(trainer.strategy, "plan", None)
     metrics = Path(trainer.logger.log_dir) / "metrics.csv"

@@ -48,10 +48,13 @@ def loader() -> DataLoader:
 
 
 def strategy(name: str) -> Any:
-    if name != "object":
+    if not name.startswith("object"):
         return name
     return lightning_hybrid.HybridGabraStrategy(
-        pipeline_parallel_size=2, num_microbatches=2, allocation=["net.4"]
+        pipeline_parallel_size=2,
+        num_microbatches=2,
+        allocation=["net.4"],
+        start_method="spawn" if name.endswith("spawn") else "popen",
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.world import Phase, World
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on unused devices
@@ -22,15 +23,23 @@ class Net(LightningModule):
         self.layer = nn.Linear(2, 2)
 
 
+def world_of(rank: int) -> World:
+    """Two stages, of which this process is one, without groups."""
+    everyone: Any = SimpleNamespace(store=dist.HashStore(), world=None)
+    everyone.coordinates = Coordinates(rank, 1, 2)
+    mesh = SimpleNamespace(**vars(everyone), say_goodbye=lambda _: None)
+    joined: Any = SimpleNamespace(cluster=None, mesh=mesh)
+    world = World(everyone)
+    world.take_place(joined)
+    return world
+
+
 def failed(error: BaseException, rank: int) -> tuple[HybridGabraStrategy, Failure | None]:
     """The strategy of a rank, after a run that has failed there; and what it was told first."""
     strategy = HybridGabraStrategy(pipeline_parallel_size=2)
     Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
     strategy.connect(Net())
-    joined: Any = SimpleNamespace(cluster=None, mesh=SimpleNamespace(store=dist.HashStore()))
-    joined.mesh.coordinates = Coordinates(rank, 1, 2)
-    joined.mesh.say_goodbye = lambda _: None
-    strategy._world = World(joined)
+    strategy._world = world_of(rank)
     strategy._world.phase = Phase.RUNNING
     first = strategy.fail(error)
     strategy.on_exception(error)
@@ -48,11 +57,18 @@ def test_a_second_error_is_not_taken_for_the_first(rank: int) -> None:
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.SERVING])
 def test_who_fails_in_a_run_begins_no_meeting(phase: Phase) -> None:
     # a group with a collective that nobody joins would not let its process end
-    joined: Any = SimpleNamespace(cluster=None, mesh=SimpleNamespace(store=dist.HashStore()))
-    joined.mesh.coordinates, joined.mesh.world = Coordinates(0, 1, 2), None
-    world = World(joined)
+    world = world_of(0)
     world.phase = phase
     assert world.fail(ValueError("on purpose"), "rank 0") is None
+
+
+def test_a_rank_that_has_no_place_yet_says_so() -> None:
+    everyone: Any = SimpleNamespace(coordinates=Coordinates(1, 1, 2), store=dist.HashStore())
+    world = World(everyone)
+    world.stop_watching()
+    assert world.coordinates == everyone.coordinates
+    with pytest.raises(HybridError, match="chosen when the run is set up"):
+        _ = world.mesh
 
 
 def test_weights_can_be_saved() -> None:

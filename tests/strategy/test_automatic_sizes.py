@@ -22,6 +22,8 @@ JOBS = [
     {"name": "made", "network": "made", "strategy": OPEN},
     {"name": "cut points", "network": "tiny", "strategy": OPEN}
     | {"arguments": {"allocation": ["net.1"]}},
+    {"name": "fails", "network": "fails", "strategy": OPEN},
+    {"name": "after a failure", "network": "tiny", "strategy": OPEN},
 ]
 for job in JOBS[3:4]:
     job["after"] = "wide"
@@ -104,6 +106,12 @@ def test_where_nothing_can_be_known_all_devices_form_one_chain(
 def test_cut_points_are_for_a_chain_of_all_devices(ranks: Ranks) -> None:
     assert ranks[0]["cut points"]["shape"] == (1, 0)
     assert "Chosen" not in said(ranks, "cut points")
+
+
+def test_a_rank_that_fails_before_sizes_are_known_ends_the_run_everywhere(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["fails"] == {"error": "this error is on purpose"}
+        assert_the_same(rank["after a failure"]["user"], rank["tiny"]["user"])
 
 
 def test_before_a_run_nobody_knows_the_sizes(ranks: Ranks) -> None:

@@ -37,7 +37,7 @@ LATER_LINES = {
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LAUNCHES: dict[str, dict[str, Any]] = {
-    # the sizes are found: all devices form one chain
+    # by name alone: the sizes are chosen
     "spawn": {"strategy": "hybrid_gabra_spawn", "processes": 1},
     "fork": {"strategy": "hybrid_gabra_fork", "processes": 1},
     "torchrun": {"strategy": "hybrid_gabra", "launcher": TORCHRUN},
@@ -52,6 +52,12 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def two_devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    config = {**CONFIG, "strategy": "ddp", "replicas": 2, "stages": 1}
+    return Training(tmp_path_factory.mktemp("ddp"), **config).run()[0]
+
+
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Both ranks of a script that starts the other process by itself."""
     return Training(tmp_path_factory.mktemp("popen"), **CONFIG, **LATER_LINES).run()
@@ -63,12 +69,16 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_every_launch_trains_as_one_device(
-    one_device: dict[str, Any], tmp_path: Path, launch: str
+def test_every_launch_trains_as_one_device_or_as_ddp(
+    one_device: dict[str, Any], two_devices: dict[str, Any], tmp_path: Path, launch: str
 ) -> None:
-    for rank in Training(tmp_path, **{**CONFIG, **LAUNCHES[launch]}).run():
-        assert_same(dict(rank["weights"]), dict(one_device["weights"]))
-        assert_same(rank["metrics"], one_device["metrics"])
+    run = Training(tmp_path, **{**CONFIG, **LAUNCHES[launch]})
+    ranks = run.run()
+    assert "Chosen for 2 devices: " in run.output
+    expected = two_devices if "Chosen for 2 devices: 2 replicas." in run.output else one_device
+    for rank in ranks:
+        assert_same(dict(rank["weights"]), dict(expected["weights"]))
+        assert_same(rank["metrics"], expected["metrics"])
         assert Path(rank["best"]).is_file()
 
 

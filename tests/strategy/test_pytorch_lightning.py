@@ -48,6 +48,6 @@ def test_processes_that_unpickle_before_they_import_choose_the_same_package(run:
         "from tests.strategy.pytorch_lightning_script import main; main(Path(sys.argv[2]))"
     )
     [expected] = run("auto")
-    [found] = run("hybrid_gabra_spawn", stages=2, processes=1, launcher=("-c", code))
+    [found] = run("object by spawn", stages=2, processes=1, launcher=("-c", code))
     del expected["metrics"]["test"]
     assert_same(found, expected)
