@@ -2,13 +2,13 @@
 
 import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from lightning_hybrid.commands.terminal import terminal
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.performance import fit
+from lightning_hybrid.planning.performance import PerformanceModel, fit
 
 EXTRINSIC = ("replicas", "stages", "stages_per_device", "microbatches", "devices")
 """Columns that say how a run is spread, unless told otherwise; all others say what is computed."""
@@ -52,15 +52,16 @@ def run(options: argparse.Namespace) -> None:
     rest = [name for name in names if name not in EXTRINSIC and name not in extrinsic]
     intrinsic = _names(rows, options.intrinsic, "--intrinsic", rest)
     times = [row[options.time] for row in rows]
-    chosen = {
+
+    def fit_to(rows: Sequence[Run], times: Sequence[float]) -> PerformanceModel:
         # the table names no units: a column's own name is what is counted
-        "intrinsic": {name: name for name in intrinsic},
-        "extrinsic": {name: name for name in extrinsic},
-    }
-    model = fit(rows, times, **chosen, strength=options.strength)
+        units, more = {name: name for name in intrinsic}, {name: name for name in extrinsic}
+        return fit(rows, times, intrinsic=units, extrinsic=more, strength=options.strength)
+
+    model = fit_to(rows, times)
     console = terminal()
     console.print(model.describe())
-    console.print(_held_out(rows, times, chosen, options.strength))
+    console.print(_held_out(rows, times, [*intrinsic, *extrinsic], fit_to))
     if options.out:
         try:
             model.save(options.out)
@@ -70,10 +71,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _held_out(
-    rows: Sequence[Run], times: Sequence[float], chosen: dict[str, dict[str, str]], strength: float
+    rows: Sequence[Run],
+    times: Sequence[float],
+    names: Sequence[str],
+    fit_to: Callable[[Sequence[Run], Sequence[float]], PerformanceModel],
 ) -> str:
     """The error on configurations that a fit has not seen, every configuration held out once."""
-    names = [*chosen["intrinsic"], *chosen["extrinsic"]]
 
     def configuration(index: int) -> list[float]:
         return [rows[index][name] for name in names]
@@ -87,13 +90,11 @@ def _held_out(
         out = [index for group in groups[fold::_FOLDS] for index in group]
         kept = [index for index in range(len(rows)) if index not in set(out)]
         try:
-            model = fit(
-                [rows[i] for i in kept], [times[i] for i in kept], **chosen, strength=strength
-            )
+            model = fit_to([rows[i] for i in kept], [times[i] for i in kept])
         except PlanError as error:
             return f"Too few runs to hold some out ({error})."
-        error_ = model.error_on([rows[i] for i in out], [times[i] for i in out])
-        errors += [error_] * len(out)
+        off = model.error_on([rows[i] for i in out], [times[i] for i in out])
+        errors += [off] * len(out)
     return (
         f"On configurations that it has not seen (each of {len(groups)} held out once) it is off "
         f"by {sum(errors) / len(errors):.1%}."

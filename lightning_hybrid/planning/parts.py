@@ -143,11 +143,11 @@ def _step_s_per_element(optimizer: Optimizer, device: torch.device) -> float:
     clock = clock_of(device)
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     parameters = [p for group in groups for p in group]
-    elements = sum(p.numel() for p in parameters)
+    elements: int = sum(p.numel() for p in parameters)
     if not elements:
         return 0.0
     kept = [p.detach().clone() for p in parameters]
-    times = []
+    times: list[float] = []
     for _ in range(4):  # the first one makes the state
         for p in parameters:
             p.grad = torch.zeros_like(p)

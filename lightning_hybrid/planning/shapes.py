@@ -26,6 +26,8 @@ from lightning_hybrid.planning.step_problem import Links, StepProblem
 
 _MOST_TURNS = 3
 """Stages per device that are tried at most."""
+_MOST_MICROBATCHES = 64
+"""Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
 _REFINED = 5
 """Shapes that the dynamic programme looks at again."""
 _QUICK = 400
@@ -113,7 +115,8 @@ def rank_shapes(
 ) -> list[Shape]:
     """All shapes on all devices of a cluster, the fastest first; then those that do not fit.
 
-    Micro-batches are of equal size, so M divides the batch, and S divides the number of devices.
+    Micro-batches are of equal size, so M divides the batch, and S divides the number of devices;
+    M is at most 64.
 
     Args:
         parts_of: The costs of the network's partitions.
@@ -130,7 +133,7 @@ def rank_shapes(
     found: list[Shape] = []
     for devices in _divisors(count):
         links = links_of(cluster, devices)
-        for microbatches in _divisors(batch) if splits else (1,):
+        for microbatches in _divisors(batch, _MOST_MICROBATCHES) if splits else (1,):
             parts = parts_of(batch // microbatches)
             if devices > len(parts.names):
                 continue
@@ -338,5 +341,5 @@ def _rank(shape: Shape) -> tuple[bool, float, int, int]:
 
 
 @lru_cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+def _divisors(number: int, most: int | None = None) -> tuple[int, ...]:
+    return tuple(d for d in range(1, min(number, most or number) + 1) if number % d == 0)

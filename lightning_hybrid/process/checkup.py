@@ -131,7 +131,7 @@ class Checkup:
         inside = [p for p in self.pairs if hosts[p.ranks[0]] == hosts[p.ranks[1]]]
         across = [p for p in self.pairs if p not in inside]
         # equal hosts in a row make two levels; else all links are taken for those between hosts
-        even = all(len(block) == 1 for block in blocks) and len(blocks) == len(set(hosts))
+        even = all(len(block) == 1 for block in blocks) and len(set(hosts)) * each == count
         if not across:
             return [_level("within a host", count, inside)]
         if not even or not inside:

@@ -107,10 +107,11 @@ def test_measured_times_are_seconds_of_this_machine(
     assert "Measured on this machine (cpu" in capsys.readouterr().out
 
 
-def test_how_many_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_many_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "slow.yaml").write_text(CLUSTER.replace("1 MB/s", "100 MB/s"))
     call = ["simulate", "nets_of_the_user:perceptron", "--input", "64,64", "--cluster", "slow.yaml"]
-    assert main([*call, "--speed-up", "1.01"]) == 0
-    assert "You need 2 devices: 1 replica x 2 stages" in capsys.readouterr().out
+    assert main([*call, "--speed-up", "1.9"]) == 0
+    assert "You need 2 devices: 2 replicas x 1 stage, 1 micro-batch" in capsys.readouterr().out
     assert main([*call, "--speed-up", "5"]) == 0
     assert "No number up to 4 is enough" in capsys.readouterr().out
     assert main(call) == 0
