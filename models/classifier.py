@@ -119,8 +119,9 @@ class ResAttNetClassifier(LightningModule):
         if stage != "fit":
             return
         datamodule = getattr(self.trainer, "datamodule", None)
-        if self.hparams["class_weights"] == "balanced":
-            self.class_weights = torch.tensor(self._balanced_weights(datamodule))
+        if self.hparams["class_weights"] == "balanced" and self.class_weights is not None:
+            # in place: callbacks that copy the module have copied this buffer before
+            self.class_weights.copy_(torch.tensor(self._balanced_weights(datamodule)))
         if self.hparams["transfer_from"]:
             held_out = [*_subjects(datamodule, "val"), *_subjects(datamodule, "test")]
             self._seen = transfer(self.network, self.hparams["transfer_from"], held_out)
@@ -192,8 +193,10 @@ class ResAttNetClassifier(LightningModule):
         self._seen = list(checkpoint.get(KEY, ()))
 
     def _given_weights(self, class_weights: list[float] | str | None) -> Tensor | None:
-        if class_weights is None or isinstance(class_weights, str):
+        if class_weights is None:
             return None
+        if isinstance(class_weights, str):  # "balanced": known in `setup`
+            return torch.ones(len(self.class_names))
         if len(class_weights) != len(self.class_names):
             raise ValueError(
                 f"class_weights wants {len(self.class_names)} numbers, for "

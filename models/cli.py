@@ -79,7 +79,8 @@ class ExplainingTrainer(Trainer):
         datamodule.setup("test")
         # as Lightning does: refuses when these subjects may have been trained on
         datamodule.load_state_dict(checkpoint.get(type(datamodule).__qualname__, {}))
-        findings = explain(networks, datamodule.test_dataloader, methods, layer, subjects, truth)
+        loader = datamodule.test_dataloader()
+        findings = explain(networks, lambda: loader, methods, layer, subjects, truth)
         files = {record.image_id: record.path for record in datamodule.records}
         Writer(folder, model.class_names, layer, files).write(findings)
         print(f"{len(findings.cases)} cases drawn, {_scored(findings.rows)}; written to {folder}")

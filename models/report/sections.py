@@ -62,7 +62,9 @@ def _rates(path: Path) -> dict[str, list[tuple[int, float]]]:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     names = [name for name in (rows[0] if rows else {}) if name.startswith("lr-")]
-    return {n: [(int(row["step"]), float(row[n])) for row in rows if row[n]] for n in names}
+    # the last line of a run that was killed may end anywhere
+    whole = [row for row in rows if row["step"]]
+    return {n: [(int(row["step"]), float(row[n])) for row in whole if row[n]] for n in names}
 
 
 def metrics(run: Path) -> str:

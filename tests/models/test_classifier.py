@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader, Dataset
 
 from models import ResAttNetClassifier
@@ -199,6 +200,14 @@ def test_transfer_from_what_does_not_fit_is_refused(tmp_path, name, options, mes
 
 def test_balanced_weights_come_from_the_data_module(tmp_path) -> None:
     model = trained(tmp_path, People(), class_weights="balanced")
+    assert model.class_weights is not None
+    assert model.class_weights.tolist() == [0.5, 1.5]
+
+
+def test_balanced_weights_and_averaged_ones_go_together(tmp_path) -> None:
+    model = ResAttNetClassifier(widths=NARROW, class_weights="balanced")
+    averaging = trainer(tmp_path, max_epochs=1, callbacks=[EMAWeightAveraging(decay=0.5)])
+    averaging.fit(model, datamodule=People())
     assert model.class_weights is not None
     assert model.class_weights.tolist() == [0.5, 1.5]
 

@@ -34,6 +34,7 @@ def smaller(name: str, cohort: Path, folder: Path) -> str:
     trainer, data = settings["trainer"], settings["data"]
     trainer.pop("strategy", None)
     trainer |= {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_progress_bar": False}
+    trainer["log_every_n_steps"] = 1  # an epoch has one
     for logger in trainer["logger"]:
         logger["init_args"]["save_dir"] = str(folder)
     data |= {"root": str(cohort / "adni"), "cache_dir": str(cohort / "cache"), "spacing_mm": 8.0}

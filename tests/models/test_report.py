@@ -29,7 +29,7 @@ def test_parts_without_content_are_left_out() -> None:
 
 def test_the_learning_rate_is_drawn_by_step(tmp_path) -> None:
     (tmp_path / "metrics.csv").write_text(
-        "epoch,lr-SGD,step,val/loss\n,0.1,0,\n0,,3,0.5\n,0.05,4,\n"
+        "epoch,lr-SGD,step,val/loss\n,0.1,0,\n0,,3,0.5\n,0.05,4,\n,0.01"  # and then it was killed
     )
     assert _rates(tmp_path / "metrics.csv") == {"lr-SGD": [(0, 0.1), (4, 0.05)]}
     assert curves(tmp_path).startswith("<img")
