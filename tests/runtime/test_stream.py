@@ -178,6 +178,10 @@ def test_epochs_evaluations_and_interruptions_begin_the_stream_anew(
     module, reference = frozen_scale(model()), model()
     make = OPTIMIZERS["AdamW"]
     replica, coming = streamed(module, name, 3, values(), epoch=12)
+    # captured now: while the driver captures, an AdamW in another thread of its process takes its
+    # corrections for tensors in float32
+    with torch.no_grad():
+        replica(values()[0])
     seen: dict[int, Tensor] = {}
 
     def after(number: int) -> None:
@@ -257,23 +261,22 @@ def test_forwards_of_1f1b_begin_before_the_backwards_of_earlier_batches(
 
 
 class Normalised(nn.Module):
-    """Batch statistics and random numbers in each stage."""
+    """Batch statistics in each stage."""
 
-    def __init__(self, *, random: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         parts: list[nn.Module] = []
         for _ in range(4):
             parts += [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()]
-            parts += [nn.Dropout(0.3)] if random else []
         self.parts = nn.Sequential(*parts)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.parts(x)
 
 
-def normalised(*, random: bool = False) -> Model:
+def normalised() -> Model:
     torch.manual_seed(0)
-    return Model(Normalised(random=random)).double()
+    return Model(Normalised()).double()
 
 
 @pytest.mark.parametrize(("name", "weights"), [("1f1b", "stash"), ("fdg", "recompute")])
@@ -328,24 +331,6 @@ def test_a_step_that_is_skipped_has_had_its_forward_and_no_more(
         torch.testing.assert_close(module.net.state_dict()[key], value, rtol=0, atol=1e-12)
     assert not replica.network.calls
     assert not replica.workers[1]._networks[0].calls
-
-
-@pytest.mark.parametrize("weights", ["stash", "recompute", "current"])
-def test_random_layers_draw_what_their_batch_draws(streamed: Streamed, weights: Any) -> None:
-    """At a learning rate of 0 gradients are those of fill-drain, which draws by batch."""
-    inputs, found = values(8), []
-    for schedule in ("gpipe", "fdg"):
-        module = normalised(random=True)
-        replica, coming = streamed(module, schedule, 3, inputs, epoch=8, delayed_weights=weights)
-        gradients: list[Tensor] = []
-
-        def after(_: int, module: Model = module, gradients: list[Tensor] = gradients) -> None:
-            gradients.append(module.net.parts[0].weight.grad.clone())
-
-        train(replica, coming, torch.optim.SGD(module.parameters(), lr=0.0), after=after)
-        replica.end()
-        found.append((gradients, module.state_dict()))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 def test_batches_of_other_sizes_run_ahead_too(streamed: Streamed) -> None:

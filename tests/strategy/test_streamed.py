@@ -101,6 +101,22 @@ def test_a_delayed_run_is_its_serial_model(
             torch.testing.assert_close(rank["weights"][f"net.{key}"], value, rtol=0, atol=1e-9)
 
 
+def test_random_layers_draw_what_their_batch_draws(tmp_path: Path) -> None:
+    """At a learning rate of 0 losses are those of fill-drain, which draws by batch."""
+    config = {
+        **BASE,
+        "network": "dropout",
+        "optimizer": "still",
+        "stages": 3,
+        "steps": 8,
+        "side": 4,
+    }
+    [expected, *_] = Training(tmp_path / "gpipe", **config).run()
+    [found, *_] = Training(tmp_path / "fdg", **config, schedule="fdg").run()
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    assert len({*found["losses"]}) > 6
+
+
 def test_1f1b_is_lightnings_accumulation(tmp_path: Path) -> None:
     """Windows of four batches, the last of an epoch of two; validated in their middle."""
     config = {

@@ -82,6 +82,7 @@ CUTS = {
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "still": (torch.optim.SGD, {"lr": 0.0}),
 }
 
 
