@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -15,6 +16,10 @@ from torch import Tensor, fx, nn
 # switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
 # writers of subclasses ("Extending PyTorch") under this name
 from torch._C import DisableTorchFunctionSubclass as as_they_are
+
+# what TorchDynamo keeps for as long as the process lives
+from torch._C._dynamo.eval_frame import reset_code as _reset_code
+from torch._dynamo.eval_frame import cached_backends as _cached_backends
 
 # what torch.compile raises where it cannot follow, and why it compiled again
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -496,3 +501,24 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each of the sources into the target at its place, with one call for all."""
     with torch.no_grad():
         _copy_each(targets, sources)
+
+
+def forget_compiled(owner: object, code: CodeType) -> None:
+    """Have TorchDynamo let go of what it has compiled.
+
+    Args:
+        owner: whose method is the backend.
+        code: what was compiled for it.
+    """
+    for key, backend in [*_cached_backends.items()]:
+        if getattr(_innermost(backend), "__self__", None) is owner:
+            del _cached_backends[key]
+    _reset_code(code)
+
+
+def _innermost(backend: Any) -> Any:
+    """What was given to ``torch.compile``, out of its wrappers."""
+    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
+        if hasattr(backend, name):
+            return _innermost(getattr(backend, name))
+    return backend

@@ -10,7 +10,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stdout
 from types import FunctionType
 from typing import Any
 
@@ -70,7 +70,7 @@ def rehearsal(
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             looked = _look(trainer, module, names, device, precision)
-            with precision.train_step_context():
+            with closing(looked), precision.train_step_context():
                 yield looked
     finally:
         set_random_states(states)

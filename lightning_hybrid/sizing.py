@@ -6,6 +6,7 @@ the run finds it when it cuts the network. Where nothing can be known beforehand
 one chain, in which the network is found at its first call.
 """
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -73,6 +74,10 @@ class SizeChooser:
                 return self._choose()
             except HybridError as error:
                 reason = str(error)
+            except Exception as error:  # a network may fail to run by itself in any way it likes
+                reason = f"its network cannot be measured ({type(error).__name__}: {error})"
+            finally:
+                gc.collect()  # the copy of the network is in cycles, and as large as the network
         count = len(self._machine.devices)
         rank_zero_info(
             f"All {count} devices form one chain, as with pipeline_parallel_size={count}: {reason}"

@@ -26,6 +26,7 @@ from lightning_hybrid._torch import (
     TorchDynamoException,
     as_they_are,
     capture_settings,
+    forget_compiled,
     free_first_size,
     recapture_reason,
     tables,
@@ -112,6 +113,7 @@ class Capture:
         # what TorchDynamo has seen change in one network (an integer that differs between two of a
         # class) it takes for changing wherever code has this name
         call.__code__ = call.__code__.replace(co_name=f"call_{next(_COUNT)}")
+        self._code = call.__code__
         # each network counts its captures by itself, whatever else runs the same code
         compiler: Any = torch.compile
         self._compiled = compiler(
@@ -136,6 +138,10 @@ class Capture:
             GuardOnDataDependentSymNode,
         ) as error:
             raise NotCaptured(_reason(error)) from error
+
+    def close(self) -> None:
+        """Let go of the network, which TorchDynamo would keep for as long as the process lives."""
+        forget_compiled(self, self._code)
 
     def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """What TorchDynamo calls with a new graph; an error in here would lose its type."""

@@ -160,8 +160,13 @@ def _timed(
     def once(wanted: Sequence[Tensor]) -> tuple[float, float]:
         return _round(stage, tensors, values, numbers, wanted, clock)
 
-    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda kept: kept):
-        once(parameters)  # warms up
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda kept: kept):
+            once(parameters)  # warms up
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        once(parameters)  # torch.func goes together with no such hooks: its memory is not counted
     saved = held.forget()
     rounds = [once(parameters) for _ in range(repeats)]
     forwards, backwards = (statistics.median(column) for column in zip(*rounds))

@@ -60,8 +60,14 @@ class LookAhead:
     def __init__(self, module: nn.Module, names: Iterable[str] | None) -> None:
         self.seen: list[Seen] = []
         self.problems: list[str] = []
+        self._captures: list[Capture] = []
         self._watched: dict[str, nn.Module] = {}
         self._watch(candidates(module, names))
+
+    def close(self) -> None:
+        """Let go of the copy."""
+        for capture in self._captures:
+            capture.close()
 
     def _watch(self, modules: Mapping[str, nn.Module]) -> None:
         for name, module in modules.items():
@@ -105,5 +111,6 @@ class LookAhead:
                 self.problems.append(f"{name or 'self'!r} {problem}")
             return compute_whole(graph, values)
 
+        self._captures.append(Capture(module, forward, run))
         with own_saved_tensors():
-            return Capture(module, forward, run)(arguments, keywords)
+            return self._captures[-1](arguments, keywords)

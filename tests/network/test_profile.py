@@ -158,3 +158,17 @@ def test_frozen_partition_has_no_backward() -> None:
     graph = graph_of(network, torch.ones(6, 4))
     profile = measure(graph, network_partitions(graph), [torch.ones(6, 4)], repeats=1)
     assert profile.partitions[0].backward == 0.0
+
+
+def test_a_network_that_differentiates_inside_is_measured_too() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.grad(lambda y: self.first(y).tanh().sum())(x)
+
+    graph = graph_of(Net(), torch.ones(2, 4))
+    profile = measure(graph, network_partitions(graph), [torch.ones(2, 4)], repeats=1)
+    assert profile.is_measured
