@@ -1,6 +1,8 @@
 """Streamed schedules train as their formulas say: real stages, compared with serial models."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.pipeline import engine
+from lightning_hybrid.pipeline.random import generators_of_microbatch
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.schedules.orders import Part
@@ -243,17 +247,17 @@ def test_forwards_of_1f1b_begin_before_the_backwards_of_earlier_batches(
 ) -> None:
     replica, coming = streamed(model(), "1f1b", 3, values(4), epoch=4)
     ran: list[str] = []
-    engine = replica.workers[1]
+    worker = replica.workers[1]
     for command in ("_forward", "_backward"):
-        carry_out, kind = getattr(engine, command), command[1].upper()
+        carry_out, kind = getattr(worker, command), command[1].upper()
 
         def noted(order: Any, carry_out: Any = carry_out, kind: str = kind) -> None:
             ran.append(f"{kind}{len([r for r in ran if r[0] == kind])}")
             carry_out(order)
 
-        for known in engine._handlers:
-            if engine._handlers[known] == carry_out:
-                engine._handlers[known] = noted
+        for known in worker._handlers:
+            if worker._handlers[known] == carry_out:
+                worker._handlers[known] = noted
     train(replica, coming, torch.optim.SGD(replica.model.parameters(), lr=0.1), window=4)
     replica.end()
     order = STREAMED["1f1b"].orders(3, 4)[0]
@@ -261,22 +265,23 @@ def test_forwards_of_1f1b_begin_before_the_backwards_of_earlier_batches(
 
 
 class Normalised(nn.Module):
-    """Batch statistics in each stage."""
+    """Batch statistics and random numbers in each stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, random: bool) -> None:
         super().__init__()
         parts: list[nn.Module] = []
         for _ in range(4):
             parts += [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()]
+            parts += [nn.Dropout(0.3)] if random else []
         self.parts = nn.Sequential(*parts)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.parts(x)
 
 
-def normalised() -> Model:
+def normalised(*, random: bool = False) -> Model:
     torch.manual_seed(0)
-    return Model(Normalised()).double()
+    return Model(Normalised(random=random)).double()
 
 
 @pytest.mark.parametrize(("name", "weights"), [("1f1b", "stash"), ("fdg", "recompute")])
@@ -331,6 +336,34 @@ def test_a_step_that_is_skipped_has_had_its_forward_and_no_more(
         torch.testing.assert_close(module.net.state_dict()[key], value, rtol=0, atol=1e-12)
     assert not replica.network.calls
     assert not replica.workers[1]._networks[0].calls
+
+
+@pytest.mark.parametrize("weights", ["stash", "recompute", "current"])
+def test_random_layers_draw_what_their_batch_draws(
+    streamed: Streamed, weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a learning rate of 0 gradients are those of fill-drain, which draws by batch."""
+    alone = threading.Lock()  # these ranks are threads, which share the generators of a process
+
+    @contextmanager
+    def one_at_a_time(*arguments: Any) -> Iterator[None]:
+        with alone, generators_of_microbatch(*arguments):
+            yield
+
+    monkeypatch.setattr(engine, "generators_of_microbatch", one_at_a_time)
+    inputs, found = values(8), []
+    for schedule in ("gpipe", "fdg"):
+        module = normalised(random=True)
+        replica, coming = streamed(module, schedule, 3, inputs, epoch=8, delayed_weights=weights)
+        gradients: list[Tensor] = []
+
+        def after(_: int, module: Model = module, gradients: list[Tensor] = gradients) -> None:
+            gradients.append(module.net.parts[0].weight.grad.clone())
+
+        train(replica, coming, torch.optim.SGD(module.parameters(), lr=0.0), after=after)
+        replica.end()
+        found.append((gradients, module.state_dict()))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 def test_batches_of_other_sizes_run_ahead_too(streamed: Streamed) -> None:

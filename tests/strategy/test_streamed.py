@@ -101,6 +101,7 @@ def test_a_delayed_run_is_its_serial_model(
             torch.testing.assert_close(rank["weights"][f"net.{key}"], value, rtol=0, atol=1e-9)
 
 
+@slow
 def test_random_layers_draw_what_their_batch_draws(tmp_path: Path) -> None:
     """At a learning rate of 0 losses are those of fill-drain, which draws by batch."""
     config = {
