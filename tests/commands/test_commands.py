@@ -219,7 +219,7 @@ def test_a_table_that_is_wrong_is_said_in_one_line(
     options: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_runs(folder / "runs.csv")
-    write_runs(folder / "few.csv", 3)
+    write_runs(folder / "few.csv", 2)
     (folder / "holes.csv").write_text("flops,step_s\n1,1\n,2\n")
     assert main(["fit-model", *options]) == 2
     said = capsys.readouterr().err
