@@ -135,6 +135,8 @@ class ClassifierCLI(LightningCLI):
         self.save_config_callback = None
         # ModelCheckpoint remembers its run's folder, and this is no run
         warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)
+        # the averaged weights are those of the checkpoint; only training would go on averaging
+        warnings.filterwarnings("ignore", "You're using the WeightAveraging", UserWarning)
         path = self.config[self.subcommand].get("ckpt_path")
         if not path:
             self.parser.error(f"{self.subcommand} needs the checkpoint of a run: --ckpt_path FILE")
