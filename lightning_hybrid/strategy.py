@@ -257,6 +257,7 @@ class HybridGabraStrategy(ReplicaStrategy):
         sizes = chooser.on_all_ranks(world, deferred=self._building.deferred)
         if sizes is not None:
             self._config = self._config.with_sizes(sizes)
+            self._plans.clear()  # of the chain in which an earlier run has evaluated
         self._start_alike()
         self._take_place(world, machine.devices)
         refuse_callbacks(trainer, *self._shape())

@@ -22,6 +22,7 @@ JOBS = [
     {"name": "made", "network": "made", "strategy": OPEN},
     {"name": "cut points", "network": "tiny", "strategy": OPEN}
     | {"arguments": {"allocation": ["net.1"]}},
+    {"name": "predicts first", "network": "tiny", "strategy": OPEN, "predicts first": True},
     {"name": "fails", "network": "fails", "strategy": OPEN},
     {"name": "after a failure", "network": "tiny", "strategy": OPEN},
 ]
@@ -106,6 +107,15 @@ def test_where_nothing_can_be_known_all_devices_form_one_chain(
 def test_cut_points_are_for_a_chain_of_all_devices(ranks: Ranks) -> None:
     assert ranks[0]["cut points"]["shape"] == (1, 0)
     assert "Chosen" not in said(ranks, "cut points")
+
+
+def test_a_run_that_does_not_train_comes_before_one_that_does(ranks: Ranks) -> None:
+    for number, rank in enumerate(ranks):
+        found, expected = rank["predicts first"], rank["tiny"]
+        assert found["shape"] == (2, number)
+        assert found["user"]["losses"] == expected["user"]["losses"]
+    assert "this run does not train" in said(ranks, "predicts first")
+    assert "Chosen for 2 devices: 2 replicas" in said(ranks, "predicts first")
 
 
 def test_a_rank_that_fails_before_sizes_are_known_ends_the_run_everywhere(ranks: Ranks) -> None:
