@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import pickle
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -310,6 +311,9 @@ def _candidates(function: Any) -> Iterable[str]:
         yield f"{known}:{getattr(function, '__name__', name)}"
     head, _, tail = qualified_name_by_fx(function).rpartition(".")
     yield f"{head}:{tail}"
+    # a module may have it under another name than its own (NumPy's power is made of a `pow`)
+    here = vars(sys.modules.get(module or "", builtins))
+    yield from (f"{module}:{other}" for other, value in here.items() if value is function)
 
 
 _NUMPY = "numpy as torch:"

@@ -210,7 +210,7 @@ def read(net: Any, x: Tensor) -> tuple[Tensor, float]:
 
 
 def of_numpy(net: Any, x: Tensor) -> Tensor:
-    scales = torch.from_numpy(np.array([1.0, 2.0, 3.0, 4.0]).cumsum() * 2).float()
+    scales = torch.from_numpy(np.power(np.array([1.0, 2.0, 3.0, 4.0]), 2).cumsum() * 2).float()
     return net.c(net.b(net.a(x)) * float(np.sqrt(2.0)) * scales)
 
 
