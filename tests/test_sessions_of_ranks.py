@@ -137,7 +137,7 @@ def test_gradients_are_averaged_again_after_an_accumulation_that_failed() -> Non
 def test_a_state_dict_is_of_replicas_that_are_well() -> None:
     driven = Driven()
     state = driven.session.state_dict(driven.run.module, here=True)
-    assert driven.notes == ["check", "broadcast_buffers", "whole", "end of whole"]
+    assert driven.notes == ["interrupt", "check", "broadcast_buffers", "whole", "end of whole"]
     torch.testing.assert_close(state, driven.run.module.state_dict())
 
 
@@ -151,7 +151,7 @@ def test_after_a_failure_a_state_dict_is_what_is_left() -> None:
 def test_other_drivers_take_part_in_a_state_dict_and_get_none() -> None:
     driven = Driven()
     assert driven.session.state_dict(driven.run.module, here=False) == {}
-    assert driven.notes == ["check", "broadcast_buffers"]
+    assert driven.notes == ["interrupt", "check", "broadcast_buffers"]
 
 
 def test_loaded_weights_go_to_the_workers() -> None:

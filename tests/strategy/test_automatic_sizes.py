@@ -74,6 +74,7 @@ def test_where_gradients_bind_stages_are_chosen(ranks: Ranks) -> None:
     assert "Chosen for 2 devices: 1 x 2 stages" in said(ranks, "wide")
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("job", ["tiny", "wide"])
 def test_all_a_script_sees_is_what_the_same_sizes_would_give(ranks: Ranks, job: str) -> None:
     """Losses, batches, reads, hooks, logs and later random numbers, on every rank."""
@@ -81,6 +82,7 @@ def test_all_a_script_sees_is_what_the_same_sizes_would_give(ranks: Ranks, job: 
         assert_the_same(rank[job]["user"], rank[f"{job} given"]["user"])
 
 
+@pytest.mark.conformance
 def test_loaders_that_were_given_are_not_drawn_from(ranks: Ranks) -> None:
     plain, expected = ranks[0]["plain loader"]["user"], ranks[0]["wide given"]["user"]
     assert plain["losses"] == expected["losses"]
@@ -104,11 +106,13 @@ def test_where_nothing_can_be_known_all_devices_form_one_chain(
     assert len(ranks[0][job]["user"]["losses"]) == 6
 
 
+@pytest.mark.conformance
 def test_cut_points_are_for_a_chain_of_all_devices(ranks: Ranks) -> None:
     assert ranks[0]["cut points"]["shape"] == (1, 0)
     assert "Chosen" not in said(ranks, "cut points")
 
 
+@pytest.mark.conformance
 def test_a_run_that_does_not_train_comes_before_one_that_does(ranks: Ranks) -> None:
     for number, rank in enumerate(ranks):
         found, expected = rank["predicts first"], rank["tiny"]
@@ -124,6 +128,7 @@ def test_a_rank_that_fails_before_sizes_are_known_ends_the_run_everywhere(ranks:
         assert_the_same(rank["after a failure"]["user"], rank["tiny"]["user"])
 
 
+@pytest.mark.conformance
 def test_before_a_run_nobody_knows_the_sizes(ranks: Ranks) -> None:
     """A process is then what it is in a chain of all: one replica, and a rank of its own."""
     assert [rank["tiny"]["before"] for rank in ranks] == [(1, 0), (1, 1)]

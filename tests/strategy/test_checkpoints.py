@@ -101,6 +101,7 @@ def test_stages_resume_what_one_device_began(runs: Runs) -> None:
         runs.assert_close(dict(rank["then"]["weights"]), dict(runs.expected["weights"]))
 
 
+@pytest.mark.conformance
 def test_one_device_resumes_what_stages_began(runs: Runs) -> None:
     runs.assert_close(runs.driver["losses"], runs.expected["losses"])
     runs.assert_close(runs.resumed["losses"], runs.expected["losses"][runs.start :])
@@ -132,6 +133,7 @@ torch.save(predictions, found)
 """
 
 
+@pytest.mark.conformance
 def test_a_checkpoint_loads_without_the_package(runs: Runs, tmp_path: Path) -> None:
     best, found = runs.driver["best"], tmp_path / "predictions.pt"
     path = os.pathsep.join(map(str, (SCRIPT.parent, ROOT)))
@@ -175,6 +177,7 @@ def test_a_kill_during_saving_leaves_a_whole_checkpoint(tmp_path: Path, folder: 
         shutil.rmtree(tmp_path)
 
 
+@pytest.mark.conformance
 def test_a_checkpoint_io_of_the_user_stays(tmp_path: Path) -> None:
     class Own(TorchCheckpointIO):
         pass

@@ -50,6 +50,7 @@ def test_the_class_and_its_arguments_from_a_file(tmp_path: Path) -> None:
     assert (made.num_replicas, made.coordinates.ranks_per_replica) == (2, 2)
 
 
+@pytest.mark.conformance
 def test_the_class_and_its_arguments_from_the_command_line() -> None:
     name = "--trainer.strategy"
     made = strategy_of(f"{name}={CLASS}", f"{name}.pipeline_parallel_size=2", f"{name}.seed=3")
@@ -61,6 +62,7 @@ def test_the_name(tmp_path: Path) -> None:
     assert strategy_of(f"--config={config(tmp_path, strategy='hybrid_gabra')}").num_replicas == 1
 
 
+@pytest.mark.conformance
 def test_a_plan_by_its_path(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     strategy = {"class_path": CLASS, "init_args": {"plan": str(tmp_path / "plan.json")}}

@@ -134,6 +134,7 @@ def test_1f1b_is_lightnings_accumulation(tmp_path: Path) -> None:
             torch.testing.assert_close(value, expected["weights"][part], rtol=0, atol=1e-10)
 
 
+@slow
 def test_a_delayed_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     config = {
         **BASE,
@@ -150,6 +151,7 @@ def test_a_delayed_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: 
         torch.testing.assert_close(value, whole["weights"][part], rtol=0, atol=1e-10)
 
 
+@slow
 def test_a_loop_by_name_trains_as_one_device(tmp_path: Path) -> None:
     config = {**BASE, "microbatches": 2, "steps": 6}
     _, expected = train_here({**config, "strategy": "auto", "microbatches": 1}, tmp_path / "alone")
@@ -160,6 +162,7 @@ def test_a_loop_by_name_trains_as_one_device(tmp_path: Path) -> None:
     assert ranks[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
 
 
+@slow
 @pytest.mark.parametrize("where", ["forward", "training_step"])
 def test_an_error_in_a_streamed_run_ends_all_ranks(tmp_path: Path, where: str) -> None:
     step = 3 if where == "forward" else 4
