@@ -77,6 +77,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
+def refuse_pointer(tensor: Tensor) -> None:
+    """From here on torch raises where somebody asks for the address of this tensor's memory."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
 def schema(operator: Any) -> Any:
     """What an operator takes, returns and writes to; dispatch modes are given nothing else."""
     return operator._schema

@@ -13,7 +13,7 @@ suit its cuts, runs on the driver too, on weights that are fetched for it: slowl
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.network_call import Specialization
 from lightning_hybrid.runtime.network_options import NetworkOptions
 from lightning_hybrid.tensors.deferred import materialize
+from lightning_hybrid.tensors.emptied import NoMemory, watched
 from lightning_hybrid.tensors.hollow import Hollow
 
 
@@ -273,8 +274,7 @@ class Discovery:
                 result = found.capture(arguments, keywords)
             else:  # its graphs and the Python between them draw from one stream
                 stack.enter_context(self._driver.calls.one_stream())
-                chain = self._chain if found.driven else self._first_of_chain
-                result = chain(found, arguments, keywords)
+                result = self._chain(found, arguments, keywords)
         if not found.driven and found.name not in self._kept:  # it is too early, look again
             watch(found.module, found.name, lambda n, m, a, k: self._call(found, a, k))
         return result
@@ -282,36 +282,39 @@ class Discovery:
     def _chain(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """A call of a chain of graphs: the Python between them must not see old weights."""
-        with ExitStack() as stack:
-            found.emptied = stack
-            stack.enter_context(self._driver.remote.emptied())
-            try:
-                return self._first_of_chain(found, arguments, keywords)
-            except RuntimeError as error:
-                if "storage" not in str(error).lower():
-                    raise
-                raise NetworkError(
-                    f"{found.shown} uses a weight that another rank owns, in Python between two of "
-                    f"the graphs that it was captured as, because of\n{found.reason}"
-                ) from error
-
-    def _first_of_chain(
-        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
+        """A call of a chain of graphs: the Python between them must not use weights of others."""
         try:
-            return found.capture(arguments, keywords)
+            with ExitStack() as found.between:
+                found.read_between.clear()
+                found.between.enter_context(self._between(found))
+                return found.capture(arguments, keywords)
+        except NoMemory as error:
+            raise NetworkError(
+                f"{found.shown} was captured as several graphs, and the Python between two of them "
+                f"computes with a weight that a stage on another rank owns: {error}. Compute with "
+                "it inside a module, or let the network be one graph. It is none because of\n"
+                f"{found.reason}"
+            ) from error
         except NotCaptured as error:  # parts of it may have run
             raise NetworkError(
                 f"{found.shown} cannot be captured:\n{indented(error.reason)}\nName the part of "
                 "the model that is to be cut: HybridGabraStrategy(network='...')."
             ) from error
 
+    def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:
+        """What holds between two graphs; before there are stages it is noted what is read."""
+        if found.driven:
+            return self._driver.remote.emptied()
+        prefix = f"{found.name}." if found.name else ""
+        named = (*found.module.named_parameters(), *found.module.named_buffers())
+        tensors = {prefix + name: tensor for name, tensor in named}
+        return watched(tensors, found.read_between, found.hollow.shown_of(tensors))
+
     def _run(
         self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]
     ) -> Sequence[Any]:
         """A captured call, or a part of one."""
-        with found.hollow.lifted(), self._filled(found):
+        with self._in_graph(found), found.hollow.lifted():
             call = found.specializations.get(graph)
             known = None
             if call is None:
@@ -324,16 +327,18 @@ class Discovery:
             return compute_whole(graph, values) if call is None else call(values)
 
     @contextmanager
-    def _filled(self, found: FoundNetwork) -> Iterator[None]:
-        """Inside, a chain's weights of other ranks have their memory here again."""
-        if found.whole or found.emptied is None:
+    def _in_graph(self, found: FoundNetwork) -> Iterator[None]:
+        """Inside, what holds between two graphs of a chain does not."""
+        if found.whole:
             yield
             return
-        found.emptied.close()
+        found.between.close()
         try:
             yield
         finally:
-            found.emptied.enter_context(self._driver.remote.emptied())
+            found.between.enter_context(self._between(found))
+        if used := sorted(found.read_between & self._driver.remote.names()):
+            raise NoMemory(f"it needs the numbers of {used[0]!r}")
 
     # ------------------------------------------------------------------ a new graph
 

@@ -28,7 +28,8 @@ class FoundNetwork:
         whole: whether it is one graph; else a chain of them.
         reason: why it is a chain; empty for one that is whole.
         capture: of its calls.
-        emptied: while a chain is called, what keeps the memory of other ranks' weights away.
+        between: while a chain is called, what holds between two of its graphs.
+        read_between: names of the weights that the Python there has computed with, in this call.
         driven: its graphs that are cut, with their plans; one of a whole network.
         specializations: of each graph that is known on all ranks, how it is called.
         why_whole: per graph and number of micro-batches, why it is not split.
@@ -41,7 +42,8 @@ class FoundNetwork:
     whole: bool
     reason: str
     capture: Capture
-    emptied: ExitStack | None = None
+    between: ExitStack = field(default_factory=ExitStack)
+    read_between: set[str] = field(default_factory=set)
     driven: list[tuple[DrivenNetwork, Plan]] = field(default_factory=list)
     specializations: dict[NetworkGraph, Specialization] = field(default_factory=dict)
     why_whole: dict[tuple[NetworkGraph, int], str | None] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """A network with deferred tensors, as TorchDynamo can look at it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ class Hollow:
             yield
         finally:
             self.__enter__()
+
+    def shown_of(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The names of those that have no memory here now."""
+        shown = {id(tensor) for tensor, *_ in self._shown}
+        return [name for name, tensor in tensors.items() if id(tensor) in shown]
 
     def _empty(self, tensor: Tensor) -> Tensor:
         known = self._kept.get(id(tensor))

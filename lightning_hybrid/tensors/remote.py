@@ -19,7 +19,7 @@ look at its class by torch; our own code looks at the tensors as they are (:func
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +27,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch import as_they_are, tables, version
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.tensors.emptied import emptied
 from lightning_hybrid.tensors.kind import Kind
 from lightning_hybrid.tensors.proxy import make_plain, make_proxy, source_of
+
+_KINDS = (Kind.PARAMETER, Kind.BUFFER)
 
 
 class RemoteStore(Protocol):
@@ -167,26 +170,13 @@ class RemoteTensors:
                 if place.get(key) is known.value:  # else it was replaced, which a forward settles
                     make_proxy(known.value, known)
 
-    @contextmanager
-    def emptied(self) -> Iterator[None]:
-        """Inside, what other ranks own has no memory here; nothing may compute with it.
+    def emptied(self) -> AbstractContextManager[None]:
+        """Inside, what other ranks own has no memory here; computing with it raises."""
+        return emptied({r.name: r.value for kind in _KINDS for r in self._tensors[kind].values()})
 
-        Torch refuses some operations only; see :class:`~lightning_hybrid.tensors.hollow.Hollow`.
-        """
-        taken = []
-        with torch.no_grad(), as_they_are():
-            for kind in (Kind.PARAMETER, Kind.BUFFER):
-                for remote in self._tensors[kind].values():
-                    taken.append((remote.value, remote.value.data))
-                    empty = torch.empty_like(remote.value)
-                    empty.untyped_storage().resize_(0)
-                    remote.value.data = empty
-        try:
-            yield
-        finally:
-            with torch.no_grad(), as_they_are():
-                for value, data in taken:
-                    value.data = data
+    def names(self) -> set[str]:
+        """What other ranks own."""
+        return {name for kind in _KINDS for name in self._tensors[kind]}
 
     # -- what an optimizer that steps whole does
 

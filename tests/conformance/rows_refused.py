@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from rows_networks import TiesAcrossStages
-from suite import ONE_OF_TWO, Row
+from suite import ONE_OF_TWO, Layers, Row
 from torch import Tensor, nn
 
 
@@ -71,6 +71,25 @@ class RefusedWithoutACall(Row):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = torch.tanh(x @ self.net.first.weight.T)
         return nn.functional.cross_entropy(hidden @ self.net.third.weight.T, y)
+
+
+class RefusedWeightBetweenGraphs(Row):
+    """Python that cannot be captured reads a weight that a worker owns."""
+
+    shapes = (ONE_OF_TWO,)
+    refused = ("needs the numbers of 'net.second.weight'", "torch.compiler.disable")
+
+    class Net(Layers):
+        @torch.compiler.disable
+        def scale(self) -> Tensor:
+            return self.second.weight.sum()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x)) * self.scale()
+            return self.third(torch.tanh(self.second(x)))
+
+    def build(self) -> None:
+        self.net = self.Net()
 
 
 class RefusedCreateGraph(Row):
