@@ -30,6 +30,7 @@ class _Manual(Row):
 
 
 class ClearsGradientsOfTheModule(_Manual):
+    fast = True
     shapes = EVERY
 
     def update(self, optimizer: Any) -> None:
@@ -53,6 +54,8 @@ class ClearsGradientsInPlace(_Manual):
 
 
 class ClipsByHand(_Manual):
+    fast = True
+
     def update(self, optimizer: Any) -> None:
         norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
         self.seen.append(norm.item())
@@ -91,6 +94,7 @@ class LooksAtGradients(Row):
 class PenalisesWeights(Row):
     """An L2 penalty by hand, on every parameter."""
 
+    fast = True
     shapes = EVERY
     trains = False  # gradients of the penalty arise on the driver, before they go to their owner
 
@@ -101,7 +105,6 @@ class PenalisesWeights(Row):
 
 class PenalisesWeightsWhileAccumulating(PenalisesWeights):
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
-    fast = False
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
@@ -136,6 +139,8 @@ class ChangesData(Row):
 
 class ReadsWeights(Row):
     """The weights as they are in every step; a state dict, a copy, a file."""
+
+    fast = True
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append([p.sum().item() for p in self.parameters()])
@@ -182,6 +187,8 @@ class _Average(Callback):
 
 
 class AveragesByHand(Row):
+    fast = True
+
     def trainer_options(self, folder: Any) -> dict[str, Any]:
         return {
             "callbacks": [_Average()],
@@ -213,6 +220,7 @@ class LooksAtOptimizerState(Row):
 class AddsGroups(Row):
     """Unfreezes the first layer late, as a group of its own, in the middle of an epoch."""
 
+    fast = True
     shapes = EVERY
     options: ClassVar = {"gradient_clip_val": 0.1}
     idle = True
@@ -252,6 +260,7 @@ class ChangesSettings(Row):
 class ResetsStatistics(Row):
     """Replaces the buffers and the momentum of a batch normalisation in the middle of a run."""
 
+    fast = True
     shares = True
 
     per_microbatch = True
@@ -312,6 +321,7 @@ class StartsAgain(Row):
 class CallsAPartOfTheNetwork(Row):
     """A layer of an earlier stage is called by itself: its weights are fetched, and trained."""
 
+    fast = True
     shares = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

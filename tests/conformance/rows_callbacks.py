@@ -105,6 +105,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
 class SavesCheckpoints(_Epochs):
     """ModelCheckpoint in each of its modes, all in one run."""
 
+    fast = True
     modes: ClassVar[dict[str, dict[str, Any]]] = {
         "steps": {"every_n_train_steps": 3, "save_top_k": -1},
         "epochs": {"every_n_epochs": 2, "save_top_k": -1},
@@ -154,7 +155,6 @@ class _RaisesLate(_Epochs):
 
 class SavesOnException(_RaisesLate):
     shapes = (ONE_OF_TWO,)
-    fast = False
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [ModelCheckpoint(folder, save_on_exception=True, filename="{step}")]
@@ -162,13 +162,13 @@ class SavesOnException(_RaisesLate):
 
 class SavesOnlyOnException(_RaisesLate):
     shapes = (ONE_OF_TWO,)
-    fast = False
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [OnExceptionCheckpoint(folder)]
 
 
 class StopsEarly(_Epochs):
+    fast = True
     options: ClassVar = {**EPOCHS, "max_epochs": 10}
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -201,7 +201,6 @@ class UnfreezesBackbone(_Epochs):
 
     # plain `ddp` does not average what was frozen when it began: its replicas drift apart
     shapes = (ONE_OF_TWO,)
-    fast = False
     idle = True  # nothing of the first stage is trained when the gradients begin to be watched
 
     def build(self) -> None:
@@ -236,6 +235,7 @@ _RANGE: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold":
 
 
 class FindsLearningRate(_Tuned):
+    fast = True
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
     control = False  # its sampler shuffles
 
@@ -264,7 +264,6 @@ class TunesLearningRate(_Tuned):
 
 class FindsBatchSize(_Tuned):
     shapes = (ONE_OF_TWO,)
-    fast = False
     control = False  # Lightning refuses it under `ddp`, on one device too
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -336,6 +335,8 @@ class CountsParameters(_Epochs):
 
 
 class ShowsProgress(_Epochs):
+    fast = True
+
     def exercise(self, run: Run) -> Any:
         shown = []
         for bar in (RichProgressBar(), TQDMProgressBar()):
@@ -373,8 +374,6 @@ class UsesSmallCallbacks(_Epochs):
 
 class MonitorsThroughputAndDevices(_Epochs):
     """The names and number of values are those of one device; the values are times."""
-
-    fast = False
 
     def exercise(self, run: Run) -> Any:
         throughput = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
@@ -440,6 +439,7 @@ class SavesAfterFit(_Epochs):
 
 
 class AveragesWeightsBySWA(_Epochs):
+    fast = True
     options: ClassVar = {**EPOCHS, "max_epochs": 4}
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -464,6 +464,8 @@ class AveragesWeightsBySWAWithBatchNorm(AveragesWeightsBySWA):
 
 
 class AveragesWeights(_Epochs):
+    fast = True
+
     def averaging(self) -> Callback:
         return WeightAveraging()
 
@@ -487,8 +489,6 @@ class AveragesWeightsExponentially(AveragesWeights):
 
 class AveragesWeightsMadeInConfigureModel(AveragesWeightsExponentially):
     """The callback calls the hook, Lightning calls it again: a second network is trained."""
-
-    fast = False
 
     def build(self) -> None:
         self.net: nn.Module | None = None

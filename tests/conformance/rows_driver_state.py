@@ -40,6 +40,8 @@ class SetsATensorWhenTrainingStarts(_Scaled):
 
 
 class SetsAnAttributeInACallback(_Scaled):
+    fast = True
+
     class Sets(Callback):
         def on_train_batch_start(
             self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -62,6 +64,7 @@ class RegistersABufferInAHook(_Scaled):
 class AddsALayerInAHook(Row):
     """A parameter that the other ranks' modules lack, after the optimizers were made."""
 
+    fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("extra",)
 
@@ -97,6 +100,7 @@ class ReplacesTheClassOfALayerInAHook(Row):
 class UpdatesAMetricFirst(Row):
     """Before the network's first call; the module is the network."""
 
+    fast = True
     shapes = EVERY
     cuts: ClassVar = {2: ["second"], 3: ["second", "third"]}
 
@@ -139,6 +143,7 @@ class ReadsTheBatchNumber(UpdatesAMetricFirst):
 class FreezesWhenTrainingStarts(Row):
     """The flags are set after the workers have begun to serve."""
 
+    fast = True
     idle = True
 
     def on_train_start(self) -> None:
@@ -189,6 +194,7 @@ class DefinesAnOperatorInAHook(Row):
 class FailsBeforeItsStages(Row):
     """The network raises an error of its own, at the first call: it reaches every rank."""
 
+    fast = True
     refused = ("ValueError", "no scale was chosen")
     control = False  # it works nowhere
 

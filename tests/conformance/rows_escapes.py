@@ -19,6 +19,7 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 class KeepsFeatures(Row):
     """Forward hooks keep what the layers of all stages make; the loss uses it."""
 
+    fast = True
     shapes = EVERY
 
     def build(self) -> None:
@@ -43,7 +44,6 @@ class KeepsFeaturesForItself(KeepsFeatures):
     """Only to look at: no gradient comes back by them."""
 
     shapes = (ONE_OF_TWO,)
-    fast = False
 
     def keeper(self, name: str) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -80,8 +80,6 @@ class KeepsFeaturesWhenFitStarts(KeepsFeatures):
 class AddsAHookForAWhile(KeepsFeatures):
     """In the middle of the run, and takes it away again."""
 
-    fast = False
-
     def build(self) -> None:
         self.net, self.features = Layers(), {}
 
@@ -95,6 +93,8 @@ class AddsAHookForAWhile(KeepsFeatures):
 
 class HooksChangeValues(Row):
     """A pre-hook changes what a layer gets, a hook with keywords what it gives, in each stage."""
+
+    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -157,6 +157,7 @@ class HooksAllModules(Row):
 class HooksTheBackward(Row):
     """Full backward hooks note the gradients at a layer of each stage."""
 
+    fast = True
     equal_or_refused = ("full backward hook", "first")
 
     def build(self) -> None:
@@ -214,6 +215,7 @@ class HooksATensor(Row):
 class HooksWeights(Row):
     """The gradients of weights in each stage are scaled, and looked at."""
 
+    fast = True
     equal_or_refused = ("weight", "hook")
 
     def build(self) -> None:
@@ -253,6 +255,7 @@ class LooksWhereItLooked(Row):
 class StoresAnAuxiliaryLoss(Row):
     """On a child of each stage, as mixtures of experts do; a mean over the batch."""
 
+    fast = True
     shapes = EVERY
 
     class Penalised(nn.Linear):
@@ -305,6 +308,7 @@ class AddsUpLosses(Row):
 class StoresAttention(Row):
     """Each layer keeps its attention map; the steps look at them."""
 
+    fast = True
     cuts: ClassVar = {2: ["net.layers.1"]}
 
     class Attention(nn.Module):
@@ -343,6 +347,8 @@ class StoresAttention(Row):
 
 class AppendsToAList(Row):
     """A list on the network that grows by each call; the step empties it now and then."""
+
+    fast = True
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -411,6 +417,7 @@ class CountsOnTheClass(Row):
 class Prints(Row):
     """Lines of text from within the network, as often as on one device."""
 
+    fast = True
     equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
 
     class Net(Layers):
@@ -459,6 +466,8 @@ class KeepsMessages(Row):
 class WritesIntoADictionary(Row):
     """Which the caller has passed in, and reads."""
 
+    fast = True
+
     class Net(Layers):
         def forward(self, x: Tensor, cache: dict[str, Any]) -> Tensor:
             cache["hidden"] = torch.tanh(self.first(x))
@@ -497,6 +506,8 @@ class ReturnsItsArgument(Row):
 
 class WritesIntoATensor(Row):
     """Normalises the batch in place; the user's code goes on with what it has passed in."""
+
+    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -587,6 +598,8 @@ class PatchesALayer(Row):
 class PatchesALayerInMidRun(Row):
     """And puts it back."""
 
+    fast = True
+
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == 2:
             plain = self.net.second.forward
@@ -627,6 +640,7 @@ class CallsAnotherMethod(Row):
 class StopsInTheMiddle(Row):
     """A hook leaves the network by an exception once it has the features; the user catches it."""
 
+    fast = True
     equal_or_refused = ("Enough",)
 
     class Enough(Exception):

@@ -40,6 +40,7 @@ class _Sizes(_Net):
 class ChecksSanityWithOneSample(_Evaluated):
     """The first call of the network is on one sample, without gradients."""
 
+    fast = True
     shapes = EVERY
     options: ClassVar = {"num_sanity_val_steps": 2}
 
@@ -52,6 +53,7 @@ class TrainsOnOneSample(_Sizes):
 
 
 class StartsWithOneSample(_Sizes):
+    fast = True
     shapes = EVERY
     sizes = (1, 4, 4, 3, 1, 2)
 
@@ -59,6 +61,7 @@ class StartsWithOneSample(_Sizes):
 class EndsWithOneSample(_Sizes):
     """The last batch of each epoch has one."""
 
+    fast = True
     sizes = (4, 4, 1)
 
 
@@ -89,6 +92,8 @@ class NormalizesBatchesAfterOneSample(_Evaluated):
 class OneSampleWithoutABatch(_Net):
     """The network is called sample by sample, on vectors."""
 
+    fast = True
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([cross_entropy(self.net(a), b) for a, b in zip(x, y)]).mean()
 
@@ -117,6 +122,7 @@ class OneImageWithoutABatch(_Net):
 
 
 class PartsOfUnequalSize(_Sizes):
+    fast = True
     microbatches = 3
     sizes = (5, 4, 7, 3, 5, 2)
 
@@ -148,6 +154,7 @@ class AveragesPartsOfUnequalSize(_Sizes):
 class SupportsAsManyAsTheBatch(_Sizes):
     """Prototypes are made of a support set, which has four samples as the first batch has."""
 
+    fast = True
     shares = True
 
     shapes = EVERY
@@ -245,6 +252,7 @@ class HasSquareOutputs(_Net):
 class SqueezesOutputs(_Sizes):
     """`squeeze()` of everything: with one sample, or in a part of one, the batch goes too."""
 
+    fast = True
     sizes = (4, 2, 3, 1, 4, 2)
 
     class Net(Layers):
@@ -270,6 +278,8 @@ class FlattensTheBatch(_Net):
 
 class FoldsTimeIntoTheBatch(_Net):
     """Frames of a film are samples to the first layers."""
+
+    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -324,6 +334,7 @@ class _Meets(_Net):
 
 
 class CentersTheBatch(_Meets):
+    fast = True
     shapes = EVERY
 
     class Net(_Meets.Net):
@@ -361,6 +372,8 @@ class ScalesByTheSizeOfTheBatch(_Meets):
 
 
 class BranchesOnTheSizeOfTheBatch(_Meets):
+    fast = True
+
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
             return x * 2 if len(x) > 2 else x
@@ -375,6 +388,7 @@ class NumbersTheSamples(_Meets):
 class MeetsThroughAGate(_Meets):
     """A gate that is zero at the start hides from every comparison of values that samples meet."""
 
+    fast = True
     shapes = EVERY
     trains = True
 
@@ -412,6 +426,7 @@ class MixesInTrainingOnly(_Meets):
 class DrawsOnceForTheBatch(_Meets):
     """One random direction for all samples."""
 
+    fast = True
     per_microbatch = True
     parts = 1
     control = False  # random numbers

@@ -50,6 +50,7 @@ class _Own(Row):
 class MeasuresItself(_Own):
     """Metric objects of torchmetrics on the module that is called; logged by object."""
 
+    fast = True
     shapes = EVERY
 
     def build(self) -> None:
@@ -70,6 +71,7 @@ class MeasuresItself(_Own):
 class MeasuresInForward(_Own):
     """The metric object is updated within `forward`, once per call."""
 
+    fast = True
     equal_or_refused = ("Data-dependent branching", "fewer than 3 stages")  # the parts between
 
     def build(self) -> None:
@@ -120,6 +122,8 @@ class MeasuresTrainingAndValidation(_Evaluated):
 class CountsSteps(_Own):
     """An attribute that `forward` does not read."""
 
+    fast = True
+
     def note(self, output: Tensor, y: Tensor) -> None:
         self.steps = getattr(self, "steps", 0) + 1
         self.seen.append(self.steps)
@@ -158,6 +162,8 @@ class KeepsTheBatch(_Own):
 class ReadsAFloatThatChanges(_Own):
     """Another value in each step: it has to become an input of what is captured."""
 
+    fast = True
+
     def build(self) -> None:
         super().build()
         self.beta = 1.0
@@ -186,6 +192,7 @@ class ReadsACounter(ReadsAFloatThatChanges):
 class ReadsLengthsThatChange(_Own):
     """Sequences of another length in each step, for a network that is free in it."""
 
+    fast = True
     shapes = EVERY
     captures = 3
 
@@ -246,6 +253,7 @@ class ReadsSizesThatChange(_Own):
 class LogsInForward(_Own):
     """`self.log` and `self.log_dict` of what the layers make."""
 
+    fast = True
     captures = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -276,6 +284,8 @@ class KeepsAStateBetweenSteps(_Own):
 
 class AsksTheTrainerInForward(_Own):
     """`self.trainer.training`, `self.device`, `self.dtype`, `self.training`."""
+
+    fast = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(device=self.device, dtype=self.dtype)

@@ -62,6 +62,8 @@ class _Logs(_Epochs):
 
 
 class LogsToCSV(_Logs):
+    fast = True
+
     def make_logger(self, folder: Path) -> Logger:
         return CSVLogger(folder, version=0)
 
@@ -83,7 +85,6 @@ class LogsToTensorBoard(_Logs):
 
 class LogsToMLflow(_Logs):
     needs = "mlflow"
-    fast = False
 
     def make_logger(self, folder: Path) -> Logger:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -112,7 +113,6 @@ class LogsToWandb(_Logs):
     """Offline."""
 
     needs = "wandb"
-    fast = False
 
     def make_logger(self, folder: Path) -> Logger:
         return WandbLogger("run", save_dir=folder, offline=True)

@@ -16,6 +16,8 @@ class CallsForward(Row):
 
 
 class ReturnsTuple(Row):
+    fast = True
+
     class Net(Layers):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             hidden = torch.tanh(self.first(x))
@@ -60,6 +62,7 @@ class BuildsInSetup(Row):
 
 
 class BuildsInConfigureModel(Row):
+    fast = True
     gathered = True
 
     def build(self) -> None:
@@ -86,6 +89,7 @@ class HeadStaysOnTheDriver(Row):
 class TrainsAdversaries(Row):
     """Generator and discriminator, an optimizer each, toggled."""
 
+    fast = True
     options: ClassVar = {"max_steps": 2 * STEPS}
     cuts: ClassVar = {2: ["generator.2", "discriminator.2"]}
     control = False  # random numbers
@@ -155,6 +159,7 @@ class MixesUp(Row):
 class LearnsLossWeights(Row):
     """Two heads, whose losses are weighted by learned uncertainties outside of the network."""
 
+    fast = True
     cuts: ClassVar = {2: ["net.heads"]}
 
     class Net(nn.Module):
@@ -195,6 +200,7 @@ class ActivatesInPlace(Row):
 class SkipsAcrossStages(Row):
     """A small U-Net: what the early stage makes is needed by the late one."""
 
+    fast = True
     cuts: ClassVar = {2: ["net.middle"], 3: ["net.middle", "net.up"]}
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
@@ -241,6 +247,7 @@ class SharesAConstant(Row):
 class NormsWeights(Row):
     """Weight and spectral norm, as parametrizations; spectral norm changes a buffer per call."""
 
+    fast = True
     cuts: ClassVar = {2: ["net.2"]}
 
     def build(self) -> None:
@@ -326,6 +333,7 @@ class NormalizesOtherwise(Row):
 class ReadsSequences(Row):
     """An embedding, a recurrent layer, an attention."""
 
+    fast = True
     cuts: ClassVar = {2: ["net.attention"]}
 
     class Net(nn.Module):
@@ -373,7 +381,7 @@ class _AutomaticSizes(Row):
 
 
 class FindsItsSizes(_AutomaticSizes):
-    pass
+    fast = True
 
 
 class HasOneLayer(_AutomaticSizes):
@@ -394,6 +402,7 @@ class HasOneLayer(_AutomaticSizes):
 class TiesAcrossStages(Row):
     """One matrix in every stage; it is clipped, and changed by hand."""
 
+    fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.third"], 3: ["net.second", "net.third"]}
     options: ClassVar = {"gradient_clip_val": 0.5}
@@ -423,7 +432,6 @@ class TiesAcrossStages(Row):
 
 
 class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
-    fast = False
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 

@@ -39,6 +39,7 @@ class _Between(Row):
 class RaisesToPowers(_Between):
     """`**` in all forms: by numbers, of numbers, of tensors, reversed, in place."""
 
+    fast = True
     shapes = EVERY
 
     class Net(_Between.Net):
@@ -67,6 +68,8 @@ class ReflectsOperators(_Between):
 
 class SumsBooleans(_Between):
     """Masks are counted per sample, and in the whole batch."""
+
+    fast = True
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -146,6 +149,7 @@ cube.register_autograd(_cube_backward, setup_context=_keep)
 class HasAnOperator(_Between):
     """Of its own, by `torch.library`, with a gradient."""
 
+    fast = True
     shapes = EVERY
 
     class Net(_Between.Net):
@@ -185,6 +189,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class HasAnAutogradFunction(_Between):
+    fast = True
+
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             return _StraightThrough.apply(x, 0.1) + x
@@ -241,6 +247,7 @@ class LeavesGradModes(_Between):
 class HasAutocastInside(_Between):
     """A part runs in lower precision, another is kept out of it."""
 
+    fast = True
     tolerance = 1e-6
     per_microbatch = True  # a gradient in half precision is rounded once for each
 
@@ -262,6 +269,8 @@ class HasAutocastInside(_Between):
 
 class MapsOverSamples(_Between):
     """`torch.vmap` of a layer, and of a function with a parameter of its own."""
+
+    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -395,6 +404,7 @@ class CheckpointsItsBlocks(_Between):
 class CheckpointsDropout(_Between):
     """Dropout within checkpointed blocks: the second run must draw what the first has drawn."""
 
+    fast = True
     per_microbatch = True
     control = False
     cuts: ClassVar = {2: ["net.blocks.1"]}
@@ -418,6 +428,7 @@ class CheckpointsDropout(_Between):
 class HasDistributions(_Between):
     """Log-probabilities, entropies, divergences; nothing is drawn."""
 
+    fast = True
     equal_or_refused = ("kl_divergence", "fewer than 3 stages")  # the parts between
 
     class Net(_Between.Net):
@@ -461,6 +472,7 @@ class DrawsInManyWays(_Between):
 class DrawsFromItsOwnGenerator(_Between):
     """A `torch.Generator` of the network's own goes on from call to call."""
 
+    fast = True
     equal_or_refused = ("generator",)
 
     class Net(_Between.Net):
@@ -498,6 +510,7 @@ class SeedsInForward(_Between):
 class TakesANumberOut(_Between):
     """`.item()`: a scale that is a number, of the whole batch."""
 
+    fast = True
     equal_or_refused = ("item()",)
 
     class Net(_Between.Net):
@@ -534,6 +547,8 @@ class LoopsUntilItConverges(_Between):
 
 class FindsNonzero(_Between):
     """Only rows with a positive first feature go through the layer."""
+
+    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -581,6 +596,7 @@ class FindsUnique(_Between):
 class PacksSequences(_Between):
     """`pack_padded_sequence` around an LSTM; the lengths are a tensor beside the batch."""
 
+    fast = True
     equal_or_refused = ("pack",)
     cuts: ClassVar = {2: ["net.head"]}
 
@@ -630,6 +646,7 @@ class CatchesErrors(_Between):
 class HasAScriptedPart(_Between):
     """One layer was compiled by TorchScript."""
 
+    fast = True
     equal_or_refused = ("TorchScript",)
 
     def build(self) -> None:
@@ -645,6 +662,7 @@ class HasAScriptedPart(_Between):
 class HasAnLSTM(_Between):
     """Two layers, both directions; the state of the last step is used."""
 
+    fast = True
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.head"]}
 
     class Net(nn.Module):

@@ -257,6 +257,8 @@ class _Optimized(Row):
 
 
 class ClipsInItsStep(_Optimized):
+    fast = True
+
     def make(self) -> Optimizer:
         return ClippedLamb(self.parameters(), lr=0.05)
 
@@ -264,7 +266,6 @@ class ClipsInItsStep(_Optimized):
 class ClipsInItsStepAndMore(ClipsInItsStep):
     """With groups, a schedule, accumulation and Lightning's own clipping."""
 
-    fast = False
     options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.8}
 
     def configure_optimizers(self) -> Any:
@@ -284,8 +285,6 @@ class ClipsInItsStepAndMore(ClipsInItsStep):
 
 class ClipsInItsStepByHand(ClipsInItsStep):
     """Manual optimization, two optimizers, of which one can be stepped in parts."""
-
-    fast = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,14 +308,14 @@ class ClipsInItsStepByHand(ClipsInItsStep):
 
 
 class ClipsInItsStepTiedWeights(TiesAcrossStages):
-    fast = False
-
     def configure_optimizers(self) -> Any:
         return ClippedLamb(self.parameters(), lr=0.05)
 
 
 class ResumesOptimizers(_Optimized):
     """States that lie on the driver, in a checkpoint and back; looked at on the way."""
+
+    fast = True
 
     def make(self) -> Optimizer:
         return ClippedLamb(self.parameters(), lr=0.05)
@@ -346,6 +345,8 @@ class EstimatesItsStepSize(_Optimized):
 class CountsInItsGroups(_Optimized):
     """Schedule-free: validates with the average, which ``eval`` and ``train`` bring and take."""
 
+    fast = True
+
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         return {"val_check_interval": 2, "check_val_every_n_epoch": None}
 
@@ -371,6 +372,7 @@ class CountsInItsGroups(_Optimized):
 
 
 class DrawsNoiseInItsStep(_Optimized):
+    fast = True
     control = False  # random numbers
 
     def make(self) -> Optimizer:
@@ -401,6 +403,8 @@ class SelectiveLangevin(Langevin):
 
 class PerturbsWeights(_Optimized):
     """SAM: the closure runs twice in a step."""
+
+    fast = True
 
     def make(self) -> Optimizer:
         return SharpnessAware(self.parameters(), rho=0.2, base=SGD, lr=0.1, momentum=0.9)
@@ -434,6 +438,8 @@ class StepsFromWhereItWas(_Optimized):
 class LooksAhead(_Optimized):
     """A wrapper with a schedule, which counts the steps of what it is given."""
 
+    fast = True
+
     def configure_optimizers(self) -> Any:
         inner = SGD(self.parameters(), lr=0.2, momentum=0.9)
         optimizer = Lookahead(inner)
@@ -463,6 +469,8 @@ class SearchesLines(_Optimized):
 
 class HasStepHooks(_Optimized):
     """Hooks before and after the step, made before the run and in it, see all parameters."""
+
+    fast = True
 
     def make(self) -> Optimizer:
         optimizer = Adam(self.parameters(), lr=0.05)

@@ -65,6 +65,7 @@ class _Scaled(Row):
 
 
 class ReadsTheEpoch(_Whole):
+    fast = True
     shapes = EVERY
 
     def scale(self) -> float:
@@ -81,6 +82,8 @@ class ReadsTheStep(_Whole):
 
 
 class ReadsTheTrainer(_Whole):
+    fast = True
+
     def scale(self) -> float:
         share = self.trainer.global_step / self.trainer.max_steps
         return 0.5 + share if self.trainer.is_last_batch else 1.5 - share
@@ -147,6 +150,7 @@ class Settings:
 class ReadsADataclass(_Scaled):
     """Nested, and the owner's: both look at one object."""
 
+    fast = True
     shapes = EVERY
 
     class Net(_Scaled.Net):
@@ -172,7 +176,6 @@ class ReplacesTheSettings(ReadsADataclass):
     """Another object in its place."""
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
-    fast = False
 
     def change(self, step: int) -> None:
         if step == 3:
@@ -233,6 +236,7 @@ RATES = {"scale": 1.0}
 
 
 class ReadsAGlobal(_Scaled):
+    fast = True
     shapes = EVERY
 
     class Net(_Scaled.Net):
@@ -264,6 +268,8 @@ class ReadsAClassAttribute(_Scaled):
 
 class ReadsAClosure(_Scaled):
     """A schedule made by a function, which remembers."""
+
+    fast = True
 
     class Net(_Scaled.Net):
         def __init__(self, schedule: Callable[[], float]) -> None:
@@ -352,6 +358,7 @@ class ReadsAMode(_Scaled):
 class DrawsInPython(_Whole):
     """`random` and NumPy: the second layer is skipped now and then, once for the whole batch."""
 
+    fast = True
     equal_or_refused = ("random", "fewer than 3 stages")  # the parts between
 
     control = False  # random numbers
@@ -398,6 +405,7 @@ class ReplacesAnActivation(Row):
 class ReplacesALayer(Row):
     """By one with weights of its own, which the optimizer is told of."""
 
+    fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("second",)
 
@@ -426,6 +434,7 @@ class RemovesALayer(Row):
 class GrowsDeeper(Row):
     """A layer more in every second step."""
 
+    fast = True
     shares = True
 
     idle = True
@@ -522,6 +531,8 @@ class _Called(Row):
 class PassesAFloat(_Called):
     """Another one in every step."""
 
+    fast = True
+
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
             return x * extra
@@ -540,6 +551,8 @@ class PassesAFlag(_Called):
 
 
 class PassesNoneOrAMask(_Called):
+    fast = True
+
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
             return x if extra is None else x.masked_fill(extra[:, None], 0.0)
@@ -562,6 +575,8 @@ class PassesNames(_Called):
 
 class PassesAnObject(_Called):
     """Of a class of the user's, with a tensor of the batch, a number and a string in it."""
+
+    fast = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
@@ -606,6 +621,8 @@ class PassesTheBatch(Row):
 
 class PassesNestedTensors(_Called):
     """Lists of tuples of tensors, some of the batch's size, some not."""
+
+    fast = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:

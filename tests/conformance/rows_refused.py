@@ -18,18 +18,19 @@ class _Refused(Row):
 
 
 class RefusedUnknownCut(_Refused):
+    fast = True
     arguments: ClassVar = {"allocation": ["net.secnd"]}
     refused = ("secnd", "'net.second'")
 
 
 class RefusedTooFewCuts(_Refused):
+    fast = True
     arguments: ClassVar = {"allocation": []}
     refused = ("stages(2)", "1 cut points")
 
 
 class RefusedTiedWeightsCompiled(TiesAcrossStages):
     shapes = (ONE_OF_TWO,)
-    fast = False
     arguments: ClassVar = {"compile_stages": True}
     refused = ("compile_stages=True", "'first.weight'")
     control = False
@@ -37,7 +38,6 @@ class RefusedTiedWeightsCompiled(TiesAcrossStages):
 
 class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
     shapes = (ONE_OF_TWO,)
-    fast = False
     refused = ("'net.first.weight'", "configure_model", "__init__")
     gathered = True
 
@@ -50,6 +50,7 @@ class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
 
 
 class RefusedSingleLayer(Row):
+    fast = True
     shapes = (ONE_OF_TWO,)
     cuts: ClassVar = {2: ["net.0"]}
     refused = ("'net'", "has 1 network partition, fewer than pipeline_parallel_size=2", "1 stage,")
@@ -59,11 +60,13 @@ class RefusedSingleLayer(Row):
 
 
 class RefusedUnknownNetwork(_Refused):
+    fast = True
     arguments: ClassVar = {"network": "model"}
     refused = ("'model'", "'net'")
 
 
 class RefusedWithoutACall(Row):
+    fast = True
     shapes = (ONE_OF_TWO,)
     control = False  # it refuses parameters that get no gradient
     refused = ("RefusedWithoutACall", "as a module")
@@ -76,6 +79,7 @@ class RefusedWithoutACall(Row):
 class RefusedWeightBetweenGraphs(Row):
     """Python that cannot be captured reads a weight that a worker owns."""
 
+    fast = True
     shapes = (ONE_OF_TWO,)
     refused = ("needs the numbers of 'net.second.weight'", "torch.compiler.disable")
 
@@ -93,6 +97,7 @@ class RefusedWeightBetweenGraphs(Row):
 
 
 class RefusedCreateGraph(Row):
+    fast = True
     shapes = (ONE_OF_TWO,)
     refused = ("create_graph=True", "ddp")
 
@@ -105,6 +110,7 @@ class RefusedCreateGraph(Row):
 class RefusedFusedLossScaling(Row):
     """A fused optimizer takes the loss scale into its step."""
 
+    fast = True
     shapes = (ONE_OF_TWO,)
     refused = ("fused=True", "fused=False")
 

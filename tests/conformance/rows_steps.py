@@ -49,6 +49,7 @@ class _Evaluated(Row):
 class Evaluates(_Evaluated):
     """fit, validate, test and predict, by one Trainer."""
 
+    fast = True
     shapes = EVERY
 
     def exercise(self, run: Run) -> Any:
@@ -69,6 +70,8 @@ class OnlyTests(_Evaluated):
 
 class FitsTwice(_Evaluated):
     """Two Trainers after one another; the second goes on with the weights of the first."""
+
+    fast = True
 
     def exercise(self, run: Run) -> Any:
         run.trainer().fit(self)
@@ -108,6 +111,8 @@ class LogsValues(_Evaluated):
 class LogsMetrics(_Evaluated):
     """Metric objects of torchmetrics, logged and computed by hand."""
 
+    fast = True
+
     def build(self) -> None:
         super().build()
         self.accuracy = MulticlassAccuracy(3)
@@ -145,6 +150,7 @@ class SeveralValidationLoaders(_Evaluated):
 class GathersOutputs(Row):
     """`all_gather` of a dictionary, and with gradients."""
 
+    fast = True
     control = False  # it adds a dimension even for one device
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -207,6 +213,7 @@ class _Writer(BasePredictionWriter):
 
 
 class WritesPredictions(_Evaluated):
+    fast = True
     trains = False
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:

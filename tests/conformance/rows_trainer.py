@@ -31,6 +31,7 @@ class AccumulatesBySchedule(Row):
 class AccumulatesAndClips(Row):
     """The last batches of an epoch are fewer than are to be accumulated."""
 
+    fast = True
     samples = 24
     options: ClassVar = {**EPOCHS, "accumulate_grad_batches": 4, "gradient_clip_val": 0.3}
 
@@ -56,6 +57,8 @@ class ClipsByTheModule(Row):
 
 class ConfiguresClipping(Row):
     """The hook, overridden."""
+
+    fast = True
 
     def configure_gradient_clipping(self, optimizer: Any, *bounds: Any, **named: Any) -> None:
         if self.global_step % 2:
@@ -90,6 +93,8 @@ class _Scheduled(_Evaluated):
 
 
 class SchedulesByEpoch(_Scheduled):
+    fast = True
+
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.ExponentialLR(optimizer, 0.5)
 
@@ -124,6 +129,7 @@ class SchedulesInSequence(_Scheduled):
 
 
 class SchedulesOnPlateau(_Scheduled):
+    fast = True
     settings: ClassVar = {"monitor": "val"}
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -159,6 +165,8 @@ class SchedulesByHand(Row):
 class StepsAScheduleItself(_Scheduled):
     """The hook, overridden, for schedulers of other libraries."""
 
+    fast = True
+
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.ExponentialLR(optimizer, 0.5)
 
@@ -171,6 +179,7 @@ class StepsAScheduleItself(_Scheduled):
 
 
 class RunsEpochs(_Evaluated):
+    fast = True
     options: ClassVar = EPOCHS
 
 
@@ -200,6 +209,7 @@ class ValidatesEveryTwoBatches(_Evaluated):
 
 
 class ValidatesTwiceAnEpoch(ValidatesEveryTwoBatches):
+    fast = True
     samples = 32
     options: ClassVar = {"val_check_interval": 0.5}
 
@@ -256,6 +266,7 @@ class RunsBarebones(Row):
 
 
 class ReloadsLoaders(Row):
+    fast = True
     options: ClassVar = {"max_epochs": 3, "max_steps": -1, "reload_dataloaders_every_n_epochs": 1}
 
     def train_dataloader(self) -> Any:
@@ -280,6 +291,7 @@ class _Endless(IterableDataset):
 
 
 class ReadsAStream(Row):
+    fast = True
     options: ClassVar = {"max_epochs": 2, "max_steps": -1}
 
     def train_dataloader(self) -> DataLoader:
@@ -316,6 +328,8 @@ class CombinesTheShorter(CombinesLoaders):
 class SeveralTrainLoaders(CombinesLoaders):
     """A plain dictionary, without `CombinedLoader`."""
 
+    fast = True
+
     def train_dataloader(self) -> Any:
         return {
             "a": DataLoader(self.dataset(16, 1), batch_size=4),
@@ -349,6 +363,7 @@ class LoaderShufflesItsSamples(LoaderGivesItsSamples):
 class SamplesItself(Row):
     """The user's own sampler over the replicas."""
 
+    fast = True
     options: ClassVar = EPOCHS
 
     def train_dataloader(self) -> DataLoader:
@@ -413,7 +428,6 @@ class RunsDeterministically(Row):
 
 
 class _Profiled(_Evaluated):
-    fast = False
     profiler: ClassVar[Any] = None
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
@@ -468,4 +482,5 @@ class TrainsInBfloat16(_InPrecision):
 
 
 class TrainsInMixedBfloat16(_InPrecision):
+    fast = True
     options: ClassVar = {"precision": "bf16-mixed", "gradient_clip_val": 0.5}

@@ -15,10 +15,12 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 class Plain(Row):
     """Nothing unusual."""
 
+    fast = True
     shapes = EVERY
 
 
 class CallsItself(Row):
+    fast = True
     cuts: ClassVar = {2: ["second"]}
 
     def build(self) -> None:
@@ -54,6 +56,8 @@ class Scores:
 
 
 class ReturnsDataclass(Row):
+    fast = True
+
     class Net(Layers):
         def forward(self, x: Tensor) -> Scores:
             hidden = torch.tanh(self.first(x))
@@ -70,6 +74,8 @@ class ReturnsDataclass(Row):
 class ChangesSize(Row):
     """Another crop in every other step: a graph of its own, cut at the same place."""
 
+    fast = True
+
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).sum(1) / x.shape[1]
@@ -83,6 +89,8 @@ class ChangesSize(Row):
 
 
 class CheckpointsActivations(Row):
+    fast = True
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         output = checkpoint(lambda x: self.net(x).tanh(), x, use_reentrant=False)
         return nn.functional.cross_entropy(output, y)
@@ -102,6 +110,8 @@ class KeywordArguments(Row):
 
 
 class CallsTwice(Row):
+    fast = True
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         cross_entropy = nn.functional.cross_entropy
         return cross_entropy(self.net(x), y) + cross_entropy(self.net(x.flip(1)), y)
@@ -132,6 +142,8 @@ class SkipsAStep(Row):
 
 class WantsInputGradient(Row):
     """Once by `torch.autograd.grad`, which must leave no gradients, once as a leaf."""
+
+    fast = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -169,6 +181,7 @@ class FreezesLayers(Row):
 
 
 class FreezesAStage(Row):
+    fast = True
     idle = True
 
     def build(self) -> None:
@@ -195,6 +208,7 @@ class Accumulates(Row):
 class StepsByHand(Row):
     """Two optimizers, two backward passes through one graph."""
 
+    fast = True
     options: ClassVar = {"max_steps": 2 * STEPS}  # it counts those of both optimizers
 
     def __init__(self) -> None:
@@ -221,6 +235,7 @@ class StepsByHand(Row):
 
 
 class LastBatchIsSmaller(Row):
+    fast = True
     samples = 11
 
 
@@ -247,6 +262,7 @@ class ChainsNetworks(Row):
 class Drops(Row):
     """Random layers in both stages, and a random number of the user's own beside them."""
 
+    fast = True
     control = False
     per_microbatch = True
     shapes = EVERY
@@ -261,6 +277,7 @@ class Drops(Row):
 
 
 class NormalizesBatches(Row):
+    fast = True
     per_microbatch = True
     cuts: ClassVar = {2: ["net.3"]}
 

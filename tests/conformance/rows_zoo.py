@@ -34,6 +34,7 @@ def tokens(x: Tensor, kinds: int = 16) -> Tensor:
 class TrainsGPT2(Row):
     """Its words' matrix is in the first and in the last layer; the loss is made within."""
 
+    fast = True
     needs = "transformers"
     trains = False  # gradients of the shared matrix arise in two stages
     cuts: ClassVar = {
@@ -67,6 +68,7 @@ class TrainsGPT2WithoutLabels(TrainsGPT2):
 class TrainsLoRA(TrainsGPT2):
     """PEFT with default arguments: all weights but the adapters' are frozen."""
 
+    fast = True
     needs = "peft"
     trains = True
 
@@ -170,6 +172,7 @@ class TrainsBERT(Row):
 class MixesExperts(_Net):
     """Each token goes to the two experts that its router likes best; a loss balances them."""
 
+    fast = True
     equal_or_refused = ("rows_zoo.py",)
     cuts: ClassVar = {2: ["net.layers.1"]}
 
@@ -267,6 +270,7 @@ class MasksAtRandom(_Net):
 class DetectsObjects(_Net):
     """Anchors are matched to boxes, of which each image has another number; loss within."""
 
+    fast = True
     equal_or_refused = ("rows_zoo.py",)
     cuts: ClassVar = {2: ["net.body.2"]}
 
@@ -378,6 +382,7 @@ class PassesMessagesInTensors(PassesMessages):
 class PrefersByReference(Row):
     """Preference optimisation: a policy, and the frozen copy that it is compared with."""
 
+    fast = True
     cuts: ClassVar = {
         2: ["policy.second", "reference.second"],
         3: ["policy.second", "policy.third", "reference.second", "reference.third"],
@@ -476,6 +481,7 @@ class ComparesTwoTowers(_Net):
 class Flows(_Net):
     """A normalising flow: log-determinants are added up from layer to layer."""
 
+    fast = True
     cuts: ClassVar = {2: ["net.steps.1"], 3: ["net.steps.1", "net.steps.2"]}
 
     class Step(nn.Module):
@@ -578,6 +584,7 @@ class ReturnsItsOwnClasses(_Net):
 class CompilesItsNetwork(Row):
     """`torch.compile(net)`: a module around the network."""
 
+    fast = True
     equal_or_refused = ("compile",)
     cuts: ClassVar = {2: ["net._orig_mod.second"]}
 
@@ -635,6 +642,7 @@ class IsCompiledAsAWhole(Row):
 class WrapsInDataParallel(Row):
     """`nn.DataParallel`, left over from another script."""
 
+    fast = True
     equal_or_refused = ("DataParallel",)
     cuts: ClassVar = {2: ["net.module.second"]}
 
@@ -645,6 +653,7 @@ class WrapsInDataParallel(Row):
 class ResizesABuffer(_Net):
     """A memory of the last samples grows in `forward`, and attracts."""
 
+    fast = True
     equal_or_refused = ("memory",)
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` cannot exchange buffers of other sizes
 
@@ -739,6 +748,8 @@ class PredictsWithoutParameters(Row):
 
 class OptimizesNothing(Row):
     """`configure_optimizers` gives nothing: gradients pile up, no weight changes."""
+
+    fast = True
 
     def configure_optimizers(self) -> None:
         return None

@@ -63,7 +63,7 @@ class Row(LightningModule):
 
     Attributes:
         shapes: (replicas, stages) under which it runs.
-        fast: whether it belongs to ``make test``, under two stages.
+        fast: whether it belongs to ``make test``, under two stages; this is not inherited.
         options: arguments of the Trainer. For objects override :meth:`trainer_options`.
         arguments: arguments of the strategy, for rows about these.
         microbatches: into which the strategy splits a batch.
@@ -92,7 +92,7 @@ class Row(LightningModule):
     """
 
     shapes: ClassVar[tuple[tuple[int, int], ...]] = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
-    fast: ClassVar[bool] = True
+    fast: ClassVar[bool] = False
     options: ClassVar[dict[str, Any]] = {}
     arguments: ClassVar[dict[str, Any]] = {}
     microbatches: ClassVar[int] = 2
@@ -111,6 +111,10 @@ class Row(LightningModule):
     gathered: ClassVar[bool] = False
     tolerance: ClassVar[float] = 1e-10
     needs: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.fast = vars(cls).get("fast", False)
 
     def __init__(self) -> None:
         super().__init__()
