@@ -88,6 +88,7 @@ def test_what_differs_is_said() -> None:
     assert found("ab", []).disagreements() == []
 
 
+@pytest.mark.conformance
 @pytest.mark.distributed
 def test_two_processes_measure_each_other(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

@@ -29,6 +29,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["metrics"]["with_lightning"] == 0  # it is not even imported
 
 
+@pytest.mark.conformance
 def test_two_stages_train_as_one_device_does(run: Run) -> None:
     [expected] = run("auto")
     ranks = run("object", stages=2)

@@ -78,7 +78,7 @@ slow = pytest.mark.conformance
 @pytest.mark.parametrize(
     ("name", "replicas", "stages"),
     [
-        ("fdg", 1, 3),
+        pytest.param("fdg", 1, 3, marks=slow),
         pytest.param("pipedream", 2, 2, marks=slow),
         pytest.param("ddg", 1, 4, marks=slow),
     ],
