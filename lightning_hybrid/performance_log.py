@@ -21,15 +21,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_hybrid._lightning import TensorBoardLogger, Trainer
-from lightning_hybrid.pipeline.performance import Stopwatch, bubble, speedup
+from lightning_hybrid.pipeline.performance import bubble, speedup
 from lightning_hybrid.planning.plan import Plan
-
-BUSY = "busy_s"
-"""Name of a worker's report: the seconds that it has computed since the last one."""
 
 
 class PerformanceLog:
@@ -122,81 +118,6 @@ class PerformanceLog:
                     logger.experiment.add_text(f"{prefix}plan", f"```\n{plan.describe()}\n```")
                 else:
                     logger.log_hyperparams(values)
-
-
-class NoPerformanceLog:
-    """Measures nothing and logs nothing."""
-
-    def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
-
-    def pause(self) -> None:
-        """Validation starts."""
-
-    def resume(self) -> None:
-        """Validation is over."""
-
-    def end(self) -> None:
-        """Training is over."""
-
-
-class Measurement:
-    """How long this rank computes, for the log on the driver of replica 0.
-
-    Args:
-        device: of this rank.
-
-    Attributes:
-        stopwatch: adds up the time.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stopwatch = Stopwatch(device)
-
-    @property
-    def reports(self) -> dict[str, Callable[[], Any]]:
-        """What a worker reports to its driver, by name."""
-        return {BUSY: self.stopwatch.read}
-
-    def log(
-        self,
-        trainer: Trainer,
-        plans: Mapping[str, Plan],
-        replicas: int,
-        ask_workers: Callable[[str], list[Any]],
-    ) -> PerformanceLog:
-        """The log of a run.
-
-        Args:
-            trainer: whose loggers get the values.
-            plans: see :class:`PerformanceLog`.
-            replicas: their number.
-            ask_workers: gives each worker's report of this name.
-        """
-        return PerformanceLog(
-            trainer, plans, replicas, lambda: [*ask_workers(BUSY), self.stopwatch.read()]
-        )
-
-
-class NoMeasurement:
-    """Nobody has asked for step times."""
-
-    stopwatch = None
-
-    @property
-    def reports(self) -> dict[str, Callable[[], Any]]:
-        """A worker has nothing to report."""
-        return {}
-
-    def log(
-        self,
-        trainer: Trainer,
-        plans: Mapping[str, Plan],
-        replicas: int,
-        ask_workers: Callable[[str], list[Any]],
-    ) -> NoPerformanceLog:
-        """No log, whatever the run."""
-        return NoPerformanceLog()
 
 
 class _Window:

@@ -19,8 +19,8 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.building import DeferredModule, WholeModule
 from lightning_hybrid.config import Config
+from lightning_hybrid.measurement import Measurement
 from lightning_hybrid.network import NetworkGraph, NetworkPartition
-from lightning_hybrid.performance_log import Measurement, NoMeasurement
 from lightning_hybrid.pipeline.replicas import broadcast_module
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.planning.plan import Plan
@@ -46,7 +46,7 @@ class Run:
         fitting: whether the run trains.
         synchronised: whether batch statistics are taken over the replicas.
         building: who has the weights of the module.
-        measurement: measures this rank, or nothing.
+        measurement: of this rank, for the log and for the check of the plan.
         before: plain data of the script before drivers and workers part.
         plans: the plans in force, by name of the network; networks that are cut add theirs.
         progress: shows what is done before the first step.
@@ -62,7 +62,7 @@ class Run:
     fitting: bool
     synchronised: bool
     building: WholeModule | DeferredModule
-    measurement: Measurement | NoMeasurement
+    measurement: Measurement
     before: Snapshot
     plans: dict[str, Plan]
     progress: StartProgress
@@ -102,7 +102,9 @@ class Run:
             fitting=fitting,
             synchronised=fitting and synchronise and world.coordinates.replicas > 1,
             building=building,
-            measurement=Measurement(device) if config.log_performance else NoMeasurement(),
+            measurement=Measurement(
+                device, wanted=config.log_performance or (fitting and device.type == "cpu")
+            ),
             before=Snapshot(trainer),
             plans=plans,
             progress=StartProgress(display_of(trainer, rank_zero_info) if is_zero else None),

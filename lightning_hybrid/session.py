@@ -23,11 +23,10 @@ from lightning_hybrid.coming import ComingBatches
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import run_pending
-from lightning_hybrid.performance_log import (
-    NoPerformanceLog,
-    PerformanceLog,
-)
+from lightning_hybrid.measurement import StepWatcher
+from lightning_hybrid.performance_log import PerformanceLog
 from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.plan_check import PlanCheck
 from lightning_hybrid.process.faults import is_loss
 from lightning_hybrid.process.results import Results, adopt_results, collect_results
 from lightning_hybrid.run import Run, scalers_of
@@ -60,12 +59,12 @@ class DriverSession:
         driver: Driver,
         networks: Discovery,
         statistics: AbstractContextManager[Any],
-        performance: PerformanceLog | NoPerformanceLog,
+        watchers: Sequence[StepWatcher],
         coming: ComingBatches | None = None,
     ) -> None:
         self._run, self._driver, self._networks = run, driver, networks
         self._coming = coming
-        self._statistics, self._performance = statistics, performance
+        self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
         self._salvages = False  # whether the workers can be asked for their weights
         self._intercept()
@@ -105,10 +104,6 @@ class DriverSession:
             say=rank_zero_info,
             progress=run.progress,
         )
-        performance: PerformanceLog | NoPerformanceLog = NoPerformanceLog()
-        if run.fitting and run.is_global_zero:
-            replicas = mesh.coordinates.replicas
-            performance = run.measurement.log(run.trainer, run.plans, replicas, driver.reports)
         statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
         try:
             networks = Discovery(run.module, driver, mesh, network_options, run.plans)
@@ -116,7 +111,7 @@ class DriverSession:
             driver.abort(Failure.of(error, str(mesh.coordinates)))
             driver.close()
             raise
-        return cls(run, driver, networks, statistics, performance, coming)
+        return cls(run, driver, networks, statistics, _watchers(run, driver), coming)
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
@@ -213,23 +208,27 @@ class DriverSession:
         """A training batch is about to be trained on."""
         if not self._run.is_global_zero:
             run_pending(hold=True)
-        self._performance.batch_starts(batch)
+        for watcher in self._watchers:
+            watcher.batch_starts(batch)
 
     def training_ends(self) -> None:
         """All batches are trained on."""
         run_pending(hold=False)
         self._driver.interrupt()
-        self._performance.end()
+        for watcher in self._watchers:
+            watcher.end()
 
     def validation_starts(self) -> None:
         """All replicas validate with the buffers of replica 0."""
         self._driver.interrupt()
         self._driver.weights.broadcast_buffers()
-        self._performance.pause()
+        for watcher in self._watchers:
+            watcher.pause()
 
     def validation_ends(self) -> None:
         """Training goes on, if there is any."""
-        self._performance.resume()
+        for watcher in self._watchers:
+            watcher.resume()
 
     # ------------------------------------------------------------------ states
 
@@ -364,3 +363,19 @@ class WorkerSession:
             optimizer.state.update(state)
         adopt_results(self._run.trainer, results, self._run.before)
         return results
+
+
+def _watchers(run: Run, driver: Driver) -> list[StepWatcher]:
+    """Who looks at the steps of a run: of the first driver only."""
+    if not run.fitting or not run.is_global_zero or run.measurement.stopwatch is None:
+        return []
+    coordinates, watchers = run.world.mesh.coordinates, list[StepWatcher]()
+    meter = run.measurement.meter(driver.reports)
+    if run.config.log_performance:
+        replicas = coordinates.replicas
+        watchers.append(PerformanceLog(run.trainer, run.plans, replicas, meter.reader()))
+    cluster = run.world.cluster
+    if cluster is not None and run.device.type == "cpu" and run.config.streamed is None:
+        chain = cluster.order[: coordinates.ranks_per_replica]
+        watchers.append(PlanCheck(run.plans, meter.reader(), chain, rank_zero_info))
+    return watchers

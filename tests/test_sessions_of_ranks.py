@@ -20,7 +20,7 @@ from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.performance_log import NoMeasurement, NoPerformanceLog
+from lightning_hybrid.measurement import Measurement
 from lightning_hybrid.process.results import Snapshot, collect_results
 from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.run import Run
@@ -84,7 +84,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "fitting": True,
         "synchronised": False,
         "building": WholeModule(),
-        "measurement": NoMeasurement(),
+        "measurement": Measurement(torch.device("cpu"), wanted=False),
         "before": Snapshot(trainer),
         "plans": {"net": PLAN},
         "progress": StartProgress(None),
@@ -101,9 +101,7 @@ class Driven:
         for part in ("remote", "weights", "gradients", "optimizers"):
             setattr(self.driver, part, Notes(self.notes))
         statistics = Notes(self.notes).statistics()
-        self.session = DriverSession(
-            self.run, self.driver, Notes(self.notes), statistics, NoPerformanceLog()
-        )
+        self.session = DriverSession(self.run, self.driver, Notes(self.notes), statistics, [])
 
 
 def test_a_step_calls_the_users_code_inside_the_statistics() -> None:

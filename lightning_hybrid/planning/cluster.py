@@ -3,13 +3,15 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hybrid.errors import PlanError
 
 TOLERANCE = {"cpu": 0.2, "cuda": 0.05}
 """Speeds that differ by less than this share count as equal. Processors are shared with whatever
 else the machine does, and a plan should not change with it; nobody shares a GPU."""
+CONFIRMED = 0.3
+"""By this share devices that should be equal must differ in a long look as well."""
 GRID = 0.05
 """Speeds are rounded to multiples of this, for the same reason."""
 WORTHWHILE = 1.05
@@ -29,6 +31,8 @@ class Device:
     """of the host that the process may run on; empty on an accelerator"""
     threads: int = 0
     """that compute; 0 on an accelerator"""
+    quota: str = ""
+    """how much of the processors this process may have, as the system words it; empty: not known"""
     units_per_s: float = 0.0
     """work done in a second by the wall clock; 0: not measured"""
     units_per_own_s: float = 0.0
@@ -144,6 +148,46 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
             speeds[rank] = max(1, round(middle / GRID)) * GRID
         waiting = [rank for rank in waiting if rank not in alike]
     return tuple(round(speed, 2) for speed in speeds)
+
+
+def unequal_twins(devices: Sequence[Device]) -> list[list[int]]:
+    """Ranks whose devices should be equal, and were measured as if they were not.
+
+    These are of one host, with the same model, cores, threads and quota. What makes them differ is
+    mostly other work that came and went while they were measured.
+    """
+    kinds = [(d.host, d.name, d.cores, d.threads, d.quota) for d in devices]
+    twins = [[r for r, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)]
+    return [ranks for ranks in twins if not _alike([devices[rank] for rank in ranks])]
+
+
+def with_second_look(first: Sequence[Device], second: Sequence[Device]) -> list[Device]:
+    """What two looks say together, of which the second one was long.
+
+    Args:
+        first: all devices, at the first look.
+        second: the same, at the second.
+
+    Returns:
+        The devices as the second look has them; :func:`unequal_twins` that it shows alike, or
+        close to that, have their mean speed.
+    """
+    found = list(second)
+    for ranks in unequal_twins(first):
+        twins = [second[rank] for rank in ranks]
+        if not _alike(twins, CONFIRMED):
+            continue
+        mean = statistics.mean(device.units_per_s for device in twins)
+        for rank in ranks:
+            found[rank] = replace(second[rank], units_per_s=mean)
+    return found
+
+
+def _alike(devices: Sequence[Device], tolerance: float | None = None) -> bool:
+    if tolerance is None:
+        tolerance = TOLERANCE["cpu" if devices[0].threads else "cuda"]
+    rates = [device.units_per_s for device in devices]
+    return min(rates) >= max(rates) * (1 - tolerance)
 
 
 def _crowded(devices: Sequence[Device]) -> list[list[int]]:

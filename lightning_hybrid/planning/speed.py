@@ -24,6 +24,8 @@ WINDOW_S = 0.1
 """The period of Linux' CPU quotas, and many turns of its scheduler."""
 WINDOWS = 3
 """Their median counts."""
+LONG_S = 2.5
+"""Of a look that bursts of other work do not disturb much: they are over, or met everybody."""
 _PASSES = 2.0
 """Optimizers go over their parameters more often than the one pass that is timed."""
 _UPDATES = 4
@@ -39,21 +41,25 @@ def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> De
         memory_bytes=_free_memory() if on_cpu else torch.cuda.mem_get_info(device)[0],
         cores=tuple(sorted(cores)) if on_cpu else (),
         threads=torch.get_num_threads() if on_cpu else 0,
+        quota=_quota() if on_cpu else "",
         units_per_s=speed[0],
         units_per_own_s=speed[1],
     )
 
 
-def measure_speed(device: torch.device) -> tuple[float, float]:
+def measure_speed(device: torch.device, *, long: bool = False) -> tuple[float, float]:
     """Units of work in a second of a device: by the wall clock, and by the clock of the profile.
 
-    Takes ``WINDOWS * WINDOW_S`` and a warm-up. On a host that several ranks share all of them must
-    run it at the same time, or it tells the speed of a machine that they will not have.
+    Takes ``WINDOWS * WINDOW_S``, or ``LONG_S``, and a warm-up. On a host that several ranks share
+    all of them must run it at the same time, or it tells the speed of a machine that they will not
+    have.
     """
     unit, clock = _unit(device), clock_of(device)
     unit()
     clock()
-    windows = [_window(unit, clock) for _ in range(WINDOWS)]
+    if long:
+        return _window(unit, clock, LONG_S)
+    windows = [_window(unit, clock, WINDOW_S) for _ in range(WINDOWS)]
     wall, own = (statistics.median(column) for column in zip(*windows))
     return wall, own
 
@@ -74,10 +80,12 @@ def update_s_per_byte(device: torch.device) -> float:
     return _PASSES * best_s / parameters.nbytes
 
 
-def _window(unit: Callable[[], object], clock: Callable[[], float]) -> tuple[float, float]:
+def _window(
+    unit: Callable[[], object], clock: Callable[[], float], length_s: float
+) -> tuple[float, float]:
     start_s, start = time.perf_counter(), clock()
     count = 0
-    while time.perf_counter() - start_s < WINDOW_S:
+    while time.perf_counter() - start_s < length_s:
         unit()
         clock()  # on an accelerator: until it is done
         count += 1
@@ -95,6 +103,19 @@ def _unit(device: torch.device) -> Callable[[], object]:
         long.mul_(1.0)
 
     return run
+
+
+def _quota() -> str:
+    """What the group of this process may use of the processors, as Linux words it."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kind, group = line.split(":", 2)
+            root = Path("/sys/fs/cgroup") / ("cpu" if kind else "")
+            limit = "cpu.cfs_quota_us" if kind else "cpu.max"
+            for place in (root / group.lstrip("/"), root):  # the second is seen from a container
+                if (not kind or "cpu" in kind.split(",")) and (place / limit).exists():
+                    return (place / limit).read_text().strip()
+    return ""
 
 
 def _free_memory() -> int | None:

@@ -17,7 +17,14 @@ from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.comm.transport import UNKNOWN_PEER, Group, start, wait
-from lightning_hybrid.planning.cluster import Cluster, given_speeds, make_cluster
+from lightning_hybrid.planning.cluster import (
+    Cluster,
+    Device,
+    given_speeds,
+    make_cluster,
+    unequal_twins,
+    with_second_look,
+)
 from lightning_hybrid.planning.sizes import Machine
 from lightning_hybrid.planning.speed import look_at, measure_speed, update_s_per_byte
 
@@ -47,12 +54,20 @@ def survey(
         stages: number of stages.
         given: relative speeds of the ranks; None: measure them.
     """
-    speed = (0.0, 0.0)
-    if given is None:
-        meet(world)  # those on one host must feel each other
-        speed = measure_speed(device)
-    devices = gather_objects(world, look_at(device, speed))
-    return make_cluster(devices, replicas, stages, given)
+    return make_cluster(_devices(world, device, given), replicas, stages, given)
+
+
+def _devices(world: Group, device: torch.device, given: Sequence[float] | None) -> list[Device]:
+    """What all ranks say of their devices."""
+    if given is not None:
+        return gather_objects(world, look_at(device))
+    meet(world)  # those on one host must feel each other
+    devices = gather_objects(world, look_at(device, measure_speed(device)))
+    if not unequal_twins(devices):
+        return devices
+    meet(world)
+    again = gather_objects(world, look_at(device, measure_speed(device, long=True)))
+    return with_second_look(devices, again)
 
 
 class _Seen:
@@ -82,11 +97,7 @@ def look_around(
 def _look_around(
     world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
 ) -> Machine:
-    speed = (0.0, 0.0)
-    if given is None:
-        meet(world)  # those on one host must feel each other
-        speed = measure_speed(device)
-    devices = gather_objects(world, look_at(device, speed))
+    devices = _devices(world, device, given)
     exchange = _UNMEASURED.get(backend) or _exchange(world, device)
     bandwidth, reduce_bandwidth, reduce_s = exchange
     return Machine(

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -13,6 +14,8 @@ from lightning_hybrid.planning.cluster import (
     make_cluster,
     measured_speeds,
     seats,
+    unequal_twins,
+    with_second_look,
 )
 
 
@@ -50,6 +53,21 @@ def test_ranks_that_share_too_few_cores_are_equal() -> None:
     assert measured_speeds(cpus([100, 50, 50], cores=(0, 1))) == (0.65, 0.65, 0.65)
     apart = cpus([100], cores=(0,)) + cpus([50], cores=(1,))
     assert measured_speeds(apart) == (1.0, 0.5)
+
+
+def test_devices_that_should_be_equal_are_unless_a_long_look_confirms_that_they_are_not() -> None:
+    first, calm, slow = cpus([165, 55]), cpus([110, 85]), cpus([100, 50])
+    assert unequal_twins(first) == [[0, 1]]
+    assert len(set(measured_speeds(with_second_look(first, calm)))) == 1
+    assert measured_speeds(with_second_look(first, slow)) == (1.0, 0.5)
+
+
+def test_devices_that_need_not_be_equal_are_what_they_were_measured_as() -> None:
+    differences: list[dict[str, Any]] = [{"host": "b"}, {"cores": (7,)}, {"threads": 4}]
+    for different in [*differences, {"quota": "50000 100000"}]:
+        slow = replace(cpus([50])[0], **different)
+        assert unequal_twins([*cpus([100]), slow]) == []
+    assert unequal_twins(cpus([100, 90])) == []  # that is noise
 
 
 @pytest.mark.parametrize(
