@@ -1,4 +1,4 @@
-"""The all-reduce between the copies of a stage runs while the last micro-batch goes backward.
+"""The all-reduce between the replicas of a stage runs while the last micro-batch goes backward.
 
 Trains 3D-ResAttNet-18 as 2 replicas x 2 stages with a recorded trace, and prints for each rank and
 the last step when the last backward began and ended, when each bucket left and arrived, and the

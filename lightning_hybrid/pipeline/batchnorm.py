@@ -5,7 +5,7 @@ micro-batches that all replicas have in the same place: the numbers of one devic
 i is the union of the replicas' micro-batches i. The modules stay what they are.
 (``torch.nn.SyncBatchNorm`` replaces them, needs CUDA and knows process groups of its own only.)
 
-Why its collectives cannot wait for each other in a circle: all copies of a stage run the same
+Why its collectives cannot wait for each other in a circle: the replicas of a stage run the same
 instruction list and the same layers, so they meet in the same order; and take the replicas
 together as one, each collective is one event of one replica's order of events, which has no
 circle. They have a group of their own, so that they never pair with the all-reduce of gradients,
@@ -30,7 +30,7 @@ class Synchronised(TorchFunctionMode):
     """Inside, batch statistics in training are those of all ranks of a group.
 
     Args:
-        group: of the ranks that hold a copy of the layers.
+        group: of the ranks that have these layers, one per replica.
     """
 
     _paused = 0
@@ -113,7 +113,7 @@ class _BatchNorm(torch.autograd.Function):
         sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
         bias_gradient, weight_gradient = sums
         if not ctx.needs_input_grad[0]:
-            # all copies of a layer agree on this, as they hold the same flags
+            # all replicas of a layer agree on this, as they hold the same flags
             input_gradient = None
         else:
             total = sums.clone()

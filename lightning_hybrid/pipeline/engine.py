@@ -42,7 +42,7 @@ from lightning_hybrid.pipeline.random import (
     random_state,
     set_random_state,
 )
-from lightning_hybrid.pipeline.replicas import Copies
+from lightning_hybrid.pipeline.replicas import ReplicaGroup
 from lightning_hybrid.pipeline.stages import OwnedStage, StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.schedules import STREAMED, Kind, Schedule
@@ -56,7 +56,7 @@ class Engine:
         devices: ``pp_rank`` of each stage of the network.
         coordinates: this rank.
         links: of each stage that is here, in their order.
-        copies: averages the gradients of this rank's stages over the replicas.
+        replica_group: averages the gradients of this rank's stages over the replicas.
         device: where the stages live.
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
@@ -74,14 +74,14 @@ class Engine:
         devices: Sequence[int],
         coordinates: Coordinates,
         links: Mapping[int, Links],
-        copies: Copies,
+        replica_group: ReplicaGroup,
         device: torch.device,
         schedule: str,
         seed: int,
         trace: Trace,
         options: StageOptions,
     ) -> None:
-        self.coordinates, self.copies = coordinates, copies
+        self.coordinates, self.replica_group = coordinates, replica_group
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: Failure | None = None
         streamed = STREAMED.get(schedule)
@@ -162,7 +162,7 @@ class Engine:
         for index, kind, microbatch in todo:
             getattr(works[index], kind)(microbatch)
         if mode.reduce:
-            self.copies.finish()
+            self.replica_group.finish()
         self.commit(call)
         if self.coordinates.is_driver:
             self._raise(next((work.error for work in works if work.error), None))
@@ -417,7 +417,7 @@ class _Backward:
 
     def reduce(self, microbatch: int) -> None:
         if self.mode.reduce and self._reduces_last:
-            self.engine.copies.arm(self.engine.done_before)
+            self.engine.replica_group.arm(self.engine.done_before)
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine

@@ -1,9 +1,9 @@
-"""The R copies of a rank's stages: gradients are averaged, buffers follow replica 0.
+"""The R ranks with the same stages: gradients are averaged, buffers follow replica 0.
 
 Gradients travel in buckets, in the reverse order of the parameters, which is about the order in
-which the backward pass finishes them. :meth:`Copies.arm` is called right before the last
+which the backward pass finishes them. :meth:`ReplicaGroup.arm` is called right before the last
 micro-batch's backward; from then on a bucket leaves as soon as its last gradient is final, while
-the rest of that backward still runs. :meth:`Copies.finish` sends what is left and waits.
+the rest of that backward still runs. :meth:`ReplicaGroup.finish` sends what is left and waits.
 
 The algorithm is the backend's: gloo runs a ring, NCCL a ring or a tree (``NCCL_ALGO`` decides).
 A ring of m ranks moves 2 (m - 1) / m times the bytes of the gradients out of every rank.
@@ -35,7 +35,7 @@ _SPARSE = 256.0
 class _Bucket:
     """Gradients of some parameters in one flat tensor, kept between steps.
 
-    Remote them stands one element per parameter: how many replicas had a gradient for it, and
+    Behind them stands one element per parameter: how many replicas had a gradient for it, and
     whether that is sparse. A parameter that no replica used keeps ``grad is None``, as on one
     device.
     """
@@ -92,13 +92,13 @@ class _Bucket:
         return sparse
 
 
-class Copies:
-    """The copies of a rank's stages, one per replica.
+class ReplicaGroup:
+    """The data-parallel group of a rank's stages: the ranks that have them, one per replica.
 
     Args:
         parameters: those of the stages, in the same order on every replica.
         buffers: gives those that the stages have now (one may be replaced), likewise.
-        group: of the ranks that own a copy.
+        group: of these ranks.
         trace: where the all-reduces are recorded.
         state: gives buffers that training steps read; see :func:`state_buffers`.
     """
@@ -170,7 +170,7 @@ class Copies:
         self.finish()
 
     def broadcast_buffers(self, *, state: bool = False) -> None:
-        """Give every copy the buffers of replica 0, as DDP's running statistics are rank 0's.
+        """Give every replica the buffers of replica 0, as DDP's running statistics are rank 0's.
 
         Args:
             state: only those that training steps read.
@@ -184,7 +184,7 @@ class Copies:
         _broadcast(self._group, buffers)
 
     def broadcast_weights(self) -> None:
-        """Give every copy the weights and buffers of replica 0."""
+        """Give every replica the weights and buffers of replica 0."""
         if self._size == 1:
             return
         self.broadcast_buffers()
@@ -257,13 +257,14 @@ def _broadcast(group: Group, tensors: Sequence[Tensor]) -> None:
 def broadcast_module(module: nn.Module, group: Group) -> None:
     """Give every rank of a gloo ``group`` the weights and buffers of its first.
 
-    Those that no rank has made yet follow when they are; see :meth:`Copies.broadcast_weights`.
+    Those that no rank has made yet follow when they are; see
+    :meth:`ReplicaGroup.broadcast_weights`.
     """
     if group.size() == 1:
         return
     everything = (*module.parameters(), *module.buffers())
     tensors = [t.detach() for t in everything if not is_deferred(t)]
-    copies = [t.cpu().contiguous() for t in tensors]
-    _broadcast(group, [copy for copy in copies if copy.numel()])
-    for tensor, copy in zip(tensors, copies):
-        tensor.copy_(copy)
+    sent = [t.cpu().contiguous() for t in tensors]
+    _broadcast(group, [value for value in sent if value.numel()])
+    for tensor, value in zip(tensors, sent):
+        tensor.copy_(value)

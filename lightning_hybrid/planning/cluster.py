@@ -60,12 +60,12 @@ class Cluster:
 
     @property
     def capacities(self) -> tuple[float, ...]:
-        """Speed by position: of the slowest of the copies, since the others wait for it."""
+        """Speed by position: of the slowest of the replicas, since the others wait for it."""
         return tuple(min(self.speeds[rank] for rank in ranks) for ranks in self._positions())
 
     @property
     def memory_limits(self) -> tuple[int, ...] | None:
-        """Bytes by position, of the smallest of the copies; None: not known of all."""
+        """Bytes by position, of the smallest of the replicas; None: not known of all."""
         if None in self.memory_bytes:
             return None
         known = [amount or 0 for amount in self.memory_bytes]
@@ -209,13 +209,13 @@ def _crowded(devices: Sequence[Device]) -> list[list[int]]:
 
 
 def seats(speeds: Sequence[float], replicas: int, stages: int) -> tuple[int, ...]:
-    """For each seat its rank: the copies of a stage on devices that are as equal as can be.
+    """For each seat its rank: the replicas of a stage on devices that are as equal as can be.
 
     All replicas have the same cuts and wait for each other in every step, so a stage is as fast as
-    its slowest copy. What the devices then do together, the sum of those minima over the stages, is
-    largest when they are sorted by speed and dealt out block by block: one block, one stage. Rank 0
-    keeps its seat, which makes its block the drivers'. If the gain is small, all stay where they
-    are: neighbours in rank are often neighbours in the machine.
+    its slowest replica. What the devices then do together, the sum of those minima over the stages,
+    is largest when they are sorted by speed and dealt out block by block: one block, one stage.
+    Rank 0 keeps its seat, which makes its block the drivers'. If the gain is small, all stay where
+    they are: neighbours in rank are often neighbours in the machine.
     """
     as_they_are = tuple(range(replicas * stages))
     ranked = sorted(as_they_are, key=lambda rank: (-speeds[rank], rank))

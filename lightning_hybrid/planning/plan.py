@@ -49,7 +49,7 @@ class StagePlan:
     cut_bytes: int | None = None
     """What crosses the cut after it, per micro-batch and direction; 0 after the last stage."""
     gradient_bytes: int | None = None
-    """Size of its gradients, which all copies average in a step."""
+    """Size of its gradients, which its replicas average in a step."""
 
     def without_times(self) -> Self:
         """The same, where the times are not to be relied on."""
@@ -90,10 +90,10 @@ class Plan:
     driver is device 0. Under a free placement a device has several stages. Empty: stage k on device
     k + 1, the last on device 0."""
     capacities: tuple[float, ...] = ()
-    """Relative speed of each device of a replica: that of the slowest of its copies. Empty: all
+    """Relative speed of each device of a replica: that of the slowest of its ranks. Empty: all
     equal, or not known."""
     copies: tuple[int, ...] = ()
-    """Copies of each stage. Empty: as many as there are replicas."""
+    """Replicas of each stage: `replicas` for each of them, so far. Empty: that."""
     rows: tuple[StagePlan, ...] = ()
     """What each stage holds; empty when the network was not profiled."""
     predicted_step_s: float | None = None
@@ -161,7 +161,7 @@ class Plan:
         if set(self.copies) != {self.replicas}:
             raise PlanError(
                 f"replicas({self.replicas}) x stages({self.stages}) != "
-                f"{sum(self.copies)} copies {self.copies}: each stage has one copy per replica"
+                f"{sum(self.copies)} copies {self.copies}: each stage is once in each replica"
             )
 
     @property
@@ -259,11 +259,11 @@ class Plan:
         Path(path).write_text(plan_page(self, trace), encoding="utf-8")
 
     def table(self) -> list[dict[str, str | int | float]]:
-        """One row per stage for a report; a plan without rows lists devices and copies only."""
+        """One row per stage for a report; a plan without rows lists devices and replicas only."""
         shape = zip(self.devices, self.copies)
         table: list[dict[str, str | int | float]] = [
-            {"stage": stage, "device": device, "copies": copies}
-            for stage, (device, copies) in enumerate(shape)
+            {"stage": stage, "device": device, "replicas": replicas}
+            for stage, (device, replicas) in enumerate(shape)
         ]
         if any(self.delays):
             for line, delay in zip(table, self.delays):
@@ -283,7 +283,7 @@ class Plan:
 
     @property
     def traffic_bytes(self) -> tuple[float, ...] | None:
-        """What a copy of each stage sends in a step; None: not known.
+        """What a rank of each stage sends in a step; None: not known.
 
         Activations to the next stage, their gradients to the one before (those of the network's
         inputs left out, between stages of one device likewise), and its part of a ring all-reduce

@@ -240,12 +240,12 @@ def links_of(cluster: ClusterDescription, devices: int) -> Links:
     return Links(seconds_per_byte=seconds.tolist(), latency_s=latency.tolist())
 
 
-def ring_s(level: Level | None, size_bytes: float, copies: int, sharers: int = 1) -> float:
-    """Seconds of a ring all-reduce over copies whose links `sharers` rings use at once."""
-    if level is None or copies < 2:
+def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int = 1) -> float:
+    """Seconds of a ring all-reduce over replicas whose links `sharers` rings use at once."""
+    if level is None or replicas < 2:
         return 0.0
-    carried = 2 * (copies - 1) / copies * size_bytes * sharers
-    return carried / level.bandwidth_bytes_per_s + 2 * (copies - 1) * level.latency_s
+    carried = 2 * (replicas - 1) / replicas * size_bytes * sharers
+    return carried / level.bandwidth_bytes_per_s + 2 * (replicas - 1) * level.latency_s
 
 
 def _reduce_s(

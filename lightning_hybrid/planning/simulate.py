@@ -73,7 +73,7 @@ def simulate(
         input_s: Seconds in which one micro-batch of inputs, or its gradient, travels between the
             driver and stage 0.
         driver_s: Seconds of the user's code on the driver between forward and backward.
-        reduce_s: Seconds of the all-reduce between the copies of each stage, or one for all. It
+        reduce_s: Seconds of the all-reduce between the replicas of each stage, or one for all. It
             runs beside the last backward and ends no earlier than this; those of a device follow
             each other.
         step_s: Seconds of the optimizer step of each stage, or one for all.

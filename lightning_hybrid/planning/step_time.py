@@ -40,7 +40,7 @@ class StepCosts:
     latency_s: Sequence[float] = ()
     """(S - 1,) how much later it is there; empty: no time."""
     reduce_s: Sequence[float] = ()
-    """(S,) all-reduce of the gradients of a stage over its copies; empty: no time."""
+    """(S,) all-reduce of the gradients of a stage over its replicas; empty: no time."""
     step_s: Sequence[float] = ()
     """(S,) optimizer step of a stage; empty: no time."""
     input_s: float = 0.0

@@ -14,7 +14,7 @@ from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import StageCode, make_stages
 from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.replicas import Copies, state_buffers
+from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
 from lightning_hybrid.pipeline.staged import (
     borrowed_parameters,
     own_buffers,
@@ -205,7 +205,7 @@ class Distribution:
         Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self._device)
-        copies = Copies(
+        replica_group = ReplicaGroup(
             own_parameters(here, borrowed),
             partial(own_buffers, here),
             self._mesh.data_parallel,
@@ -217,7 +217,7 @@ class Distribution:
             placement.devices,
             self._mesh.coordinates,
             links,
-            copies,
+            replica_group,
             self._device,
             placement.schedule,
             self._seed,

@@ -27,7 +27,7 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.network import StageCode
 from lightning_hybrid.pipeline.performance import Stopwatch
-from lightning_hybrid.pipeline.replicas import Copies, state_buffers
+from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
 from lightning_hybrid.pipeline.staged import (
     tensors_of,
 )
@@ -202,10 +202,10 @@ class Driver:
     def _take_charge(self, driven: DrivenNetwork, made: Distributed) -> None:
         """All ranks have their stages: tell the parts of the driver whose tensors are where."""
         prefix = f"{driven.name}." if driven.name else ""
-        first, copies = not self._networks, driven.engine.copies
+        first, replica_group = not self._networks, driven.engine.replica_group
         self._networks.append(driven)
         self._ownership.add(driven.number, made.remote)
-        self._replicated.add(copies, [prefix + name for name in driven.owned_names])
+        self._replicated.add(replica_group, [prefix + name for name in driven.owned_names])
         self.optimizers.ship(fresh=ALL if first else 0)
         tensors = tensors_of(self._module)
         owned_there = (name for names in made.remote.values() for name in names)
@@ -215,12 +215,12 @@ class Driver:
         self.remote.add(self._module, proxies, used_here)
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
         if self._share:
-            self._share_from_replica_0(driven.number, copies)
+            self._share_from_replica_0(driven.number, replica_group)
 
-    def _share_from_replica_0(self, network: int, copies: Copies) -> None:
+    def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Weights were loaded, or made, in one replica only."""
         self.commands.tell(Share(network, self._share_optimizers))
-        copies.broadcast_weights()
+        replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
         if self._share_optimizers:
             optimizers, group = self.optimizers.optimizers, self._mesh.data_parallel

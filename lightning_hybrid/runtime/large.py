@@ -2,7 +2,7 @@
 
 Each rank makes the weights of its own stage (:mod:`lightning_hybrid.tensors.deferred`). What only
 the driver of replica 0 has, a loaded checkpoint, travels from there: to the workers of its replica
-when the network is cut, and to the other replicas from copy to copy of each stage.
+when the network is cut, and to the other replicas from rank to rank of each stage.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -184,7 +184,7 @@ class Unfilled(TorchDispatchMode):
 def share_optimizers(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group, device: torch.device
 ) -> None:
-    """Give every copy of a stage the optimizer states of replica 0's."""
+    """Give every rank of a data-parallel group the optimizer states of the one in replica 0."""
     if group.size() == 1:
         return
     parameters = {names[id(p)]: p for o in optimizers for g in o.param_groups for p in g["params"]}

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.transport import Group
-from lightning_hybrid.pipeline.replicas import Copies, state_buffers
+from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
 from lightning_hybrid.pipeline.staged import tensors_of
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.tensors.deferred import is_deferred
 
 
 class Replicated:
-    """The data-parallel copies of all that one driver owns.
+    """The data-parallel groups of all that one driver owns.
 
     Args:
         module: the LightningModule.
@@ -23,26 +23,26 @@ class Replicated:
         trace: where to record.
 
     Attributes:
-        networks: of each network, in the order of their numbers, the copies of this rank's stages.
-        rest: the copies of what no network owns: temperatures, loss weights, small networks.
+        networks: of each network, in the order of their numbers, the group of this rank's stages.
+        rest: the group of what no network owns: temperatures, loss weights, small networks.
         here: whether the rest is on the device; until a network is cut everything waits on the CPU.
     """
 
     def __init__(self, module: nn.Module, group: Group, device: torch.device, trace: Trace) -> None:
         self._module, self._group, self._device, self._trace = module, group, device, trace
-        self.networks: list[Copies] = []
+        self.networks: list[ReplicaGroup] = []
         self._cut: set[str] = set()
         self.here = False
         self.rest = self._make_rest()
 
-    def add(self, copies: Copies, names: Iterable[str]) -> None:
+    def add(self, replica_group: ReplicaGroup, names: Iterable[str]) -> None:
         """A network has been cut.
 
         Args:
-            copies: of this rank's stages.
+            replica_group: of this rank's stages.
             names: in the LightningModule, of the tensors that stages own, on all ranks.
         """
-        self.networks.append(copies)
+        self.networks.append(replica_group)
         self._cut.update(names)
         self.here = True
         self.renew_rest()
@@ -60,17 +60,17 @@ class Replicated:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for copies in (self.rest, *self.networks):
-            copies.close()
+        for replica_group in (self.rest, *self.networks):
+            replica_group.close()
 
-    def _make_rest(self) -> Copies:
+    def _make_rest(self) -> ReplicaGroup:
         cut = self._identities()
         parameters = [p for p in self._module.parameters() if not (id(p) in cut or is_deferred(p))]
         if self.here:
             for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self._device)
         state = partial(state_buffers, self._module)
-        return Copies(parameters, self._buffers_of_the_rest, self._group, self._trace, state)
+        return ReplicaGroup(parameters, self._buffers_of_the_rest, self._group, self._trace, state)
 
     def _buffers_of_the_rest(self) -> list[Tensor]:
         cut = self._identities()

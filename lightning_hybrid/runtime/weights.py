@@ -123,7 +123,7 @@ class Weights:
             state: only those that training steps read.
         """
         self._commands.tell(SynchronizeBuffers(state))
-        for copies in self._replicated.networks:
-            copies.broadcast_buffers(state=state)
+        for replica_group in self._replicated.networks:
+            replica_group.broadcast_buffers(state=state)
         if self._replicated.here or not self._commands.workers.ranks:
             self._replicated.rest.broadcast_buffers(state=state)

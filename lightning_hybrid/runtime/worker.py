@@ -37,7 +37,7 @@ from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.pipeline.performance import Stopwatch
-from lightning_hybrid.pipeline.replicas import Copies, state_buffers
+from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
 from lightning_hybrid.pipeline.staged import (
     StagedNetwork,
     names_of,
@@ -128,7 +128,7 @@ class Worker:
                 self._heartbeat.close()
                 self._trace.write()
                 for network in self._networks:
-                    network.engine.copies.close()
+                    network.engine.replica_group.close()
 
     def _serve(self) -> Any:
         while True:
@@ -187,13 +187,13 @@ class Worker:
             stage.move(self._device)
         own = own_parameters(mine, order.borrowed)
         state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
-        copies = Copies(own, buffers, self._mesh.data_parallel, self._trace, state)
+        replica_group = ReplicaGroup(own, buffers, self._mesh.data_parallel, self._trace, state)
         engine = Engine(
             stages,
             order.devices,
             self._mesh.coordinates,
             links,
-            copies,
+            replica_group,
             self._device,
             order.schedule,
             order.seed,
@@ -262,14 +262,14 @@ class Worker:
         network.engine.discard(call)
 
     def _reduce(self, command: Reduce) -> None:
-        self._networks[command.network].engine.copies.reduce()
+        self._networks[command.network].engine.replica_group.reduce()
 
     def _synchronize_buffers(self, command: SynchronizeBuffers) -> None:
         for network in self._networks:
-            network.engine.copies.broadcast_buffers(state=command.state)
+            network.engine.replica_group.broadcast_buffers(state=command.state)
 
     def _share_weights(self, command: Share) -> None:
-        self._networks[command.network].engine.copies.broadcast_weights()
+        self._networks[command.network].engine.replica_group.broadcast_weights()
         if command.optimizers:
             optimizers, names = self._optimizers.all, self._optimizers.names
             share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)

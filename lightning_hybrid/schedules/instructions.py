@@ -43,7 +43,7 @@ class Kind(StrEnum):
     SEND_GRADIENT = "send_gradient"
     """Send the gradient of what this stage received to where it came from."""
     REDUCE = "reduce"
-    """Average the gradients over the copies of the stage, overlapped with the next instruction.
+    """Average the gradients over the replicas of the stage, overlapped with the next instruction.
 
     It stands right before the last BACKWARD and carries its micro-batch: from here on a gradient
     is final as soon as that backward has added to it, and may travel while the rest is computed.

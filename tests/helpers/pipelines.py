@@ -15,7 +15,7 @@ from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.pipeline.calls import Call, Traffic
 from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.replicas import Copies
+from lightning_hybrid.pipeline.replicas import ReplicaGroup
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 
@@ -67,7 +67,7 @@ class Pipeline:
                 devices,
                 self.replica.lines[device].coordinates,
                 link_stages(self.replica.lines[device], devices, CPU),
-                Copies([], [], ALONE, Trace(device, "")),
+                ReplicaGroup([], [], ALONE, Trace(device, "")),
                 CPU,
                 "gpipe",
                 0,

@@ -1,4 +1,4 @@
-"""Copies of a stage hold the mean of their gradients, whoever has some, whenever they travel."""
+"""Replicas of a stage hold the mean of their gradients, whoever has some, whenever they travel."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_hybrid.pipeline import replicas
-from lightning_hybrid.pipeline.replicas import Copies, broadcast_module
+from lightning_hybrid.pipeline.replicas import ReplicaGroup, broadcast_module
 from lightning_hybrid.pipeline.trace import Trace
 
 pytestmark = pytest.mark.distributed
@@ -47,17 +47,17 @@ def gradient(rank: int, number: int, parameter: Tensor) -> Tensor:
 
 def accumulated(rank: int, group: Any, zoo: Zoo) -> dict[str, Any]:
     """Gradients that stand already, averaged at once; twice, since buckets are kept."""
-    copies = Copies(zoo.parameters(), zoo.buffers, group, Trace(rank, "test"))
-    copies.reduce()
+    replica_group = ReplicaGroup(zoo.parameters(), zoo.buffers, group, Trace(rank, "test"))
+    replica_group.reduce()
     first = gradients(zoo)
     for parameter in zoo.everywhere:
         parameter.grad = torch.full_like(parameter, 6.0 * rank)
     zoo.nowhere.grad = None if rank else torch.full_like(zoo.nowhere, 6.0)
     zoo.frozen.requires_grad_()
     zoo.frozen.grad = torch.full_like(zoo.frozen, 6.0 * rank)
-    copies.reduce()
-    copies.broadcast_buffers()
-    copies.close()
+    replica_group.reduce()
+    replica_group.broadcast_buffers()
+    replica_group.close()
     buffers = {name: buffer.clone() for name, buffer in zoo.named_buffers()}
     return {"first": first, "second": gradients(zoo), "buffers": buffers}
 
@@ -75,19 +75,19 @@ def overlapping(rank: int, group: Any, _: Zoo) -> dict[str, Any]:
     found = {}
     for overlap in (False, True):
         net, x = network(rank)
-        copies = Copies(net.parameters(), tuple, group, Trace(rank, "test"))
+        replica_group = ReplicaGroup(net.parameters(), tuple, group, Trace(rank, "test"))
         for step in range(2):
             net.zero_grad()
             net(x).square().sum().backward()
             if overlap:
-                copies.arm()
+                replica_group.arm()
             net(x + step).sum().backward()
             if overlap:
-                copies.finish()
+                replica_group.finish()
             else:
-                copies.reduce()
+                replica_group.reduce()
         found[overlap] = gradients(net)
-        copies.close()
+        replica_group.close()
     found["in two stages"] = in_two_stages(rank, group)
     return found
 
@@ -96,17 +96,17 @@ def in_two_stages(rank: int, group: Any) -> dict[str, Tensor | None]:
     """The same, where the last two layers have their gradients before the others."""
     net, x = network(rank)
     early, late = net[:2], net[2:]
-    copies = Copies(net.parameters(), tuple, group, Trace(rank, "test"))
+    replica_group = ReplicaGroup(net.parameters(), tuple, group, Trace(rank, "test"))
     for step in range(2):
         net.zero_grad()
         net(x).square().sum().backward()
         between = early(x + step)
         handed_on = between.detach().requires_grad_()
         late(handed_on).sum().backward()
-        copies.arm(list(late.parameters()))
+        replica_group.arm(list(late.parameters()))
         between.backward(handed_on.grad)
-        copies.finish()
-    copies.close()
+        replica_group.finish()
+    replica_group.close()
     return gradients(net)
 
 
@@ -139,7 +139,7 @@ def work(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the processes have left what they found."""
-    folder = tmp_path_factory.mktemp("copies")
+    folder = tmp_path_factory.mktemp("replicas")
     torch.multiprocessing.spawn(work, (folder,), nprocs=max(SIZES))
     return folder
 

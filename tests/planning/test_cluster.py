@@ -81,7 +81,7 @@ def test_devices_that_need_not_be_equal_are_what_they_were_measured_as() -> None
         ([1, 0.98, 0.97, 1], 2, 2, (0, 1, 2, 3)),  # not worth it
     ],
 )
-def test_copies_of_a_stage_are_on_similar_devices(
+def test_replicas_of_a_stage_are_on_similar_devices(
     speeds: list[float], replicas: int, stages: int, order: tuple[int, ...]
 ) -> None:
     assert seats(speeds, replicas, stages) == order
@@ -102,7 +102,7 @@ def test_no_other_order_does_more(speeds: list[float]) -> None:
     assert together(found) >= best / 1.05
 
 
-def test_a_cluster_has_the_speed_and_the_memory_of_the_least_of_the_copies() -> None:
+def test_a_cluster_has_the_speed_and_the_memory_of_the_least_of_the_replicas() -> None:
     devices = [
         Device(host=host, name="cpu", memory_bytes=memory, threads=1, cores=(0,))
         for host, memory in (("a", 60), ("a", 60), ("b", 90), ("c", 50))

@@ -122,4 +122,4 @@ def test_plans_of_before_are_read() -> None:
     old = Plan.from_json(json.dumps(record))
     assert old.traffic_bytes is None
     assert predicted_lanes(old) == {}
-    assert replace(old, rows=()).table()[0].keys() == {"stage", "device", "copies"}
+    assert replace(old, rows=()).table()[0].keys() == {"stage", "device", "replicas"}

@@ -128,7 +128,7 @@ def test_the_table_has_one_row_per_stage() -> None:
     assert plan().table()[0] == {
         "stage": 0,
         "device": 1,
-        "copies": 2,
+        "replicas": 2,
         "partitions": "stem .. layer1",
         "layers": 5,
         "parameters": 100,

@@ -16,7 +16,7 @@ from lightning_hybrid.runtime.unsettled import Unsettled
 
 
 class Notes:
-    """Copies that note when they average."""
+    """A data-parallel group that notes when it averages."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self._name, self._notes = name, notes
