@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import BatchNorm, own_saved_tensors
+from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.errors import HybridError, NetworkError, PlanError

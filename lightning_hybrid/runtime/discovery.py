@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import (
-    drop_hooks,
-    has_backward_hooks,
-    own_saved_tensors,
-    without_mode,
-)
+from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid._torch.capture import without_mode
+from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError
 from lightning_hybrid.network import (

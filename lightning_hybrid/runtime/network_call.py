@@ -16,12 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import (
-    as_they_are,
-    backward_reaches,
-    forward_derivatives,
-    graph_is_kept,
-)
+from lightning_hybrid._torch.autograd import backward_reaches, forward_derivatives, graph_is_kept
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.protocol import Backward, Forward, Free
 from lightning_hybrid.comm.signals import signals_deferred
