@@ -19,7 +19,7 @@ from lightning_hybrid._lightning import (
     Trainer,
     is_overridden,
 )
-from lightning_hybrid._torch import unscales_by_itself
+from lightning_hybrid._torch.optimizers import unscales_by_itself
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.pipeline.replicas import state_buffers
 from lightning_hybrid.run import Run, scalers_of

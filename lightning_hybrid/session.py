@@ -18,7 +18,7 @@ from lightning_hybrid._lightning import (
     move_data_to_device,
     rank_zero_info,
 )
-from lightning_hybrid._torch import replace_unscaling
+from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.coming import ComingBatches
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.failure import Failure

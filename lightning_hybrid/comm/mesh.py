@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid._torch import set_timeout
+from lightning_hybrid._torch.distributed import set_timeout
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.hosts import chosen_interface
 from lightning_hybrid.comm.lines import Lines

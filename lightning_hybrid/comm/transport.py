@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid._torch import unrecorded
+from lightning_hybrid._torch.distributed import unrecorded
 from lightning_hybrid.comm.losses import is_late
 from lightning_hybrid.errors import RemoteError
 

@@ -16,18 +16,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hybrid._torch import (
+from lightning_hybrid._torch.autograd import dual_level, functorch_level
+from lightning_hybrid._torch.symbols import ShapeEnv, is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.tensors import (
     FakeTensorMode,
-    ShapeEnv,
     TorchDispatchMode,
     as_they_are,
-    dual_level,
-    functorch_level,
-    is_symbolic,
     schema,
     storage_key,
-    symbols_in,
-    value_with,
     version,
 )
 from lightning_hybrid._trees import tensors_in

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch import (
+from lightning_hybrid._torch.capture import (
     FailOnRecompileLimitHit,
-    GuardOnDataDependentSymNode,
     TorchDynamoException,
-    as_they_are,
     capture_settings,
     forget_compiled,
     free_first_size,
     recapture_reason,
-    tables,
 )
+from lightning_hybrid._torch.modules import tables
+from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative import captured_averages
 from lightning_hybrid.network.describe import describe

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from lightning_hybrid._torch import higher_order_name
+from lightning_hybrid._torch.graphs import higher_order_name
 
 _MARK = "checkpointed"
 

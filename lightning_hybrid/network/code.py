@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid._torch import (
+from lightning_hybrid._torch.graphs import (
     higher_order_name,
     names_of_operator,
     numpy_from_parts,

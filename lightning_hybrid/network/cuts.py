@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from lightning_hybrid._torch import is_enter_autocast
+from lightning_hybrid._torch.graphs import is_enter_autocast
 from lightning_hybrid.network.graph import Layer, NetworkGraph
 from lightning_hybrid.network.places import place_of
 

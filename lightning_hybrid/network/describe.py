@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch import guards_of, is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import guards_of, is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.annotate import Annotations, annotate
 from lightning_hybrid.network.checkpointing import open_only_region
 from lightning_hybrid.network.code import stable

@@ -23,13 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch import (
-    guards_hold,
-    higher_order_name,
-    is_symbolic,
-    symbols_in,
-    value_with,
-)
+from lightning_hybrid._torch.graphs import higher_order_name
+from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.annotate import Effects
 from lightning_hybrid.network.checkpointing import has_region
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch import as_they_are
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.network.check import fresh
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph

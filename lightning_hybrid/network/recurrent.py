@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch import Exchanged, is_fake, recurrent_functions
+from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.modules import recurrent_functions
+from lightning_hybrid._torch.tensors import is_fake
 
 _functions = recurrent_functions()
 

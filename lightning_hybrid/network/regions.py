@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from lightning_hybrid._torch import entered_autocast, is_enter_autocast, set_gradients
+from lightning_hybrid._torch.graphs import entered_autocast, is_enter_autocast, set_gradients
 from lightning_hybrid.network.graph import Layer, NetworkGraph
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_hybrid._torch import Exchanged
+from lightning_hybrid._torch.exchanged import Exchanged
 
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)

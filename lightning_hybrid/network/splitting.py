@@ -18,14 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid._torch import (
-    BatchNorm,
-    TorchDispatchMode,
-    higher_order_name,
-    is_custom_operator,
-    is_symbolic,
-    symbols_in,
-)
+from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator
+from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
+from lightning_hybrid._torch.tensors import TorchDispatchMode
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.check import fresh
 from lightning_hybrid.network.graph import Layer, NetworkGraph

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch import exit_autocast, set_gradients, tables
+from lightning_hybrid._torch.graphs import exit_autocast, set_gradients
+from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.checkpointing import close_region
 from lightning_hybrid.network.code import GraphCode

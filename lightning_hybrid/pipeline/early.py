@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import own_saved_tensors
+from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.calls import Recipe
 

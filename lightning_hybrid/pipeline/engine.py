@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch import own_saved_tensors
+from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid._torch import BatchNorm, copy_each
+from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid._torch.tensors import copy_each
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.tensors.deferred import is_deferred

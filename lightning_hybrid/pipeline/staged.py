@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import as_they_are
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.calls import Call, Recipe, Traffic, Values

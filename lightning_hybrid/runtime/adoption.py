@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import BatchNorm, own_saved_tensors
+from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.errors import HybridError, NetworkError, PlanError
@@ -27,9 +28,10 @@ from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.pipeline.staged import borrowed_parameters
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.announcements import Announcements
+from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found import FoundNetwork, count
-from lightning_hybrid.runtime.network_call import DrivenNetwork, Placement, Specialization
+from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
 from lightning_hybrid.schedules import STREAMED
 
@@ -64,7 +66,7 @@ class Adoption:
         values: Sequence[Any],
         *,
         is_part: bool,
-    ) -> Specialization:
+    ) -> NetworkCall:
         """Give all ranks their stages of a new network.
 
         Args:
@@ -89,10 +91,10 @@ class Adoption:
                 found.name, found.module, codes, placement, continues=not found.whole
             )
         found.driven.append((network, plan))
-        found.specializations[graph] = network.specialize(graph, parts)
+        found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
         if found.whole:
             found.capture.own(network.owned_names)
-        return found.specializations[graph]
+        return found.calls[graph]
 
     def _plan_and_cut(
         self,
@@ -120,7 +122,7 @@ class Adoption:
         known: tuple[DrivenNetwork, Plan],
         graph: NetworkGraph,
         values: Sequence[Any],
-    ) -> Specialization:
+    ) -> NetworkCall:
         """Give all ranks their stages of another graph of a network, cut at the same places.
 
         Args:
@@ -142,9 +144,9 @@ class Adoption:
             codes = cut_at(graph, positions, self._driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
             self._driver.distribution.distribute_again(network, codes)
-        found.specializations[graph] = network.specialize(graph, parts)
+        found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
         self._announcements.captured_again(found)
-        return found.specializations[graph]
+        return found.calls[graph]
 
     # ------------------------------------------------------------------ micro-batches
 

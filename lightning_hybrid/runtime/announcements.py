@@ -5,7 +5,7 @@ from collections import Counter
 
 from torch import nn
 
-from lightning_hybrid._torch import BatchNorm
+from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.found import FoundNetwork
 from lightning_hybrid.runtime.network_options import NetworkOptions

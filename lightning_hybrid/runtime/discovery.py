@@ -3,7 +3,7 @@
 Until the first call nothing is known of the network; that call brings real inputs. It is captured,
 planned, cut and checked then and there (:mod:`lightning_hybrid.runtime.adoption`), and only then
 runs, like every later call, through the pipeline
-(:class:`lightning_hybrid.runtime.network_call.Specialization`).
+(:class:`lightning_hybrid.runtime.network_call.NetworkCall`).
 
 A module whose Python cannot be captured as one graph (it prints, or branches on values) runs that
 Python as ever, on the driver, and the modules that it calls are looked at in its place; if
@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import (
-    drop_hooks,
-    has_backward_hooks,
-    own_saved_tensors,
-    without_mode,
-)
+from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid._torch.capture import without_mode
+from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError
 from lightning_hybrid.network import (
@@ -47,7 +44,7 @@ from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found import FoundNetwork, count, indented, inside, layers
 from lightning_hybrid.runtime.logging_later import LoggingLater
-from lightning_hybrid.runtime.network_call import Specialization
+from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
 from lightning_hybrid.tensors.deferred import materialize
 from lightning_hybrid.tensors.emptied import NoMemory, watched
@@ -315,7 +312,7 @@ class Discovery:
     ) -> Sequence[Any]:
         """A captured call, or a part of one."""
         with self._in_graph(found), found.hollow.lifted():
-            call = found.specializations.get(graph)
+            call = found.calls.get(graph)
             known = None
             if call is None:
                 known = found.network_of(graph)
@@ -356,7 +353,7 @@ class Discovery:
 
     def _adopt(
         self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]
-    ) -> Specialization | None:
+    ) -> NetworkCall | None:
         """Plan, cut and check a network; or leave it on the driver."""
         name, module = found.name, found.module
         refusal = why_not_cut(graph)

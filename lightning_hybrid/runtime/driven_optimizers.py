@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid._torch import as_they_are
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.protocol import (
     ClipValues,
     GiveOptimizer,

@@ -11,7 +11,8 @@ from torch import nn
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Capture, NetworkGraph
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.runtime.network_call import DrivenNetwork, Specialization
+from lightning_hybrid.runtime.driven_network import DrivenNetwork
+from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.tensors.deferred import is_deferred
 from lightning_hybrid.tensors.hollow import Hollow
 
@@ -31,7 +32,7 @@ class FoundNetwork:
         between: while a chain is called, what holds between two of its graphs.
         read_between: names of the weights that the Python there has computed with, in this call.
         driven: its graphs that are cut, with their plans; one of a whole network.
-        specializations: of each graph that is known on all ranks, how it is called.
+        calls: of each graph that is known on all ranks, how it is called.
         why_whole: per graph and number of micro-batches, why it is not split.
     """
 
@@ -45,7 +46,7 @@ class FoundNetwork:
     between: ExitStack = field(default_factory=ExitStack)
     read_between: set[str] = field(default_factory=set)
     driven: list[tuple[DrivenNetwork, Plan]] = field(default_factory=list)
-    specializations: dict[NetworkGraph, Specialization] = field(default_factory=dict)
+    calls: dict[NetworkGraph, NetworkCall] = field(default_factory=dict)
     why_whole: dict[tuple[NetworkGraph, int], str | None] = field(default_factory=dict)
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid._torch import TorchDispatchMode
+from lightning_hybrid._torch.tensors import TorchDispatchMode
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.coordinates import Coordinates

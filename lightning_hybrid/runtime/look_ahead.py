@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import drop_hooks, own_saved_tensors
+from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid._torch.modules import drop_hooks
 from lightning_hybrid.network import (
     Capture,
     NetworkGraph,

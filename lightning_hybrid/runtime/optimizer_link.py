@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hybrid._torch import as_they_are, order_step_hooks, runs_step_hooks
+from lightning_hybrid._torch.optimizers import order_step_hooks, runs_step_hooks
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
 from lightning_hybrid.runtime.optimizers import complete, groups_of, kind_of_group

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hybrid._torch import as_they_are, runs_step_hooks
+from lightning_hybrid._torch.optimizers import runs_step_hooks
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.runtime.optimizers import (
     groups_of,

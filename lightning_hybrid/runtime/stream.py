@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch import version as version_of
+from lightning_hybrid._torch.tensors import version as version_of
 from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.comm.protocol import Command, Drop, Forward, Skip
 from lightning_hybrid.errors import NetworkError

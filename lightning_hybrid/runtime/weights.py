@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import as_they_are
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.protocol import SynchronizeBuffers, TakeWeights
 from lightning_hybrid.comm.signals import signals_deferred

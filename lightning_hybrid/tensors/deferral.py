@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid._torch import TorchDispatchMode, as_they_are, schema, swap_memory
+from lightning_hybrid._torch.tensors import TorchDispatchMode, as_they_are, schema, swap_memory
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.tensors.deferred import (

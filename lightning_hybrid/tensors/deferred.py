@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import (
+from lightning_hybrid._torch.tensors import (
     TorchDispatchMode,
     as_they_are,
     schema,

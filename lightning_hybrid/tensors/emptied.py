@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch import TorchDispatchMode, as_they_are, refuse_pointer, storage_key
+from lightning_hybrid._torch.tensors import (
+    TorchDispatchMode,
+    as_they_are,
+    refuse_pointer,
+    storage_key,
+)
 from lightning_hybrid._trees import tensors_in
 
 _NO_NUMBERS = re.compile("detach|alias|view|.*_like|new_.*")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import as_they_are, version
+from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.intercepted import LOOKS, Intercepted, getters, intercepted_in

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import as_they_are, tables, version
+from lightning_hybrid._torch.modules import tables
+from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.emptied import emptied
 from lightning_hybrid.tensors.kind import Kind

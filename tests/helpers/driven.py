@@ -17,8 +17,9 @@ from lightning_hybrid.network import Capture, NetworkGraph, cut, make_stages, ne
 from lightning_hybrid.network.check import run
 from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.runtime.driven_network import Placement
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.network_call import Placement
+from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.stream import Batches
 from lightning_hybrid.runtime.worker import Worker
 from lightning_hybrid.tensors.hollow import Hollow
@@ -82,6 +83,15 @@ class Calls:
         self._graph = graph
         codes = cut(graph, network_partitions(graph), [])
         return run(graph, make_stages(codes, self._network, CPU), graph.bind(values))
+
+
+def arguments(call: NetworkCall, value: Tensor) -> list[Any]:
+    """Those of a graph, as far as a call looks at them: the weights are where they are."""
+    graph = call.specialization.graph
+    [leaf] = graph.inputs
+    found: list[Any] = [None] * len(graph.place)
+    found[graph.place[leaf]] = value
+    return found
 
 
 class Ranks:
@@ -200,7 +210,7 @@ class Replica(Ranks):
         self.network = self.driver.add_network(
             "net", model.net, codes, placement, continues=continues
         )
-        self.call = self.network.specialize(graph, parts)
+        self.call = NetworkCall(self.network, self.network.specialize(graph, parts))
         self._calls.compute = lambda _, values: self.call(values)
 
     def __call__(self, value: Tensor) -> Any:

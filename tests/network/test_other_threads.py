@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from lightning_hybrid import _torch
-from lightning_hybrid._torch import Exchanged, capture_settings
+from lightning_hybrid._torch import capture
+from lightning_hybrid._torch.capture import capture_settings
+from lightning_hybrid._torch.exchanged import Exchanged
 from lightning_hybrid.network.cumulative import captured_averages
 from lightning_hybrid.network.recurrent import captured_recurrence
 
@@ -50,7 +51,7 @@ def test_layers_compute_the_same_in_another_thread_and_afterwards() -> None:
 
 def test_another_thread_captures_optimizers_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OptimizerVariable, "var_getattr", None)  # restored afterwards
-    monkeypatch.setattr(_torch, "_looks", lambda *_: "an optimizer that steps")
+    monkeypatch.setattr(capture, "_looks", lambda *_: "an optimizer that steps")
     monkeypatch.setattr(UserDefinedObjectVariable, "var_getattr", lambda *_: "an object")
 
     def look() -> Any:

@@ -12,7 +12,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.runtime.distribution import Distribution
-from lightning_hybrid.runtime.network_call import Placement
+from lightning_hybrid.runtime.driven_network import Placement
 
 
 def test_workers_own_what_their_stages_use(replicas: Any) -> None:

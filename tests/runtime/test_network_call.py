@@ -5,22 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from driven import batches, loss_of, model
+from driven import arguments, batches, loss_of, model
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import cut, network_partitions
-from lightning_hybrid.runtime.network_call import Specialization
 
 DEVICES = [(1, 0), (1, 2, 1, 0)]
-
-
-def arguments(call: Specialization, value: Tensor) -> list[Any]:
-    """Those of a graph, as far as a call looks at them: the weights are where they are."""
-    [leaf] = call.graph.inputs
-    found: list[Any] = [None] * len(call.graph.place)
-    found[call.graph.place[leaf]] = value
-    return found
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
@@ -81,54 +71,9 @@ def test_gradients_of_gradients_are_refused(replicas: Any) -> None:
         torch.autograd.grad(output.sum(), value, create_graph=True)
 
 
-@pytest.mark.parametrize("devices", DEVICES)
-def test_calls_whose_outputs_are_dropped_are_forgotten_by_the_next_one(
-    replicas: Any, devices: tuple[int, ...]
-) -> None:
-    replica, [value] = replicas(model(), devices), batches(1)
-    for _ in range(3):
-        replica(value)  # no backward
-    output = replica(value)
-    assert len(replica.network.calls) == 1
-    output.sum().backward()
-    assert not replica.network.calls
-
-
-def test_each_graph_of_a_network_has_its_own_specialization(replicas: Any) -> None:
-    module, [value] = model(), batches(1)
-    expected = module.net(value).detach()
-    replica = replicas(module, (1, 0))
-    first, graph = replica.call, replica.call.graph
-    partitions = network_partitions(graph)
-    codes = cut(graph, partitions, [len(partitions) // 2])
-    replica.driver.distribution.distribute_again(replica.network, codes)
-    second = replica.network.specialize(graph, 1)
-    assert isinstance(second, Specialization)
-    assert (first.number, second.number) == (0, 1)
-    assert (len(first.split([value])[0]), len(second.split([value])[0])) == (2, 1)
-    for call in (first, second):
-        with torch.no_grad():
-            [output] = call(arguments(call, value))
-        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_frozen_parameters_and_inputs_need_no_backward(replicas: Any) -> None:
     module, [value] = model(), batches(1)
     replica = replicas(module, (1, 0))
     module.net.requires_grad_(False)
     assert not replica(value).requires_grad
     assert not replica.network.calls
-
-
-def test_after_a_forward_that_failed_on_the_driver_the_next_one_is_computed(replicas: Any) -> None:
-    module, [value] = model(), batches(1)
-    reference, replica = deepcopy(module), replicas(module, (1, 0))
-    weight = module.net[-2].weight
-    good, weight.data = weight.data, torch.ones(5, 5, dtype=torch.float64)
-    for _ in range(2):  # the shapes of a new key are exchanged again
-        with pytest.raises(RuntimeError, match="shape"):
-            replica.call(arguments(replica.call, value))
-    weight.data = good
-    [output] = replica.call(arguments(replica.call, value))
-    torch.testing.assert_close(output, reference.net(value), rtol=1e-12, atol=1e-12)
-    assert len(replica.network.calls) == 1

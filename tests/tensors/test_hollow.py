@@ -8,7 +8,7 @@ import torch
 from deferring import build, made, pair
 from torch import nn
 
-from lightning_hybrid._torch import storage_key
+from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.network.capture import Capture
 from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.network.graph import NetworkGraph

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import as_they_are
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.tensors.intercepted import LOOKS, Intercepted, intercepted_in, ordinary
 
 ASKED: list[Any] = []

@@ -1,0 +1,56 @@
+"""Autograd: what the running backward will do, and what code around a call has asked of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def backward_reaches(ctx: Any, index: int) -> bool:
+    """Whether the running backward will go on to the ``index``-th tensor input of a Function.
+
+    `torch.autograd.grad(loss, x)` passes through a node without wanting the gradients of
+    parameters; the engine knows, and there is no public way to ask it
+    (`torch.autograd.graph` and AOTAutograd ask it in the same words).
+    """
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward was called with ``retain_graph=True``; no public way either."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def own_saved_tensors() -> Iterator[None]:
+    """Inside, hooks that code around us has put on tensors saved for backward do not apply.
+
+    Activation checkpointing around the call of a network works by such hooks: on the tensors of a
+    stage they would call the network again in the middle of its own backward. There is no public
+    way to ask whether there are any; where there are none, nothing is done, since hooks cost
+    autograd its check of in-place changes.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            yield
+
+
+@contextmanager
+def forward_derivatives() -> Iterator[None]:
+    """Inside, derivatives in forward mode are there as ever: an autograd function has none."""
+    with torch.autograd.forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def dual_level() -> int:
+    """How many levels of forward-mode derivatives are open at this moment; there are none: -1."""
+    return int(torch.autograd.forward_ad._current_level)
+
+
+def functorch_level() -> int:
+    """How many transforms of functions (``vmap``, ``grad``) are being applied at this moment."""
+    return int(torch._C._functorch.maybe_current_level() or 0)

@@ -1,0 +1,79 @@
+"""What stands in a captured graph: regions, operators, calls of NumPy, and their names."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import (
+    numpy_method_wrapper,
+    numpy_operator_wrapper,
+    numpy_to_tensor_wrapper,
+)
+
+# what TorchDynamo writes down for `with torch.autocast(...)`
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+set_gradients: Any = torch._C._set_grad_enabled
+"""What TorchDynamo writes down for `with torch.no_grad()` and the like."""
+
+exit_autocast: Any = _exit_autocast
+"""Leaves a region; takes what has entered it."""
+
+
+def is_enter_autocast(node: fx.Node) -> bool:
+    """Whether a node begins a region with (or without) autocast."""
+    return node.target is _enter_autocast
+
+
+def entered_autocast(node: fx.Node) -> Any:
+    """What has entered the region that a node ends; ``None``: it ends none."""
+    return node.args[0] if node.target is _exit_autocast else None
+
+
+# what a call of NumPy becomes in a captured graph: an object that computes it with torch
+_NUMPY = {
+    "function": (numpy_to_tensor_wrapper, "f"),
+    "method": (numpy_method_wrapper, "method"),
+    "operator": (numpy_operator_wrapper, "op"),
+}
+
+
+def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
+    """The kind of NumPy's part in a captured graph, and what it calls; ``None``: it is none."""
+    for kind, (wrapper, attribute) in _NUMPY.items():
+        if type(function) is wrapper:
+            return kind, getattr(function, attribute)
+    return None
+
+
+def numpy_from_parts(kind: str, called: Any) -> Any:
+    """The reverse of `parts_of_numpy`."""
+    return _NUMPY[kind][0](called)
+
+
+def higher_order_name(function: Any) -> str | None:
+    """The name of an operation on graphs (a checkpointed region, a hook); ``None``: it is none."""
+    return function.name() if isinstance(function, torch._ops.HigherOrderOperator) else None
+
+
+def is_custom_operator(function: Any) -> bool:
+    """Whether an operator is not one of torch's own."""
+    packet = isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return packet and not str(function).startswith(("aten.", "prims.", "prim."))
+
+
+def names_of_operator(function: Any) -> Iterator[str]:
+    """Where an operator can be found, as ``module:name``."""
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        yield f"torch:ops.{function!s}"
+    name = higher_order_name(function)
+    if name is not None:
+        yield f"torch:ops.higher_order.{name}"
+        yield f"torch._higher_order_ops:{name}"
+        yield f"torch._higher_order_ops.wrap:{name}"
+
+
+def qualified_name_by_fx(function: Any) -> str:
+    """The dotted name that fx writes into generated code for a function."""
+    return fx.node._get_qualified_name(function)

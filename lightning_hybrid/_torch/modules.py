@@ -1,0 +1,52 @@
+"""Modules: their tables of tensors and of hooks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# what every batch normalisation is, SyncBatchNorm included; there is no public base class
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+__all__ = ["BatchNorm"]
+
+
+def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters and its buffers; ``setattr`` refuses other types."""
+    return module._parameters, module._buffers
+
+
+def check_dimensions(norm: BatchNorm, value: Tensor) -> None:
+    """As ``forward`` of a batch normalisation does: each of its classes has dimensions of its own.
+
+    Raises:
+        ValueError: they are others.
+    """
+    norm._check_input_dim(value)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether full backward hooks are on a module; there is no public way to ask."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def drop_hooks(module: nn.Module, of: tuple[str, ...]) -> None:
+    """Remove the forward hooks of all inner modules whose functions come from some package.
+
+    Args:
+        module: with all its parts.
+        of: beginnings of the names of the modules that define these functions.
+    """
+    for part in module.modules():
+        for table in (part._forward_hooks, part._forward_pre_hooks):
+            for key, hook in list(table.items()):
+                function = getattr(hook, "func", hook)
+                owner = getattr(function, "__self__", function)
+                name = getattr(owner, "__module__", None) or type(owner).__module__
+                if str(name).startswith(of):
+                    del table[key]
+
+
+def recurrent_functions() -> Any:
+    """What `torch.nn.LSTM` and the like look their operations up in."""
+    return torch._VF

@@ -1,0 +1,57 @@
+"""Optimizers and the scalers of their gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+
+def replace_unscaling(
+    scaler: GradScaler, unscale: Callable[[Optimizer, Tensor], bool] | None
+) -> None:
+    """Let a scaler unscale gradients by ``unscale``, which tells whether one was not finite.
+
+    There is no public way to give a scaler the gradients that other ranks hold. ``None``: its own
+    way again.
+    """
+    vars(scaler).pop("_unscale_grads_", None)
+    if unscale is not None:
+
+        def unscale_everywhere(
+            optimizer: Optimizer, factor: Tensor, found: Tensor, _: bool
+        ) -> dict[torch.device, Tensor]:
+            return {found.device: found.fill_(unscale(optimizer, factor))}
+
+        vars(scaler)["_unscale_grads_"] = unscale_everywhere
+
+
+def unscales_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer takes scaled gradients (fused ones do), as `GradScaler` asks it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def runs_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` runs step hooks: ``Optimizer.__init__`` has prepared it for them.
+
+    Wrappers around another optimizer often do not call it. There is no public way to ask.
+    """
+    return bool(getattr(type(optimizer).step, "hooked", False)) and hasattr(
+        optimizer, "_optimizer_state_dict_post_hooks"
+    )
+
+
+def order_step_hooks(optimizer: Optimizer, *, last: Any, first: Any) -> None:
+    """Let the pre-hook ``last`` run after the others, the post-hook ``first`` before the others.
+
+    Args:
+        optimizer: that has the hooks.
+        last: what ``register_step_pre_hook`` has returned.
+        first: what ``register_step_post_hook`` has returned. They can only be put at the end.
+    """
+    before: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, annotated as less
+    after: Any = optimizer._optimizer_step_post_hooks
+    before.move_to_end(last.id)
+    after.move_to_end(first.id, last=False)

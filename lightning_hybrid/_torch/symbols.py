@@ -1,0 +1,69 @@
+"""Sizes and numbers that TorchDynamo leaves open, and the conditions on them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+__all__ = ["GuardOnDataDependentSymNode", "ShapeEnv"]
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a size or number that TorchDynamo has left open."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def symbols_in(value: Any) -> list[Any]:
+    """The symbols of a symbolic number."""
+    return sorted(value.node.expr.free_symbols, key=str)
+
+
+def value_with(value: Any, sizes: Mapping[Any, int], *, hint: bool = False) -> Any:
+    """What a symbolic number is for these values of its symbols.
+
+    Args:
+        value: symbolic, or a plain number, which is returned.
+        sizes: values by symbol.
+        hint: take what the number was when it was captured; ``None`` if it depends on values.
+    """
+    if not is_symbolic(value):
+        return value
+    node = value.node
+    if hint:
+        return node.hint if node.has_hint() else None
+    result = node.expr.xreplace({symbol: sympy.Integer(v) for symbol, v in sizes.items()})
+    if not result.is_number and result not in (sympy.true, sympy.false):
+        return None
+    return node.pytype(result)
+
+
+def guards_of(values: Iterable[Any]) -> Any:
+    """The conditions on sizes under which a captured graph is right, from its example values."""
+    for value in values:
+        numbers = [value] if is_symbolic(value) else []
+        if isinstance(value, Tensor):
+            numbers = [size for size in value.shape if is_symbolic(size)]
+        for number in numbers:
+            return number.node.shape_env
+    return None
+
+
+def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
+    """Whether the conditions hold for these values of the symbols.
+
+    TorchDynamo takes every free size to be at least 2, whatever the code asks; a size of 1 is let
+    pass here, since operations on free sizes treat it like any other (`squeeze` does not).
+    """
+    if shape_env is None:
+        return True
+    known = {symbol: sympy.Integer(value) for symbol, value in sizes.items()}
+    for guard in shape_env.guards:
+        if shape_env.replace(guard.expr).xreplace(known) == sympy.false:
+            return False
+    ranges = shape_env.var_to_range
+    return all(
+        s not in ranges or ranges[s].lower <= max(v, 2) <= ranges[s].upper for s, v in known.items()
+    )

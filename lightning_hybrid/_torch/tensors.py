@@ -1,0 +1,67 @@
+"""Tensors: their memory, their versions, and what stands in for them or hears of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
+# writers of subclasses ("Extending PyTorch") under this name
+from torch._C import DisableTorchFunctionSubclass as as_they_are
+
+# tensors with shapes and no memory; torch.export uses them, there is no public way to do so
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# hears of every operation below autograd; torch documents it and has no public place for it
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "as_they_are"]
+
+# one call for many tensors, which is what torch's own optimizers use; there is no public name
+_copy_each = torch._foreach_copy_
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to; autograd compares it too."""
+    return tensor._version
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Tells living storages apart; those on the meta device all have the data pointer 0."""
+    key: int = storage._cdata
+    return key
+
+
+def refuse_pointer(tensor: Tensor) -> None:
+    """From here on torch raises where somebody asks for the address of this tensor's memory."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+def schema(operator: Any) -> Any:
+    """What an operator takes, returns and writes to; dispatch modes are given nothing else."""
+    return operator._schema
+
+
+def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange all that two tensor objects hold; hooks stay with the objects.
+
+    `torch.utils.swap_tensors` does this, but refuses tensors that somebody has weak references to
+    (recurrent layers have some to their own weights), and loses hooks.
+    """
+    hooks, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(tensor, other)
+    if hooks is not None:
+        tensor._backward_hooks = hooks
+    if late is not None:
+        tensor._post_accumulate_grad_hooks = late
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor has a shape and no memory, and no other mode looks at it."""
+    return type(value) is FakeTensor
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each of the sources into the target at its place, with one call for all."""
+    with torch.no_grad():
+        _copy_each(targets, sources)

@@ -1,0 +1,41 @@
+"""One captured graph of a network, and how a batch is split for it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.network import NetworkGraph
+from lightning_hybrid.network.splitting import fits
+
+Numbers = tuple[tuple[int | float, ...], ...]
+"""Per micro-batch, what the graph's numbers are."""
+
+
+class Specialization:
+    """One captured graph of a network that has been cut.
+
+    Args:
+        number: of the graph among those of the network, the same on all ranks.
+        graph: the graph.
+        parts: into how many micro-batches a batch may be split.
+    """
+
+    def __init__(self, number: int, graph: NetworkGraph, parts: int) -> None:
+        self.number, self.graph, self._parts = number, graph, parts
+        self._splits: dict[tuple[torch.Size, ...], tuple[int, Numbers]] = {}
+
+    def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], Numbers]:
+        """The inputs of each micro-batch, and its numbers."""
+        shapes = tuple([leaf.shape for leaf in leaves])
+        known = self._splits.get(shapes)
+        if known is None:
+            parts = self._parts
+            if parts > 1 and not fits(self.graph, leaves, parts):
+                parts = 1  # its code takes another way for parts of this size
+            slices = self.graph.split(leaves, parts)
+            sizes = [self.graph.sizes(part) for part in slices]
+            known = parts, tuple([self.graph.values_of_numbers(each) for each in sizes])
+            self._splits[shapes] = known
+        parts, numbers = known
+        return self.graph.split(leaves, parts), numbers
