@@ -35,6 +35,7 @@ class Config:
         log_performance: whether the loggers get step times and the plan.
         delayed_weights: what the backward of a batch computes with under a delayed schedule.
         gradient_shrinking: what gradients are multiplied with at every cut that they cross.
+        recompute: whether stages keep no activations, and run their forward again.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -49,6 +50,7 @@ class Config:
     log_performance: bool
     delayed_weights: DelayedWeights
     gradient_shrinking: float
+    recompute: bool
     chosen: bool = False
 
     @classmethod
@@ -61,6 +63,7 @@ class Config:
         schedule: ScheduleName = "auto",
         delayed_weights: DelayedWeights = "stash",
         gradient_shrinking: float = 1.0,
+        recompute: bool = False,
         allocation: Literal["gabra", "exact"] | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
@@ -90,6 +93,16 @@ class Config:
         if chosen == "auto":
             chosen = loaded.schedule if loaded else "gpipe"
         _check_schedule(chosen, loaded, delayed_weights, gradient_shrinking)
+        if recompute and chosen in STREAMED:
+            raise PlanError(
+                f"recompute=True is for schedules that finish a batch before the next one, not for "
+                f"{chosen!r}. Leave it out; the delayed schedules have delayed_weights='recompute'."
+            )
+        if recompute and stages == 1:
+            raise PlanError(
+                "recompute=True is done by stages, and pipeline_parallel_size=1 makes none. Leave "
+                "it out, or call torch.utils.checkpoint in the network."
+            )
         if num_microbatches == "auto" and chosen in STREAMED:
             num_microbatches = 1  # its micro-batches are the batches
         names = [network] if isinstance(network, str) else network
@@ -104,6 +117,7 @@ class Config:
                 objective=objective,
                 seed=seed,
                 contiguous=contiguous,
+                recompute=recompute,
             ),
             capacity=None if device_capacity == "auto" else tuple(device_capacity),
             compile_stages=compile_stages,
@@ -111,6 +125,7 @@ class Config:
             log_performance=log_performance,
             delayed_weights=delayed_weights,
             gradient_shrinking=float(gradient_shrinking),
+            recompute=recompute,
         )
 
     @property

@@ -113,6 +113,7 @@ class SizeChooser:
             schedule=settings.schedule,
             contiguous=settings.contiguous,
             seed=settings.seed,
+            recompute=settings.recompute,
         )
 
 

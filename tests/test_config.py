@@ -132,3 +132,18 @@ def test_it_cannot_be_changed() -> None:
     config = Config.resolve()
     with pytest.raises(FrozenInstanceError):
         config.stages = 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline_parallel_size": 1}, "pipeline_parallel_size=1"),
+        ({"schedule": "1f1b"}, "'1f1b'"),
+        ({"schedule": "fdg"}, "delayed_weights='recompute'"),
+    ],
+)
+def test_recomputation_is_refused_where_it_does_nothing(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        Config.resolve(recompute=True, **arguments)

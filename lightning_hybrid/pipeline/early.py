@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.calls import Recipe
+from lightning_hybrid.pipeline.recompute import saving_nothing
 
 DelayedWeights = Literal["stash", "recompute", "current"]
 
@@ -71,15 +72,6 @@ class EarlyForwards:
             return outputs, (values, outputs)
         return outputs, Recipe(values, states, before)
 
-    def again(
-        self, stage: Stage, recipe: Recipe, numbers: Sequence[Any]
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Run a forward again, with the weights of now. Returns its inputs and outputs."""
-        written = {name: value.clone() for name, value in recipe.buffers.items()}
-        with torch.enable_grad(), own_saved_tensors():
-            outputs = stage.run_with([*(stage.taken() | written).values()], recipe.values, numbers)
-        return recipe.values, outputs
-
     def commit(self, call: int, stage: Stage) -> None:
         """The turn of a call is over: what it has written to buffers is for all to see."""
         self._copies.pop(call, None)
@@ -112,13 +104,9 @@ class EarlyForwards:
         if self._weights is None:
             return own_saved_tensors()
         if self._weights == "recompute":
-            return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _nothing)
+            return saving_nothing()
         copies = self._copies.setdefault(call, {}) if self._weights == "stash" else None
         return _weights_apart(parameters, copies)
-
-
-def _nothing(_: None) -> Tensor:
-    raise AssertionError("a forward that runs again keeps nothing")
 
 
 _Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]

@@ -42,6 +42,7 @@ from lightning_hybrid.pipeline.random import (
     random_state,
     set_random_state,
 )
+from lightning_hybrid.pipeline.recompute import again, forward
 from lightning_hybrid.pipeline.replicas import ReplicaGroup
 from lightning_hybrid.pipeline.stages import OwnedStage, StageOptions
 from lightning_hybrid.pipeline.trace import Trace
@@ -87,7 +88,7 @@ class Engine:
         streamed = STREAMED.get(schedule)
         delayed = options.delayed_weights if streamed and streamed.delayed else None
         self._ahead = streamed.look_aheads(len(devices))[0] if streamed else 0
-        self.shrink = options.shrink
+        self.shrink, self.recompute = options.shrink, options.recompute
         self.owned = [
             OwnedStage(
                 number,
@@ -368,8 +369,12 @@ class _Forward:
                 self.call.number, stage, values, numbers, states
             )
             return outputs
-        with torch.enable_grad(), own_saved_tensors(), self.engine.statistics(self.call.key):
-            outputs = stage(values, numbers)
+        with self.engine.statistics(self.call.key):
+            if self.engine.recompute:
+                outputs, self.saved[microbatch] = forward(stage, values, numbers, states)
+                return outputs
+            with torch.enable_grad(), own_saved_tensors():
+                outputs = stage(values, numbers)
         self.saved[microbatch] = (values, outputs)
         return outputs
 
@@ -501,4 +506,4 @@ class _Backward:
                 stack.enter_context(generators_of_microbatch(None, engine.device))
                 set_random_state(recipe.states, engine.device)
             stage = engine.stage_for(self.own, key)
-            return self.own.early.again(stage, recipe, key.numbers[microbatch])
+            return again(stage, recipe, key.numbers[microbatch])

@@ -18,12 +18,14 @@ class StageOptions:
             replica by itself.
         delayed_weights: what the backward of a batch computes with under a delayed schedule.
         shrink: what gradients are multiplied with at every cut that they cross.
+        recompute: whether forwards keep no activations, and run again for their backward.
     """
 
     compiled: bool = False
     statistics: Group = None
     delayed_weights: DelayedWeights = "stash"
     shrink: float = 1.0
+    recompute: bool = False
 
 
 @dataclass

@@ -58,16 +58,14 @@ def in_flight(schedule: Schedule) -> int:
     return most
 
 
-def check_memory(
-    profile: Profile, needed: Sequence[int], limits: Sequence[int], microbatches: int
-) -> None:
+def check_memory(profile: Profile, needed: Sequence[int], limits: Sequence[int], held: int) -> None:
     """Complain if no placement can hold the network.
 
     Args:
         profile: of its partitions.
         needed: bytes that each of them holds.
         limits: bytes that each device of a replica may take, by its index.
-        microbatches: number of micro-batches, all of them in flight at once.
+        held: micro-batches whose activations are held at once.
 
     Raises:
         PlanError: one partition is larger than any device, or all are larger than all devices.
@@ -78,30 +76,33 @@ def check_memory(
         "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
         "use larger devices{more}."
     )
+    if held > 1:
+        less = sum(p.memory_bytes(1) for p in profile.partitions)
+        advice += f" recompute=True holds activations of one micro-batch: {_gb(less)} in all."
     if needed[largest] > limits[roomiest]:
         raise PlanError(
             f"network partition {profile.partitions[largest].name!r} needs "
-            f"{_spelled([profile.partitions[largest]], microbatches)}, more than any device has: "
+            f"{_spelled([profile.partitions[largest]], held)}, more than any device has: "
             f"the largest, device {roomiest} of a replica, has {_gb(limits[roomiest])} free. "
             + advice.format(more="")
         )
     if sum(needed) > sum(limits):
         each = ", ".join(map(_gb, limits))
         raise PlanError(
-            f"the network needs {_spelled(profile.partitions, microbatches)}, more than the "
+            f"the network needs {_spelled(profile.partitions, held)}, more than the "
             f"{len(limits)} devices of a replica have free together: {_gb(sum(limits))} ({each}). "
             + advice.format(more=", or more stages (pipeline_parallel_size)")
         )
 
 
-def _spelled(partitions: Sequence[PartitionProfile], microbatches: int) -> str:
+def _spelled(partitions: Sequence[PartitionProfile], held: int) -> str:
     def total(name: str) -> str:
         return _gb(sum(getattr(p, f"{name}_bytes") for p in partitions))
 
     return (
-        f"{_gb(sum(p.memory_bytes(microbatches) for p in partitions))} (parameters "
+        f"{_gb(sum(p.memory_bytes(held) for p in partitions))} (parameters "
         f"{total('parameter')}, gradients {total('gradient')}, optimizer {total('optimizer')}, "
-        f"activations {total('activation')} for each of {microbatches} micro-batches in flight)"
+        f"activations {total('activation')} for each of {held} micro-batches held)"
     )
 
 

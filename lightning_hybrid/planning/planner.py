@@ -38,6 +38,7 @@ class PlanSettings:
         objective: ``"step"``, ``"makespan"`` or ``"profit"``.
         seed: of the genetic algorithm.
         contiguous: whether each device gets one stage.
+        recompute: whether stages keep no activations, and run their forward again.
     """
 
     schedule: str
@@ -45,6 +46,7 @@ class PlanSettings:
     objective: Objective
     seed: int
     contiguous: bool = True
+    recompute: bool = False
 
 
 def make_plan(
@@ -112,7 +114,7 @@ def make_plan(
     plan = plan_stages(
         [partition.name for partition in partitions],
         [p.forward for p in profile.partitions],
-        [p.backward for p in profile.partitions],
+        [p.backward + (p.forward if settings.recompute else 0) for p in profile.partitions],
         [p.output_bytes for p in profile.partitions[:-1]],
         [sum(sizes[n] for n in partition.parameters) for partition in partitions],
         [len(partition.layers) for partition in partitions],
@@ -146,6 +148,7 @@ def _memory(
     stages: int,
 ) -> tuple[list[int] | None, tuple[int, ...] | None]:
     """What each partition holds, and what the devices may take, as far as that is known."""
+    most, kept_inputs = 1, 0
     if optimizers is None:
         needed = [p.parameter_bytes for p in profile.partitions]
     elif not profile.is_measured:
@@ -153,11 +156,15 @@ def _memory(
     else:
         profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
         most = in_flight(SCHEDULES[settings.schedule](2, microbatches))
+        if settings.recompute:
+            kept_inputs = most * max((p.output_bytes for p in profile.partitions[:-1]), default=0)
+            most = 1
         streamed = STREAMED.get(settings.schedule)
         if streamed is not None:  # of the first stage, which has the most
             most *= 1 + streamed.look_aheads(stages)[0]
         needed = [p.memory_bytes(most) for p in profile.partitions]
     limits = None if cluster is None else cluster.memory_limits
     if limits is not None:
-        check_memory(profile, needed, limits, microbatches)
+        limits = tuple(max(0, limit - kept_inputs) for limit in limits)
+        check_memory(profile, needed, limits, most)
     return needed, limits

@@ -155,6 +155,8 @@ class Search:
     schedule: str = "gpipe"
     contiguous: bool = True
     seed: int = 0
+    recompute: bool = False
+    """whether stages run their forward again, and hold the activations of one micro-batch"""
 
 
 def choose(
@@ -304,13 +306,17 @@ class _Prediction:
         reduced = [machine.reduced_s(b, sizes.replicas) - start_s for b in parts.gradient_bytes]
         reduced[-1] += start_s
         updates = [machine.update_s_per_byte * size for size in parts.gradient_bytes]
-        in_flight = sizes.microbatches if sizes.stages > 1 else 1
+        again = search.recompute and sizes.stages > 1
+        in_flight = 1 if again or sizes.stages == 1 else sizes.microbatches
+        backward_s = parts.backward_s
+        if again:
+            backward_s = tuple(b + f for b, f in zip(backward_s, parts.forward_s))
         kept = zip(parts.kept_bytes, parts.activation_bytes)
         limits = cluster.memory_limits
         return plan_stages(
             parts.names,
             parts.forward_s,
-            parts.backward_s,
+            backward_s,
             parts.cut_bytes,
             parts.parameters,
             parts.layers,

@@ -276,6 +276,12 @@ class Drops(Row):
         return super().loss(x + 0.1 * torch.randn_like(x), y)
 
 
+class DropsAndRecomputes(Drops):
+    """The forward runs again for the backward, with the same draws."""
+
+    arguments: ClassVar = {"recompute": True}
+
+
 class NormalizesBatches(Row):
     fast = True
     per_microbatch = True
@@ -284,3 +290,9 @@ class NormalizesBatches(Row):
     def build(self) -> None:
         layers = [m for i in (6, 8) for m in (nn.Linear(i, 8), nn.BatchNorm1d(8), nn.Tanh())]
         self.net = nn.Sequential(*layers, nn.Linear(8, 3))
+
+
+class NormalizesBatchesAndRecomputes(NormalizesBatches):
+    """Running statistics are written once per forward, and not again."""
+
+    arguments: ClassVar = {"recompute": True}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_hybrid.network import Stage, cut, make_stages, network_partitions
 from lightning_hybrid.pipeline.calls import Recipe
 from lightning_hybrid.pipeline.early import EarlyForwards
+from lightning_hybrid.pipeline.recompute import again
 
 X = torch.randn(4, 3, dtype=torch.float64)
 
@@ -57,7 +58,7 @@ def test_the_backward_meets_the_weights_that_it_is_to_meet(weights: Any) -> None
         expected = reference(X)
     change(module)
     if isinstance(kept, Recipe):
-        _, outputs = early.again(stage, kept, ())
+        _, outputs = again(stage, kept, ())
     found = gradients(module, first(outputs))
     for one, other in zip(found, gradients(reference, expected)):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
