@@ -4,9 +4,13 @@ To Lightning the world is that of DDP over the drivers, one per replica. What is
 strategy does the work: :mod:`lightning_hybrid.config` says what was asked for,
 :mod:`lightning_hybrid.world` knows the other ranks, :mod:`lightning_hybrid.session` drives a
 replica or serves it, :mod:`lightning_hybrid.planning` decides where stages go.
+
+What Lightning asks a strategy is here as far as it begins or ends a run; about ranks it is in
+:mod:`lightning_hybrid.ranks`, about steps in :mod:`lightning_hybrid.steps`, about checkpoints in
+:mod:`lightning_hybrid.saving`.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -14,32 +18,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
-    STEP_OUTPUT,
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
-    LightningModule,
-    LightningOptimizer,
     Precision,
     Trainer,
     TrainerStatus,
 )
-from lightning_hybrid.building import BetweenRuns, DeferredModule, WholeModule, move_module
-from lightning_hybrid.checkpoints import with_atomic_writes
+from lightning_hybrid.building import move_module
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import restore_handlers
 from lightning_hybrid.config import Config, Count, ScheduleName
-from lightning_hybrid.errors import HybridError
 from lightning_hybrid.pipeline.early import DelayedWeights
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.process.launcher import Parted
 from lightning_hybrid.process.results import Results
 from lightning_hybrid.process.survey import look_around
-from lightning_hybrid.ranks import ReplicaStrategy, given
+from lightning_hybrid.ranks import given
 from lightning_hybrid.refusals import (
     callbacks_allow,
     refuse_accelerator,
@@ -50,12 +47,13 @@ from lightning_hybrid.refusals import (
     refuse_streaming,
 )
 from lightning_hybrid.run import Run, scalers_of
+from lightning_hybrid.saving import SavingStrategy
 from lightning_hybrid.session import DriverSession, WorkerSession
 from lightning_hybrid.sizing import SizeChooser
 from lightning_hybrid.world import NoWorld, Phase
 
 
-class HybridGabraStrategy(ReplicaStrategy):
+class HybridGabraStrategy(SavingStrategy):
     """Trains replicas of a chain of stages; a genetic algorithm places the stages.
 
     The LightningModule stays as it is. Its network is found at its first call, traced, cut into
@@ -178,8 +176,6 @@ class HybridGabraStrategy(ReplicaStrategy):
             start_method=start_method,
         )
         self._plans: dict[str, Plan] = {}
-        self._building: WholeModule | DeferredModule = WholeModule()
-        self._rest()
 
     @property
     def plan(self) -> Plan | None:
@@ -198,27 +194,6 @@ class HybridGabraStrategy(ReplicaStrategy):
         self._rest()
         if self._joined.has_places:
             refuse_callbacks(self._module.trainer, *self._shape())
-
-    @property
-    def _module(self) -> LightningModule:
-        return given(self.lightning_module, "lightning_module")
-
-    @property
-    def _driving(self) -> DriverSession:
-        """The run of this driver.
-
-        Raises:
-            HybridError: there is none.
-        """
-        if isinstance(self._session, DriverSession):
-            return self._session
-        raise HybridError(
-            f"{self.coordinates} is in no run: steps and hooks of training are for the drivers, "
-            "between the start of trainer.fit, validate, test or predict and its end."
-        )
-
-    def _rest(self) -> None:
-        self._session: BetweenRuns | DriverSession = BetweenRuns(self._world, self._building)
 
     def setup(self, trainer: Trainer) -> None:
         """Part: workers leave from here and serve; drivers go on as under DDP."""
@@ -338,138 +313,6 @@ class HybridGabraStrategy(ReplicaStrategy):
         with building, super().tensor_init_context(empty_init):
             yield
 
-    # ------------------------------------------------------------------ a step
-
     def model_to_device(self) -> None:
         """All of it, or only what no network can own."""
         move_module(self._module, self.root_device, all_of_it=self._shape()[1] == 1)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """The train loader may be asked for batches before their turn."""
-        dataloader = super().process_dataloader(dataloader)
-        if isinstance(self._session, DriverSession):
-            return self._session.train_loader(dataloader)
-        return dataloader
-
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        """Batches that were needed before their turn are there already."""
-        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
-        if isinstance(self._session, DriverSession):
-            return self._session.move_batch(batch, move)
-        return move(batch)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        step: STEP_OUTPUT = self._driving.step(partial(super().training_step, *args, **kwargs))
-        return step
-
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """As in every strategy, and gradients are averaged before any hook sees them."""
-        module, precision = self._module, self.precision_plugin
-        loss = precision.pre_backward(closure_loss, module)
-        self._driving.backward(
-            partial(precision.backward, loss, module, optimizer, *args, **kwargs)
-        )
-        return precision.post_backward(loss, module)
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        with self._driving.accumulating():
-            yield
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        ReplicaStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        if isinstance(self._session, DriverSession):
-            self._session.connect_optimizers(optimizers)
-            for wrapper, optimizer in zip(self._lightning_optimizers, optimizers):
-                # the wrapper inherits zero_grad from its class and would not see the instance's
-                vars(wrapper)["zero_grad"] = optimizer.zero_grad
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._joined.defer_signals()
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._joined.defer_signals()
-
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._joined.defer_signals()
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._joined.defer_signals()
-        self._driving.validation_starts()
-
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._driving.validation_ends()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._driving.batch_starts(batch)
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._driving.training_ends()
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else one that writes a file whole or not at all."""
-        self._checkpoint_io = io = with_atomic_writes(self._checkpoint_io)
-        return io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's, on the driver of replica 0; the others have nothing to save."""
-        return self._session.state_dict(self._module, here=self.is_global_zero)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The state dict of the whole LightningModule, on rank 0; empty on all other ranks.
-
-        Needed for a network that is made in ``configure_model``: it is whole on no rank. Call it on
-        all ranks: in a hook (which run on the drivers), or after ``fit``, ``validate``, ``test`` or
-        ``predict``, where every rank has kept its stage.
-        """
-        return self._session.full_state_dict(self._module, here=self.is_global_zero)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As on one device, on the driver of replica 0. After a run all ranks call it together."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        return self._session.optimizer_state(self._module, optimizer, here=self.is_global_zero)
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """With a network that is whole on no rank, rank 0 alone reads, and all get the rest."""
-        read = partial(super().load_checkpoint, checkpoint_path, weights_only)
-        return self._building.read_checkpoint(read, self._world)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with self._session.loading(self._module):
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(self._driving.optimizer_states(checkpoint))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
-        state: dict[str, Any] = super().__getstate__()
-        ranks, building = NoWorld(), WholeModule()
-        session = BetweenRuns(ranks, building)
-        return state | {"_world": ranks, "_building": building, "_session": session}

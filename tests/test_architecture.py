@@ -36,7 +36,9 @@ OUTERMOST = {
     "lightning_hybrid/ranks.py",
     "lightning_hybrid/refusals.py",
     "lightning_hybrid/rehearsal.py",
+    "lightning_hybrid/saving.py",
     "lightning_hybrid/sizing.py",
+    "lightning_hybrid/steps.py",
     "lightning_hybrid/progress.py",
     "lightning_hybrid/process/results.py",
     "lightning_hybrid/run.py",
@@ -47,7 +49,10 @@ WITH_PRIVATE_NAMES = {
     "lightning_hybrid/_lightning_private.py",
     *(path for path in FILES if path.startswith("lightning_hybrid/_torch/")),
 }
-SUBCLASSES = [f"lightning_hybrid/{name}.py" for name in ("strategy", "ranks", "process/launcher")]
+SUBCLASSES = [
+    f"lightning_hybrid/{name}.py"
+    for name in ("strategy", "saving", "steps", "ranks", "process/launcher")
+]
 LAUNCHERS = (MultiProcessingLauncher, SubprocessScriptLauncher)
 # what each part may import of the others, from the inside out
 LAYERS = {

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.comm.protocol import MESSAGES, Message, Tensors
+from lightning_hybrid.comm.messages import Message, Tensors
+from lightning_hybrid.comm.protocol import MESSAGES
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.tensors.deferred import value_of
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.lines import Lines
-from lightning_hybrid.comm.protocol import Word
+from lightning_hybrid.comm.messages import Word
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.comm.transport import Transfer, Wire
 from lightning_hybrid.errors import HybridError

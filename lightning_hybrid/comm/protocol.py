@@ -1,55 +1,41 @@
-"""Every message between two ranks: one frozen dataclass each, known to both ends.
+"""What a driver asks of its workers: one frozen dataclass each, known to both ends.
 
-Three families:
-
-* a :class:`Command` goes from a driver to its workers, which carry commands out in order; one that
-  is ``answered`` gets an :class:`Answer` back;
-* a :class:`Word` goes from a stage to the one before or behind it, on the queue of their link;
-* :class:`StillAlive` and :class:`Leaving` may come between all others and are dealt with by the
-  channel itself.
+A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that is
+``answered`` gets an :class:`~lightning_hybrid.comm.messages.Answer` back.
 
 To add a command: define its class here, name it in ``MESSAGES``, and give
 :class:`~lightning_hybrid.runtime.worker.Worker` a handler for it in its table.
-
-Messages with ``in_frame`` are part of every training step: their integers travel in a frame of
-fixed size. All other fields are pickled together, and only where one of them differs from its
-default. A field ``tensors`` is neither: specs are pickled, then the tensors follow as they are.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lightning_hybrid.comm.call_key import CallKey
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.messages import (
+    Answer,
+    Header,
+    Leaving,
+    Message,
+    Pattern,
+    Status,
+    StillAlive,
+    Tensors,
+)
 from lightning_hybrid.network import StageCode
 from lightning_hybrid.tensors.kind import Kind
 
-Tensors = Iterable[tuple[str, Tensor]]
-"""Named tensors. The receiver gets an iterator that takes them off the wire one by one."""
-
 Hyperparameters = dict[str, Any]
 """A parameter group of an optimizer; its parameters by name."""
-
-
-class Message:
-    """What one rank sends to another.
-
-    Attributes:
-        in_frame: whether the integers of the message travel in its frame (at most eight).
-    """
-
-    in_frame: ClassVar[bool] = False
 
 
 class Command(Message):
     """What a driver asks of its workers.
 
     Attributes:
-        answered: whether the worker sends an :class:`Answer`.
+        answered: whether the worker sends an answer.
         outdates: of which kinds the worker changes the tensors that it owns, so that what the
             driver has fetched of them before is stale.
         joint: whether ranks carry it out together, so that others wait in the middle of it for one
@@ -391,70 +377,6 @@ class End(Command):
     results: Any
 
 
-@dataclass(frozen=True)
-class Answer(Message):
-    """To a command, by a worker.
-
-    Attributes:
-        failure: what the worker has failed with, now or since it was last asked.
-        value: what was asked for.
-        tensors: likewise, as tensors.
-    """
-
-    failure: Failure | None = None
-    value: Any = None
-    tensors: Tensors = ()
-
-
-# ---------------------------------------------------------------- between neighbours
-
-
-class Word(Message):
-    """What a stage tells one beside it."""
-
-
-@dataclass(frozen=True)
-class Header(Word):
-    """What follows: the values of a micro-batch; ``None`` once, and nothing, if a stage has failed.
-
-    Attributes:
-        specs: of the values.
-        uses_rng: whether a stage up to here draws random numbers.
-    """
-
-    specs: list[TensorSpec] | None = None
-    uses_rng: bool = False
-
-
-@dataclass(frozen=True)
-class Status(Word):
-    """At the end of a forward pass: whether a stage up to here has failed."""
-
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class Pattern(Word):
-    """Which of the values of a cut get a gradient."""
-
-    present: list[bool]
-
-
-# ---------------------------------------------------------------- between all others
-
-
-@dataclass(frozen=True)
-class StillAlive(Message):
-    """The sender is busy, and has not stopped."""
-
-
-@dataclass(frozen=True)
-class Leaving(Message):
-    """The sender has failed, or heard of a failure: nothing comes from it any more."""
-
-    failure: Failure
-
-
 MESSAGES: tuple[type[Message], ...] = (
     Cut,
     Forward,
@@ -492,4 +414,4 @@ MESSAGES: tuple[type[Message], ...] = (
     StillAlive,
     Leaving,
 )
-"""All of them; the place of a class is its number in a frame."""
+"""All that travels in frames; the place of a class is its number there."""

@@ -28,7 +28,8 @@ from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import Arriving, Links
-from lightning_hybrid.comm.protocol import Backward, Header, Pattern, Status
+from lightning_hybrid.comm.messages import Header, Pattern, Status
+from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.ahead import Ahead

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.protocol import Answer, Command, TakeWeights
+from lightning_hybrid.comm.messages import Answer
+from lightning_hybrid.comm.protocol import Command, TakeWeights
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.pipeline.engine import Engine

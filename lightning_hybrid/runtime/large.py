@@ -18,7 +18,7 @@ from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.protocol import Answer
+from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.pipeline.staged import tensors_of

@@ -14,8 +14,8 @@ from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import (
-    Answer,
     Backward,
     Check,
     Command,

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import (
-    Answer,
     ClipValues,
     Command,
     GiveOptimizer,

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import (
-    Answer,
     ClearGradients,
     Command,
     GiveBorrowedGradients,

@@ -20,82 +20,21 @@ look at its class by torch; our own code looks at the tensors as they are (:func
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import tables
-from lightning_hybrid._torch.tensors import as_they_are, version
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.emptied import emptied
 from lightning_hybrid.tensors.kind import Kind
-from lightning_hybrid.tensors.proxy import make_plain, make_proxy, source_of
+from lightning_hybrid.tensors.proxy import make_plain, make_proxy
+from lightning_hybrid.tensors.remote_gradients import RemoteGradients
+from lightning_hybrid.tensors.remote_source import Remote, RemoteStore
 
 _KINDS = (Kind.PARAMETER, Kind.BUFFER)
-
-
-class RemoteStore(Protocol):
-    """The ranks that own the tensors; names are those of the LightningModule."""
-
-    def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]:
-        """What these tensors are now."""
-
-    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
-        """Set them, or add to them."""
-
-    def clear_gradients(self, names: list[str]) -> None:
-        """``parameter.grad = None``."""
-
-    def gradient_names(self) -> set[str]:
-        """Of the parameters that have a gradient."""
-
-
-class Remote:
-    """One tensor of another rank, and what this rank knows of it.
-
-    Attributes:
-        value: the memory that proxies show here; a parameter or buffer itself.
-        seen: the age (see :class:`RemoteTensors`) in which ``value`` was fetched; ``None``: never.
-        version: of ``value`` when it was last equal to the owner's.
-        written: changed by an operation that the version of ``value`` does not count.
-    """
-
-    __slots__ = ("kind", "name", "seen", "table", "value", "version", "written")
-
-    def __init__(self, table: "RemoteTensors", kind: Kind, name: str, value: Tensor) -> None:
-        self.table, self.kind, self.name, self.value = table, kind, name, value
-        self.seen: int | None = None
-        self.version = version(value)
-        self.written = False
-
-    def read(self) -> None:
-        """Have here what the owner has."""
-        self.table.read(self)
-
-    def touch(self) -> None:
-        """It was written to in a way that only the proxy has seen."""
-        self.table.touch(self)
-
-    def enter_graph(self) -> None:
-        """It takes part in a computation that autograd records."""
-        self.table.enter_graph(self)
-
-    def gradient(self) -> Tensor | None:
-        """A proxy on the gradient of a parameter, if it has one."""
-        return self.table.gradient(self)
-
-    def assign_gradient(self, value: Tensor | None) -> None:
-        """``parameter.grad = value``."""
-        self.table.assign_gradient(self, value)
-
-    @property
-    def changed(self) -> bool:
-        return self.written or (self.seen is not None and version(self.value) != self.version)
-
-    def settle(self) -> None:
-        """``value`` is what the owner has."""
-        self.version, self.written = version(self.value), False
 
 
 class RemoteTensors:
@@ -118,9 +57,9 @@ class RemoteTensors:
         self._age = dict.fromkeys(Kind, 0)
         self._reads = dict.fromkeys(Kind, 0)
         self._touched: dict[tuple[Kind, str], Remote] = {}
-        self._in_graph: dict[str, Remote] = {}
-        self._present: set[str] | None = None
-        self._assigned: dict[str, Tensor | None] = {}
+        self._gradients = RemoteGradients(
+            self, owners, self._tensors[Kind.PARAMETER], self._tensors[Kind.GRADIENT]
+        )
         self._busy = False
         self._at_hand = False  # see at_hand
         self._writes = 0
@@ -142,19 +81,19 @@ class RemoteTensors:
             parameters, buffers = tables(module.get_submodule(owner))
             self._open(name, buffers if parameters.get(key) is None else parameters, key)
         # what this step has computed before, it has computed with ordinary tensors
-        self._in_graph |= self._tensors[Kind.PARAMETER]
+        self._gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
 
     def begin_step(self) -> None:
         """A training step begins, with nothing in its graph."""
         if self.in_graph:
-            self._in_graph.clear()
+            self._gradients.in_graph.clear()
         self.in_graph = False
 
     def close(self) -> None:
         """Make ordinary tensors of all proxies again."""
-        self._make_plain()
-        for table in (self._places, self._touched, self._assigned, self._in_graph, self._here_too):
+        _make_plain(self._tensors)
+        for table in (self._places, self._touched, self._here_too, self._gradients):
             table.clear()
         for tensors in self._tensors.values():
             tensors.clear()
@@ -163,7 +102,7 @@ class RemoteTensors:
     def suspended(self) -> Iterator[None]:
         """Inside, there are no proxies: for code of ours that looks at a whole network."""
         self.flush()
-        self._make_plain()
+        _make_plain(self._tensors)
         try:
             yield
         finally:
@@ -205,7 +144,7 @@ class RemoteTensors:
         parameters = [self._tensors[Kind.PARAMETER][name] for name in names]
         with torch.no_grad(), as_they_are():
             self._fetch(parameters)
-            present, gradients = self._present_names(), self._tensors[Kind.GRADIENT]
+            present, gradients = self._gradients.names(), self._tensors[Kind.GRADIENT]
             held = {r.name: gradients[r.name] for r in parameters if r.name in present}
             self._fetch(held.values())
         for remote in parameters:
@@ -224,7 +163,7 @@ class RemoteTensors:
         make_proxy(remote.value, remote)
         self.touch(remote)
         if gradient is not (held and held.value):
-            self._assigned[remote.name] = gradient
+            self._gradients.assigned[remote.name] = gradient
         elif held is not None and held.changed:
             self.touch(held)
 
@@ -236,7 +175,7 @@ class RemoteTensors:
             self._age[kind] += 1
             self._reads[kind] = 0
             if kind is Kind.GRADIENT:
-                self._present = None
+                self._gradients.outdate()
 
     def flush(self) -> None:
         """Before a command: bring the owners what was changed here.
@@ -244,13 +183,18 @@ class RemoteTensors:
         Raises:
             HybridError: a parameter was replaced, or a view of an outdated value changed.
         """
-        if self._busy or self._at_hand or not (self._touched or self._assigned or self._in_graph):
+        if self._busy or self._at_hand or not (self._touched or self._gradients.pending):
             return
         self._busy = True
         try:
             with as_they_are():
-                self._add_gradients()
-                self._send_assigned()
+                if self._gradients.send_arisen():
+                    self.outdate(Kind.GRADIENT)
+                assigned = self._gradients.send_assigned()
+                for name in assigned:  # proxies on what was there before have nothing to say now
+                    self._touched.pop((Kind.GRADIENT, name), None)
+                if assigned:
+                    self.outdate(Kind.GRADIENT)
                 self._send_changed()
         finally:
             self._busy = False
@@ -270,8 +214,18 @@ class RemoteTensors:
             HybridError: a parameter was replaced.
         """
         for name, (place, key, known) in self._places.items():
-            if place.get(key) is not known.value:
-                self._replace(name, place.get(key))
+            value = place.get(key)
+            if value is known.value:
+                continue
+            if known.kind is Kind.PARAMETER or not isinstance(value, Tensor):
+                raise HybridError(
+                    f"{known.kind.value} {known.name!r} was replaced by {type(value).__name__} in "
+                    "the middle of a run, but another rank owns it. Change its values in place "
+                    "(parameter.copy_(...), load_state_dict) instead."
+                )
+            make_plain(known.value)
+            self._open(name, place, key)
+            self.touch(self._tensors[Kind.BUFFER][name])
 
     # -- what the user's code does
 
@@ -288,7 +242,7 @@ class RemoteTensors:
         if self._reads[kind]:
             wanted = [r for r in self._tensors[kind].values() if r.seen != age]
             if kind is Kind.GRADIENT:
-                wanted = [r for r in wanted if r is remote or r.name in (self._present or ())]
+                wanted = [r for r in wanted if r is remote or r.name in self._gradients.known]
         self._reads[kind] += 1
         with torch.no_grad():
             self._fetch(wanted)
@@ -311,7 +265,7 @@ class RemoteTensors:
     def enter_graph(self, remote: Remote) -> None:
         """It takes part in a computation that autograd records."""
         self.in_graph = True
-        self._in_graph[remote.name] = remote
+        self._gradients.in_graph[remote.name] = remote
 
     def note_use(self, names: Iterable[str]) -> None:
         """Stages of this rank take these parameters into the graph."""
@@ -320,27 +274,13 @@ class RemoteTensors:
 
     def gradient(self, remote: Remote) -> Tensor | None:
         """A proxy on the gradient of a parameter, if it has one."""
-        name = remote.name
-        if name in self._assigned:
-            return self._assigned[name]
-        if self._in_graph:
-            self.flush()  # its gradient may have arisen here
-        if name not in self._present_names():
-            return None
-        found = self._tensors[Kind.GRADIENT][name]
-        return make_proxy(found.value.detach(), found)
+        if not self._gradients.is_settled(remote):
+            self.flush()  # it may have arisen here
+        return self._gradients.proxy(remote)
 
     def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
-        other = source_of(value)
-        if isinstance(other, Remote):
-            if (other.kind, other.name) == (Kind.GRADIENT, remote.name):
-                return  # as in `parameter.grad *= 2`: the proxy has been written to
-            other.read()
-        with as_they_are():
-            remote.value.grad = value  # torch's own check of shape, dtype and device
-            remote.value.grad = None
-        self._assigned[remote.name] = value
+        self._gradients.assign(remote, value)
 
     # -- inside
 
@@ -355,19 +295,6 @@ class RemoteTensors:
             remote.seen = self._age[remote.kind]
             remote.settle()
 
-    def _present_names(self) -> set[str]:
-        """Of the gradients that the owners have; there is memory for them here."""
-        if self._present is None:
-            self.flush()
-            self._present = self._owners.gradient_names()
-        gradients = self._tensors[Kind.GRADIENT]
-        if not self._present <= gradients.keys():
-            with torch.inference_mode(False), as_they_are():
-                for name in self._present - gradients.keys():  # a second read fetches all
-                    memory = torch.zeros_like(self._tensors[Kind.PARAMETER][name].value)
-                    gradients[name] = Remote(self, Kind.GRADIENT, name, memory.detach())
-        return self._present
-
     def _open(self, name: str, place: dict[str, Any], key: str) -> None:
         value = place[key]
         kind = Kind.PARAMETER if isinstance(value, nn.Parameter) else Kind.BUFFER
@@ -376,48 +303,6 @@ class RemoteTensors:
             known = self._tensors[kind][name] = Remote(self, kind, name, value)
         self._places[name] = (place, key, known)
         make_proxy(value, known)
-
-    def _make_plain(self) -> None:
-        for kind in (Kind.PARAMETER, Kind.BUFFER):
-            for remote in self._tensors[kind].values():
-                make_plain(remote.value)
-
-    def _replace(self, name: str, value: Any) -> None:
-        place, key, known = self._places[name]
-        if known.kind is Kind.PARAMETER or not isinstance(value, Tensor):
-            raise HybridError(
-                f"{known.kind.value} {known.name!r} was replaced by "
-                f"{type(value).__name__} in the middle of a run, but another rank owns it. Change "
-                "its values in place (parameter.copy_(...), load_state_dict) instead."
-            )
-        make_plain(known.value)
-        self._open(name, place, key)
-        self.touch(self._tensors[Kind.BUFFER][name])
-
-    def _add_gradients(self) -> None:
-        """The gradients that the user's own use of parameters has left here."""
-        found = {}
-        for name, remote in self._in_graph.items():
-            if remote.value.grad is not None:
-                found[name], remote.value.grad = remote.value.grad, None
-        if found:
-            self._owners.take(Kind.GRADIENT, found, add=True)
-            self.outdate(Kind.GRADIENT)
-
-    def _send_assigned(self) -> None:
-        if not self._assigned:
-            return
-        assigned, self._assigned = self._assigned, {}
-        cleared = [name for name, value in assigned.items() if value is None]
-        if cleared:
-            self._owners.clear_gradients(cleared)
-        values = {name: value for name, value in assigned.items() if value is not None}
-        if values:
-            self._owners.take(Kind.GRADIENT, values)
-        for name in assigned:  # proxies on what was there before have nothing to say any more
-            self._touched.pop((Kind.GRADIENT, name), None)
-            self._tensors[Kind.GRADIENT].pop(name, None)
-        self.outdate(Kind.GRADIENT)
 
     def _send_changed(self) -> None:
         changed: dict[Kind, dict[str, Tensor]] = {}
@@ -434,3 +319,9 @@ class RemoteTensors:
         for kind, values in changed.items():
             self._owners.take(kind, values)
             self._writes += 1
+
+
+def _make_plain(tensors: Mapping[Kind, Mapping[str, Remote]]) -> None:
+    for kind in _KINDS:
+        for remote in tensors[kind].values():
+            make_plain(remote.value)

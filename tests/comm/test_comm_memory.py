@@ -6,7 +6,8 @@ from ranks import together
 
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.memory import MemoryReplica, memory_channels
-from lightning_hybrid.comm.protocol import Answer, Check
+from lightning_hybrid.comm.messages import Answer
+from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.comm.transport import ConnectionLost
 

@@ -9,23 +9,25 @@ from lightning_hybrid.comm import frames
 from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.frames import FRAME, decode, encode
-from lightning_hybrid.comm.protocol import (
+from lightning_hybrid.comm.messages import (
     Answer,
+    Header,
+    Leaving,
+    Message,
+    Pattern,
+    Status,
+    StillAlive,
+)
+from lightning_hybrid.comm.protocol import (
     Backward,
     ClipValues,
     Cut,
     Drop,
     Forward,
     Free,
-    Header,
-    Leaving,
-    Message,
-    Pattern,
     Reduce,
     Skip,
-    Status,
     Step,
-    StillAlive,
     SynchronizeBuffers,
     TakeWeights,
     ZeroGrad,

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from lightning_hybrid.comm import protocol
-from lightning_hybrid.comm.protocol import MESSAGES, Command, Message, Reduce
+from lightning_hybrid.comm import messages, protocol
+from lightning_hybrid.comm.messages import Message
+from lightning_hybrid.comm.protocol import MESSAGES, Command, Reduce
 from lightning_hybrid.tensors.kind import Kind
 
-FAMILIES = {Message, Command, protocol.OptimizerCommand, protocol.Word}
+FAMILIES = {Message, Command, protocol.OptimizerCommand, messages.Word}
 DEFINED = {
     value
-    for value in vars(protocol).values()
+    for value in (*vars(protocol).values(), *vars(messages).values())
     if isinstance(value, type) and issubclass(value, Message) and value not in FAMILIES
 }
 COMMANDS = sorted((m for m in DEFINED if issubclass(m, Command)), key=lambda m: m.__name__)

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.memory import memory_channels
-from lightning_hybrid.comm.protocol import Answer, Command, GiveWeights
+from lightning_hybrid.comm.messages import Answer
+from lightning_hybrid.comm.protocol import Command, GiveWeights
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.runtime.worker import Worker
 

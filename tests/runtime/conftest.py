@@ -10,7 +10,8 @@ from served import GRADIENTS, Service
 from torch import nn
 
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.protocol import Leaving, TakeGradients, TakeOptimizers
+from lightning_hybrid.comm.messages import Leaving
+from lightning_hybrid.comm.protocol import TakeGradients, TakeOptimizers
 from lightning_hybrid.runtime.optimizers import ship
 
 

@@ -7,7 +7,8 @@ import pytest
 from crew import Crew
 
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.protocol import Answer, Check, Free, Report, Step
+from lightning_hybrid.comm.messages import Answer
+from lightning_hybrid.comm.protocol import Check, Free, Report, Step
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.tensors.kind import Kind

@@ -4,8 +4,8 @@ import pytest
 import torch
 from crew import Crew
 
+from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import (
-    Answer,
     ClearGradients,
     GiveGradients,
     GiveWeights,

@@ -5,6 +5,7 @@ import torch
 from served import Service
 
 from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.messages import Leaving
 from lightning_hybrid.comm.protocol import (
     MESSAGES,
     Check,
@@ -13,7 +14,6 @@ from lightning_hybrid.comm.protocol import (
     ForgetFailure,
     Free,
     GiveWeights,
-    Leaving,
     Reduce,
     Report,
     Step,

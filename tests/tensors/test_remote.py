@@ -1,79 +1,15 @@
-"""Proxies of tensors of another rank, which here is an ordinary copy of the module."""
+"""Proxies of tensors of another rank: what is read, changed and replaced."""
 
 import copy
 import io
-from collections.abc import Mapping
 
 import pytest
 import torch
+from owned_elsewhere import World
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.kind import Kind
-from lightning_hybrid.tensors.remote import RemoteTensors
-
-
-class Owner:
-    """The rank that owns the tensors; counts what it is asked for."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.parameters = dict(module.named_parameters())
-        self.tensors = self.parameters | dict(module.named_buffers())
-        self.given: list[list[str]] = []
-
-    def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]:
-        self.given.append(names)
-        if kind is Kind.GRADIENT:
-            return {n: self.parameters[n].grad.clone() for n in names}  # type: ignore[union-attr]
-        return {n: self.tensors[n].detach().clone() for n in names}
-
-    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
-        for name, value in values.items():
-            if kind is not Kind.GRADIENT:
-                self.tensors[name].data.copy_(value)
-            elif add and self.parameters[name].grad is not None:
-                self.parameters[name].grad += value  # type: ignore[operator]
-            else:
-                self.parameters[name].grad = value.clone()
-
-    def clear_gradients(self, names: list[str]) -> None:
-        for name in names:
-            self.parameters[name].grad = None
-
-    def gradient_names(self) -> set[str]:
-        return {name for name, p in self.parameters.items() if p.grad is not None}
-
-
-class World:
-    """A module on this rank whose tensors live in another one."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.here = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        self.there = copy.deepcopy(self.here)
-        with torch.no_grad():
-            for tensor in self.there.parameters():
-                tensor += 1
-        self.owner = Owner(self.there)
-        self.remote = RemoteTensors(self.owner)
-        names = [n for n, _ in self.here.named_parameters()]
-        names += [n for n, _ in self.here.named_buffers()]
-        self.remote.add(self.here, names)
-
-    def backward_there(self) -> None:
-        self.there(torch.randn(5, 3)).square().sum().backward()
-        self.remote.outdate(Kind.GRADIENT, Kind.BUFFER)
-
-    def same(self) -> bool:
-        self.remote.flush()
-        mine, theirs = self.here.state_dict(), self.there.state_dict()
-        return all(torch.equal(mine[name], theirs[name]) for name in theirs)
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
 
 
 def test_a_parameter_stays_the_same_object_and_its_looks_ask_nobody(world: World) -> None:
@@ -167,59 +103,6 @@ def test_replaced_buffers_reach_the_owner_and_replaced_parameters_are_refused(
     other.here[0].weight = nn.Parameter(torch.zeros(4, 3))
     with pytest.raises(HybridError, match=r"parameter '0\.weight' was replaced"):
         other.remote.adopt_replaced()
-
-
-def test_gradients_are_seen_changed_and_cleared(world: World) -> None:
-    assert world.here[0].weight.grad is None
-    world.backward_there()
-    mine, theirs = list(world.here.parameters()), list(world.there.parameters())
-    assert all(torch.equal(a.grad + 0, b.grad) for a, b in zip(mine, theirs))  # type: ignore[operator,arg-type]
-    expected = nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
-    norm = nn.utils.clip_grad_norm_(world.here.parameters(), 0.1)
-    world.remote.flush()
-    assert torch.equal(norm, expected)
-    clipped = nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
-    assert clipped == pytest.approx(0.1, rel=1e-4)
-    mine[0].grad = torch.ones(4, 3)
-    assert mine[0].grad.sum() == 12
-    world.remote.flush()
-    assert torch.equal(theirs[0].grad, torch.ones(4, 3))  # type: ignore[arg-type]
-    world.here.zero_grad()
-    assert mine[0].grad is None
-    world.remote.flush()
-    assert all(p.grad is None for p in theirs)
-
-
-def test_gradients_are_changed_in_place_and_swapped(world: World) -> None:
-    world.backward_there()
-    first, last = world.here[0].bias, world.here[1].bias
-    old, theirs = world.there[0].bias.grad.clone(), world.there[1].bias.grad.clone()  # type: ignore[union-attr]
-    first.grad *= 3
-    world.remote.flush()
-    assert torch.equal(world.there[0].bias.grad, old * 3)  # type: ignore[arg-type]
-    first.grad = last.grad
-    world.remote.flush()
-    assert torch.equal(world.there[0].bias.grad, theirs)  # type: ignore[arg-type]
-
-
-def test_clearing_gradients_fetches_none(world: World) -> None:
-    world.backward_there()
-    world.here.zero_grad()
-    world.remote.flush()
-    assert world.owner.given == []
-    assert all(p.grad is None for p in world.there.parameters())
-
-
-def test_a_penalty_adds_its_gradient_to_the_owners(world: World) -> None:
-    world.backward_there()
-    before = [p.grad.clone() for p in world.there.parameters()]  # type: ignore[union-attr]
-    penalty = sum(p.square().sum() for p in world.here.parameters())
-    assert world.remote.in_graph
-    penalty.backward()  # type: ignore[union-attr]
-    gradients = [p.grad + 0 for p in world.here.parameters()]  # type: ignore[operator]
-    for seen, old, theirs in zip(gradients, before, world.there.parameters()):
-        assert torch.equal(seen, old + 2 * theirs)
-        assert torch.equal(theirs.grad, seen)  # type: ignore[arg-type]
 
 
 def test_copies_and_pickles_are_ordinary_and_current(world: World) -> None:

@@ -1,0 +1,125 @@
+"""The gradients of parameters that other ranks own, as the user's code on the driver sees them.
+
+They are in three places: where the owners have them; here, where the user has assigned one
+(``parameter.grad = value``); and here too, where the user's own code has computed with a parameter
+(a penalty over all weights), so that autograd leaves a gradient on the driver, which is part of
+the owner's.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.proxy import make_proxy, source_of
+from lightning_hybrid.tensors.remote_source import Remote, RemoteStore, Table
+
+
+class RemoteGradients:
+    """The gradients of the remote parameters of one driver.
+
+    Args:
+        table: of all remote tensors.
+        owners: of the parameters.
+        parameters: by name.
+        held: by name, the gradients that there is memory for here.
+
+    Attributes:
+        in_graph: the parameters that have entered the graph of this step, by name.
+        assigned: by name of the parameter, gradients that the owners have not been told of yet.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        owners: RemoteStore,
+        parameters: dict[str, Remote],
+        held: dict[str, Remote],
+    ) -> None:
+        self._table, self._owners = table, owners
+        self._parameters, self._held = parameters, held
+        self._present: set[str] | None = None
+        self.in_graph: dict[str, Remote] = {}
+        self.assigned: dict[str, Tensor | None] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether there may be something here that the owners lack."""
+        return bool(self.assigned or self.in_graph)
+
+    @property
+    def known(self) -> Collection[str]:
+        """Names of the parameters that have a gradient, as far as the owners were asked."""
+        return self._present or ()
+
+    def is_settled(self, remote: Remote) -> bool:
+        """Whether what a parameter's gradient is does not depend on what is pending."""
+        if remote.name in self.assigned:
+            return True
+        return not self.in_graph and self._present is not None
+
+    def names(self) -> set[str]:
+        """Names of the parameters whose owners have a gradient; there is memory for it here."""
+        if self._present is None:
+            self._present = self._owners.gradient_names()
+        if not self._present <= self._held.keys():
+            with torch.inference_mode(False), as_they_are():
+                for name in self._present - self._held.keys():  # a second read fetches all
+                    memory = torch.zeros_like(self._parameters[name].value)
+                    self._held[name] = Remote(self._table, Kind.GRADIENT, name, memory.detach())
+        return self._present
+
+    def proxy(self, remote: Remote) -> Tensor | None:
+        """What ``parameter.grad`` is: what was assigned, a proxy on the owner's, or nothing."""
+        if remote.name in self.assigned:
+            return self.assigned[remote.name]
+        if remote.name not in self.names():
+            return None
+        found = self._held[remote.name]
+        return make_proxy(found.value.detach(), found)
+
+    def assign(self, remote: Remote, value: Tensor | None) -> None:
+        """``parameter.grad = value``."""
+        other = source_of(value)
+        if isinstance(other, Remote):
+            if (other.kind, other.name) == (Kind.GRADIENT, remote.name):
+                return  # as in `parameter.grad *= 2`: the proxy has been written to
+            other.read()
+        with as_they_are():
+            remote.value.grad = value  # torch's own check of shape, dtype and device
+            remote.value.grad = None
+        self.assigned[remote.name] = value
+
+    def send_arisen(self) -> bool:
+        """Add to the owners' what the user's own use of parameters has left here, if anything."""
+        found = {}
+        for name, remote in self.in_graph.items():
+            if remote.value.grad is not None:
+                found[name], remote.value.grad = remote.value.grad, None
+        if found:
+            self._owners.take(Kind.GRADIENT, found, add=True)
+        return bool(found)
+
+    def send_assigned(self) -> Collection[str]:
+        """Bring the owners what was assigned. Returns the names of the parameters."""
+        assigned, self.assigned = self.assigned, {}
+        cleared = [name for name, value in assigned.items() if value is None]
+        if cleared:
+            self._owners.clear_gradients(cleared)
+        values = {name: value for name, value in assigned.items() if value is not None}
+        if values:
+            self._owners.take(Kind.GRADIENT, values)
+        for name in assigned:
+            self._held.pop(name, None)
+        return assigned.keys()
+
+    def outdate(self) -> None:
+        """The owners change their gradients."""
+        self._present = None
+
+    def clear(self) -> None:
+        """Nothing is in the graph, and nothing assigned."""
+        self.in_graph.clear()
+        self.assigned.clear()

@@ -1,0 +1,92 @@
+"""One tensor of another rank, as the source of its proxies, and what is asked of its owner."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_hybrid._torch.tensors import version
+from lightning_hybrid.tensors.kind import Kind
+
+
+class RemoteStore(Protocol):
+    """The ranks that own the tensors; names are those of the LightningModule."""
+
+    def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]:
+        """What these tensors are now."""
+
+    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
+        """Set them, or add to them."""
+
+    def clear_gradients(self, names: list[str]) -> None:
+        """``parameter.grad = None``."""
+
+    def gradient_names(self) -> set[str]:
+        """Of the parameters that have a gradient."""
+
+
+class Table(Protocol):
+    """The remote tensors of one driver, who know what is here and how old it is."""
+
+    def read(self, remote: "Remote") -> None:
+        """Fetch what the owner has, unless that is here already."""
+
+    def touch(self, remote: "Remote") -> None:
+        """It was written to."""
+
+    def enter_graph(self, remote: "Remote") -> None:
+        """It takes part in a computation that autograd records."""
+
+    def gradient(self, remote: "Remote") -> Tensor | None:
+        """A proxy on the gradient of a parameter, if it has one."""
+
+    def assign_gradient(self, remote: "Remote", value: Tensor | None) -> None:
+        """``parameter.grad = value``."""
+
+
+class Remote:
+    """One tensor of another rank, and what this rank knows of it.
+
+    Attributes:
+        value: the memory that proxies show here; a parameter or buffer itself.
+        seen: the age (:class:`~lightning_hybrid.tensors.remote.RemoteTensors`) in which ``value``
+            was fetched; ``None``: never.
+        version: of ``value`` when it was last equal to the owner's.
+        written: changed by an operation that the version of ``value`` does not count.
+    """
+
+    __slots__ = ("kind", "name", "seen", "table", "value", "version", "written")
+
+    def __init__(self, table: Table, kind: Kind, name: str, value: Tensor) -> None:
+        self.table, self.kind, self.name, self.value = table, kind, name, value
+        self.seen: int | None = None
+        self.version = version(value)
+        self.written = False
+
+    def read(self) -> None:
+        """Have here what the owner has."""
+        self.table.read(self)
+
+    def touch(self) -> None:
+        """It was written to in a way that only the proxy has seen."""
+        self.table.touch(self)
+
+    def enter_graph(self) -> None:
+        """It takes part in a computation that autograd records."""
+        self.table.enter_graph(self)
+
+    def gradient(self) -> Tensor | None:
+        """A proxy on the gradient of a parameter, if it has one."""
+        return self.table.gradient(self)
+
+    def assign_gradient(self, value: Tensor | None) -> None:
+        """``parameter.grad = value``."""
+        self.table.assign_gradient(self, value)
+
+    @property
+    def changed(self) -> bool:
+        return self.written or (self.seen is not None and version(self.value) != self.version)
+
+    def settle(self) -> None:
+        """``value`` is what the owner has."""
+        self.version, self.written = version(self.value), False

@@ -1,0 +1,59 @@
+"""Gradients of parameters of another rank: seen, changed, cleared, and added to."""
+
+import pytest
+import torch
+from owned_elsewhere import World
+from torch import nn
+
+
+def test_gradients_are_seen_changed_and_cleared(world: World) -> None:
+    assert world.here[0].weight.grad is None
+    world.backward_there()
+    mine, theirs = list(world.here.parameters()), list(world.there.parameters())
+    assert all(torch.equal(a.grad + 0, b.grad) for a, b in zip(mine, theirs))  # type: ignore[operator,arg-type]
+    expected = nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
+    norm = nn.utils.clip_grad_norm_(world.here.parameters(), 0.1)
+    world.remote.flush()
+    assert torch.equal(norm, expected)
+    clipped = nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
+    assert clipped == pytest.approx(0.1, rel=1e-4)
+    mine[0].grad = torch.ones(4, 3)
+    assert mine[0].grad.sum() == 12
+    world.remote.flush()
+    assert torch.equal(theirs[0].grad, torch.ones(4, 3))  # type: ignore[arg-type]
+    world.here.zero_grad()
+    assert mine[0].grad is None
+    world.remote.flush()
+    assert all(p.grad is None for p in theirs)
+
+
+def test_gradients_are_changed_in_place_and_swapped(world: World) -> None:
+    world.backward_there()
+    first, last = world.here[0].bias, world.here[1].bias
+    old, theirs = world.there[0].bias.grad.clone(), world.there[1].bias.grad.clone()  # type: ignore[union-attr]
+    first.grad *= 3
+    world.remote.flush()
+    assert torch.equal(world.there[0].bias.grad, old * 3)  # type: ignore[arg-type]
+    first.grad = last.grad
+    world.remote.flush()
+    assert torch.equal(world.there[0].bias.grad, theirs)  # type: ignore[arg-type]
+
+
+def test_clearing_gradients_fetches_none(world: World) -> None:
+    world.backward_there()
+    world.here.zero_grad()
+    world.remote.flush()
+    assert world.owner.given == []
+    assert all(p.grad is None for p in world.there.parameters())
+
+
+def test_a_penalty_adds_its_gradient_to_the_owners(world: World) -> None:
+    world.backward_there()
+    before = [p.grad.clone() for p in world.there.parameters()]  # type: ignore[union-attr]
+    penalty = sum(p.square().sum() for p in world.here.parameters())
+    assert world.remote.in_graph
+    penalty.backward()  # type: ignore[union-attr]
+    gradients = [p.grad + 0 for p in world.here.parameters()]  # type: ignore[operator]
+    for seen, old, theirs in zip(gradients, before, world.there.parameters()):
+        assert torch.equal(seen, old + 2 * theirs)
+        assert torch.equal(theirs.grad, seen)  # type: ignore[arg-type]
