@@ -62,6 +62,7 @@ class Cut(Command):
         borrowed: names in the network of parameters that the rank uses and another one owns.
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
+        split: numbers of the stages whose backward the schedule splits.
     """
 
     answered = True
@@ -72,6 +73,7 @@ class Cut(Command):
     borrowed: frozenset[str]
     schedule: str
     seed: int
+    split: tuple[int, ...]
 
 
 @dataclass(frozen=True)

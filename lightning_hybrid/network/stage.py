@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from lightning_hybrid._torch.graphs import exit_autocast, set_gradients
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network.checkpointing import close_region
+from lightning_hybrid.network.checkpointing import close_region, has_region
 from lightning_hybrid.network.code import GraphCode
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
@@ -46,6 +46,7 @@ class StageCode:
         layers: (first, after last) number of its layers.
         beside: names of further parameters and buffers of the modules whose tensors it takes: this
             graph does not use them, but others will (a count of batches, in training).
+        checkpointed: whether a part of it is computed again in the backward.
     """
 
     code: GraphCode
@@ -54,6 +55,7 @@ class StageCode:
     written: frozenset[str]
     layers: tuple[int, int]
     beside: tuple[str, ...] = ()
+    checkpointed: bool = False
 
     @property
     def owned(self) -> tuple[str, ...]:
@@ -75,7 +77,7 @@ class Stage:
 
     def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
         self.written, self.layers, self.tensor_names = code.written, code.layers, code.owned
-        self._numbers = code.numbers
+        self._numbers, self.checkpointed = code.numbers, code.checkpointed
         self._all_places = [_place(network, name) for name in code.owned]
         self._places = self._all_places[: len(code.tensors)]
         self._code, self._device = code.code, device
@@ -251,6 +253,7 @@ def _stage(
         tuple(graph.numbers.index(node) for node in copier.numbers),
         frozenset[str]().union(*(layer.written for layer in layers)),
         (start, stop),
+        checkpointed=has_region(code),
     )
 
 

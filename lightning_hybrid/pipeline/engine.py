@@ -32,6 +32,7 @@ from lightning_hybrid.comm.messages import Header, Pattern, Status
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.network import Stage
+from lightning_hybrid.network.split_backward import WeightPart, input_part
 from lightning_hybrid.pipeline.ahead import Ahead
 from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.pipeline.calls import Call, Gradients, Recipe, Traffic, Values
@@ -64,6 +65,7 @@ class Engine:
         seed: of the random numbers inside the network.
         trace: where to record.
         options: how stages compute.
+        split: numbers of the stages whose backward the schedule splits.
 
     Attributes:
         owned: the stages of this rank, in their order.
@@ -82,6 +84,7 @@ class Engine:
         seed: int,
         trace: Trace,
         options: StageOptions,
+        split: Sequence[int] = (),
     ) -> None:
         self.coordinates, self.replica_group = coordinates, replica_group
         self.device, self.seed, self.trace = device, seed, trace
@@ -98,6 +101,10 @@ class Engine:
                 number == len(devices) - 1,
                 f"stage {number} " if len(links) > 1 else "",
                 EarlyForwards(delayed),
+                # what is computed again in the backward would be so for each part
+                splits=number in split
+                and not options.compiled
+                and not stages[number].checkpointed,
             )
             for number, both in links.items()
         ]
@@ -105,6 +112,7 @@ class Engine:
         first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)
         self.done_before = [p for other in others for p in other if p not in first]
         self._schedule_name, self._devices = schedule, tuple(devices)
+        self._split = tuple(split)
         self._compiled = options.compiled
         self._statistics = options.statistics and Synchronised(options.statistics)
 
@@ -205,12 +213,14 @@ class Engine:
 
     def _lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
         here, microbatches = self.coordinates.pp_rank, key.microbatches
-        return lists_of(self._schedule_name, self._devices, here, microbatches, input_gradient)
+        return lists_of(
+            self._schedule_name, self._devices, here, microbatches, input_gradient, self._split
+        )
 
     def schedule(self, key: CallKey, *, input_gradient: bool) -> Schedule:
         """What each stage does in a call."""
         return schedule_of(
-            self._schedule_name, len(self._devices), key.microbatches, input_gradient
+            self._schedule_name, len(self._devices), key.microbatches, input_gradient, self._split
         )
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
@@ -370,7 +380,7 @@ class _Forward:
                 self.call.number, stage, values, numbers, states
             )
             return outputs
-        with self.engine.statistics(self.call.key):
+        with self.engine.statistics(self.call.key), self.own.looks_for_hooks():
             if self.engine.recompute:
                 outputs, self.saved[microbatch] = forward(stage, values, numbers, states)
                 return outputs
@@ -403,6 +413,7 @@ class _Backward:
         self.error: Exception | None = None
         self._arrived: Gradients = []
         self._result: Gradients = []
+        self._put_off: dict[int, WeightPart] = {}
         self._last = call.key.microbatches - 1
         self.links.previous.flush(engine.untaken(call))
         schedule = engine.schedule(call.key, input_gradient=mode.input_gradient)
@@ -436,6 +447,18 @@ class _Backward:
             span = engine.trace.span(f"{self.own.label}backward", microbatch)
             with span, engine.statistics(self.call.key):
                 self._result = self._run(microbatch, gradients)
+        except Exception as error:
+            self.error = error
+            engine.fail(error, self.own.number)
+
+    def weight(self, microbatch: int) -> None:
+        """Add the gradients of the weights; they are there if the backward was not split."""
+        engine, part = self.engine, self._put_off.pop(microbatch, None)
+        if part is None or engine.failure is not None:
+            return
+        try:
+            with engine.trace.span(f"{self.own.label}weight", microbatch):
+                part.run(keep=self.mode.keep)
         except Exception as error:
             self.error = error
             engine.fail(error, self.own.number)
@@ -489,12 +512,18 @@ class _Backward:
             return [None] * len(values)
         roots, starts = [root for root, _ in pairs], [start for _, start in pairs]
         if self.mode.parameters:
+            if self.own.splits and wanted:
+                parts = input_part(roots, starts, wanted)
+                if parts is not None:
+                    found, self._put_off[microbatch] = parts
+                    by_value = iter(found)
+                    return [next(by_value) if value.requires_grad else None for value in values]
             torch.autograd.backward(roots, starts, retain_graph=keep)
             result = [value.grad for value in values]
             for value in wanted:
                 value.grad = None
             return result
-        found = torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
+        found = [*torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)]
         by_value = iter(found)
         return [next(by_value) if value.requires_grad else None for value in values]
 

@@ -2,12 +2,14 @@
 
 from functools import lru_cache
 
-from lightning_hybrid.schedules import SCHEDULES, Schedule, merge
+from lightning_hybrid.schedules import Schedule, make_schedule, merge
 
 
 @lru_cache(maxsize=256)
-def schedule_of(name: str, stages: int, microbatches: int, input_gradient: bool) -> Schedule:
-    return SCHEDULES[name](stages, microbatches, input_gradient=input_gradient)
+def schedule_of(
+    name: str, stages: int, microbatches: int, input_gradient: bool, split: tuple[int, ...] = ()
+) -> Schedule:
+    return make_schedule(name, stages, microbatches, input_gradient=input_gradient, split=split)
 
 
 Todo = tuple[tuple[int, str, int], ...]
@@ -16,10 +18,15 @@ Todo = tuple[tuple[int, str, int], ...]
 
 @lru_cache(maxsize=256)
 def lists_of(
-    name: str, devices: tuple[int, ...], here: int, microbatches: int, input_gradient: bool
+    name: str,
+    devices: tuple[int, ...],
+    here: int,
+    microbatches: int,
+    input_gradient: bool,
+    split: tuple[int, ...] = (),
 ) -> tuple[Todo, Todo]:
     """The forward and the backward list of the rank with this ``pp_rank``."""
-    schedule = schedule_of(name, len(devices), microbatches, input_gradient)
+    schedule = schedule_of(name, len(devices), microbatches, input_gradient, split)
     own = [stage for stage, device in enumerate(devices) if device == here]
     forward, backward = (
         tuple((own.index(stage), str(i.kind), i.microbatch) for stage, i in merged[here])

@@ -1,10 +1,13 @@
 """What a rank knows of its stages before they run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lightning_hybrid.comm.links import Links
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.network import Stage
+from lightning_hybrid.network.split_backward import HookWatch
 from lightning_hybrid.pipeline.early import DelayedWeights, EarlyForwards
 
 
@@ -40,6 +43,8 @@ class OwnedStage:
         is_last: whether it is the network's last stage.
         label: what tells it from other stages of the rank in a trace.
         early: its forwards that run before their turn.
+        splits: whether its backward is split; not any more once a forward has hooked what it
+            computes.
     """
 
     number: int
@@ -48,3 +53,14 @@ class OwnedStage:
     is_last: bool
     label: str
     early: EarlyForwards
+    splits: bool = False
+
+    @contextmanager
+    def looks_for_hooks(self) -> Iterator[None]:
+        """Around a forward whose backward may be split."""
+        if not self.splits:
+            yield
+            return
+        with HookWatch() as watch:
+            yield
+        self.splits = not watch.seen

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import Instruction, Kind, Schedule, execute_merged, merge
 
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """An instruction and when it ran.
 
     A send lasts while its message is on the link, a receive while the device waits for it, a
-    reduction while gradients travel. Only forward and backward keep the device busy.
+    reduction while gradients travel. Only forward, backward and weight keep the device busy.
     """
 
     stage: int
@@ -46,6 +44,7 @@ def simulate(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     *,
+    weight_s: Sequence[float] | float = 0.0,
     devices: Sequence[int] | None = None,
     send_s: Sequence[float] | float = 0.0,
     latency_s: Sequence[float] | float = 0.0,
@@ -64,7 +63,8 @@ def simulate(
     Args:
         schedule: What to run.
         forward_s: Seconds of the forward of one micro-batch, per stage.
-        backward_s: The same for the backward.
+        backward_s: The same for the backward; where that is split, for its input part.
+        weight_s: The same for the weight part where it is split, or one for all.
         devices: Device of each stage, counted from 0. A device with several stages runs their lists
             merged into one. None: stage k has device k to itself.
         send_s: Seconds for which one micro-batch that crosses the cut after each stage keeps the
@@ -74,7 +74,8 @@ def simulate(
             driver and stage 0.
         driver_s: Seconds of the user's code on the driver between forward and backward.
         reduce_s: Seconds of the all-reduce between the replicas of each stage, or one for all. It
-            runs beside the last backward and ends no earlier than this; those of a device follow
+            runs beside the last backward (or its weight part) and ends no earlier than this; those
+            of a device follow
             each other.
         step_s: Seconds of the optimizer step of each stage, or one for all.
 
@@ -91,6 +92,7 @@ def simulate(
         devices=places,
         forward_s=_per("forward_s", forward_s, stages),
         backward_s=_per("backward_s", backward_s, stages),
+        weight_s=_per("weight_s", weight_s, stages),
         edge_s=(*_per("send_s", send_s, stages - 1), *_per("input_s", input_s, 1)),
         latency_s=(*_per("latency_s", latency_s, stages - 1), 0.0),
         reduce_s=_per("reduce_s", reduce_s, stages),
@@ -123,6 +125,7 @@ class _Run:
     devices: tuple[int, ...]  # of the stages
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
     edge_s: tuple[float, ...]  # edge k of the ring joins stage k and the next one
     latency_s: tuple[float, ...]
     reduce_s: tuple[float, ...]
@@ -136,7 +139,7 @@ class _Run:
     def take(self, stage: int, instruction: Instruction) -> None:
         device = self.devices[stage]
         start_s = self.clock_s[device]
-        if instruction.kind in _COMPUTE:
+        if instruction.kind.computes:
             end_s = self._compute(stage, instruction)
         elif instruction.kind is Kind.REDUCE:
             start_s = max(start_s, self.reduced_s[device])
@@ -149,8 +152,12 @@ class _Run:
         self.events.append(Event(stage, instruction, start_s, end_s))
 
     def _compute(self, stage: int, instruction: Instruction) -> float:
-        forward = instruction.kind is Kind.FORWARD
-        duration_s = (self.forward_s if forward else self.backward_s)[stage]
+        seconds = {
+            Kind.FORWARD: self.forward_s,
+            Kind.BACKWARD: self.backward_s,
+            Kind.WEIGHT: self.weight_s,
+        }
+        duration_s = seconds[instruction.kind][stage]
         device = self.devices[stage]
         self.busy_s[device] += duration_s
         self.clock_s[device] += duration_s

@@ -12,7 +12,9 @@ to s and m times the largest of them. With c_-1 the inputs' and sums over what l
     step      max_k ( max(E_k, E_k - b_k + reduce_k) + step_k )
 
 where u is what the driver does between the passes. The all-reduce of a stage runs beside its last
-backward. That takes O(S): where only a cut moves, there is nothing left to save.
+backward. That takes O(S): where only a cut moves, there is nothing left to save. A stage whose
+backward is split hands a micro-batch on after b_k and takes the next one after b_k + w_k: w_k is
+in the maximum and not in the sum, and the stage ends w_k later, beside which its gradients travel.
 
 **Stages that share devices** (loops, free placements) take turns in the order of their ticks, see
 `schedules.merged`. The recursion goes through the (stage, micro-batch) pairs in that order: O(S M).
@@ -47,6 +49,9 @@ class StepCosts:
     """How long a micro-batch of inputs occupies the link from the driver to stage 0."""
     driver_s: float = 0.0
     """What the driver does between forward and backward."""
+    weight_s: Sequence[float] = ()
+    """(S,) weight part of the backward where that is split, and then `backward_s` is its input
+    part; 0: not split. Empty: none is. For stages that have a device each."""
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -57,16 +62,23 @@ class StepCosts:
             ("latency_s", stages - 1),
             ("reduce_s", stages),
             ("step_s", stages),
+            ("weight_s", stages),
         ):
             given = getattr(self, name)
             if len(given) != count and (len(given) or name in ("backward_s", "devices")):
                 raise PlanError(f"{name} has {len(given)} entries, {count} are needed: {given}")
+        if any(self.weight_s) and len(set(self.devices)) < stages:
+            raise PlanError(
+                f"weight_s{tuple(self.weight_s)} splits backwards of stages that share devices, "
+                f"{tuple(self.devices)}: give each stage a device of its own"
+            )
 
 
 def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
 
-    The same as `simulate(gpipe(S, M), ...).makespan_s`, without events, busy times and checks of
+    The same as `simulate(gpipe(S, M), ...).makespan_s`, and with `weight_s` as that of
+    `zero_bubble` with these stages split, without events, busy times and checks of
     the numbers: made to be called thousands of times.
     """
     stages = len(costs.forward_s)
@@ -90,7 +102,7 @@ def _chain_s(costs: StepCosts, stages: int, microbatches: int) -> float:
             forward += send[k] + latency[k]
             longest = max(longest, send[k])
     start = forward + more * longest + costs.driver_s
-    reduce, step = costs.reduce_s or none, costs.step_s or none
+    reduce, step, weight = costs.reduce_s or none, costs.step_s or none, costs.weight_s or none
     longest = finish = 0.0
     for k in range(last, -1, -1):
         b = costs.backward_s[k]
@@ -98,9 +110,10 @@ def _chain_s(costs: StepCosts, stages: int, microbatches: int) -> float:
             backward += send[k] + latency[k]
             longest = max(longest, send[k])
         backward += b
-        longest = max(longest, b)
-        end = start + backward + more * longest
-        finish = max(finish, max(end, end - b + reduce[k]) + step[k])
+        w = weight[k]
+        longest = max(longest, b + w)
+        end = start + backward + more * longest + w
+        finish = max(finish, max(end, end - (w or b) + reduce[k]) + step[k])
     return finish
 
 

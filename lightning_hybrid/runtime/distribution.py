@@ -159,6 +159,7 @@ class Distribution:
                 borrowed[worker],
                 placement.schedule,
                 self._seed,
+                placement.split,
             )
         self._commands.tell_each(orders)
         links = {} if linked else link_stages(self._mesh, placement.devices, self._device)
@@ -223,4 +224,5 @@ class Distribution:
             self._seed,
             self._trace,
             self._options,
+            placement.split,
         )

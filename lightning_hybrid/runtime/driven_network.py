@@ -42,16 +42,25 @@ class Placement:
         devices: ``pp_rank`` of each stage; the last one is 0, the driver.
         owned: of each stage, the names in the network of the tensors that belong to its rank.
         schedule: name of the schedule.
+        split: numbers of the stages whose backward it splits.
     """
 
     devices: tuple[int, ...]
     owned: tuple[frozenset[str], ...]
     schedule: str
+    split: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, codes: Sequence[StageCode], devices: Sequence[int], schedule: str) -> "Placement":
+    def of(
+        cls,
+        codes: Sequence[StageCode],
+        devices: Sequence[int],
+        schedule: str,
+        split: Sequence[int] = (),
+    ) -> "Placement":
         """That of these stages on these devices."""
-        return cls(tuple(devices), tuple([frozenset(code.owned) for code in codes]), schedule)
+        owned = tuple([frozenset(code.owned) for code in codes])
+        return cls(tuple(devices), owned, schedule, tuple(split))
 
 
 class DrivenNetwork(StagedNetwork):

@@ -199,6 +199,7 @@ class Worker:
             order.seed,
             self._trace,
             self._options,
+            order.split,
         )
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)

@@ -1,5 +1,7 @@
 """What each rank does, in order: pure data, executed by the runtime, timed and drawn elsewhere."""
 
+from collections.abc import Callable
+
 from lightning_hybrid.schedules.akintoye import AKINTOYE
 from lightning_hybrid.schedules.ddg import DDG
 from lightning_hybrid.schedules.fdg import FDG
@@ -19,12 +21,42 @@ from lightning_hybrid.schedules.looped import looped
 from lightning_hybrid.schedules.merged import merge
 from lightning_hybrid.schedules.one_f_one_b import ONE_F_ONE_B
 from lightning_hybrid.schedules.pipedream import PIPEDREAM
+from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 STREAMED = {each.name: each for each in (ONE_F_ONE_B, PIPEDREAM, DDG, FDG, AKINTOYE)}
 """The streamed schedules by the name they have in a plan."""
 
-SCHEDULES = {"gpipe": gpipe, "looped": looped, **dict.fromkeys(STREAMED, gpipe)}
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "looped": looped,
+    "zero_bubble": zero_bubble,
+    **dict.fromkeys(STREAMED, gpipe),
+}
 """By the name of a schedule, what each rank does in one call of the network."""
+
+
+
+def make_schedule(
+    name: str,
+    stages: int,
+    microbatches: int,
+    *,
+    input_gradient: bool = False,
+    split: tuple[int, ...] | None = None,
+) -> Schedule:
+    """Make a schedule by its name.
+
+    Args:
+        name: In `SCHEDULES`.
+        stages: Number of stages.
+        microbatches: Number of micro-batches.
+        input_gradient: Whether the driver wants the gradient of the network's inputs.
+        split: Of `zero_bubble`, numbers of the stages whose backward is split; None: of all that
+            may be.
+    """
+    more = {"split": split} if name == "zero_bubble" else {}
+    return SCHEDULES[name](stages, microbatches, input_gradient=input_gradient, **more)
+
 
 __all__ = [
     "SCHEDULES",
@@ -40,5 +72,7 @@ __all__ = [
     "execute_merged",
     "gpipe",
     "looped",
+    "make_schedule",
     "merge",
+    "zero_bubble",
 ]

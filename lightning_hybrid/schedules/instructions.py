@@ -39,17 +39,27 @@ class Kind(StrEnum):
     RECEIVE_GRADIENT = "receive_gradient"
     """Take the gradient of what this stage sent forward."""
     BACKWARD = "backward"
-    """Back-propagate the micro-batch through the stage; parameter gradients accumulate."""
+    """Back-propagate the micro-batch through the stage; parameter gradients accumulate.
+
+    Where the stage has WEIGHT instructions: for the gradients of its inputs alone."""
+    WEIGHT = "weight"
+    """Add the parameter gradients that BACKWARD has put off."""
     SEND_GRADIENT = "send_gradient"
     """Send the gradient of what this stage received to where it came from."""
     REDUCE = "reduce"
     """Average the gradients over the replicas of the stage, overlapped with the next instruction.
 
-    It stands right before the last BACKWARD and carries its micro-batch: from here on a gradient
-    is final as soon as that backward has added to it, and may travel while the rest is computed.
+    It stands right before the last BACKWARD (or WEIGHT) and carries its micro-batch: from here on
+    a gradient is final as soon as that one has added to it, and may travel while the rest is
+    computed.
     """
     RECEIVE_INPUT_GRADIENT = "receive_input_gradient"
     """Driver: take the gradient of the network's inputs from stage 0."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether it keeps the device busy."""
+        return self in _COMPUTES
 
     @property
     def is_send(self) -> bool:
@@ -60,6 +70,7 @@ class Kind(StrEnum):
         return self in _RECEIVES
 
 
+_COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT})
 _SENDS = frozenset({Kind.SEND_INPUT, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 _RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT, Kind.RECEIVE_INPUT_GRADIENT})
 
@@ -196,8 +207,29 @@ def check(schedule: Schedule) -> None:
                     f"stage {stage} of schedule {schedule.name!r} runs {kind} on micro-batches "
                     f"{done}, not once on each of 0..{schedule.microbatches - 1}"
                 )
+            if kind is Kind.BACKWARD:
+                _check_weights(schedule, stage, instructions)
         for _ in execute(lists):
             pass
+
+
+def _check_weights(
+    schedule: Schedule, stage: int, instructions: Sequence[Instruction]
+) -> None:
+    """A stage has a weight part after each of its backwards, or none at all."""
+    weights = [i.microbatch for i in instructions if i.kind is Kind.WEIGHT]
+    if weights and sorted(weights) != list(range(schedule.microbatches)):
+        raise PlanError(
+            f"stage {stage} of schedule {schedule.name!r} runs weight on micro-batches "
+            f"{sorted(weights)}, not once on each of 0..{schedule.microbatches - 1}"
+        )
+    for microbatch in weights:
+        weight, backward = (Instruction(k, microbatch) for k in (Kind.WEIGHT, Kind.BACKWARD))
+        if instructions.index(weight) < instructions.index(backward):
+            raise PlanError(
+                f"stage {stage} of schedule {schedule.name!r} runs {weight} before {backward}, "
+                "which it is the rest of"
+            )
 
 
 def draw(schedule: Schedule) -> str:
@@ -208,6 +240,8 @@ def draw(schedule: Schedule) -> str:
 
         stage 0   0 1 2 . | . 2 1 0
         stage 1   . 0 1 2 | 2 1 0 .
+
+    Where a backward is split, each part takes a clock, and its weight part is a ``w``.
     """
     width = len(str(schedule.microbatches - 1))
     halves = [_clock_table(lists, width) for lists in (schedule.forward, schedule.backward)]
@@ -221,7 +255,7 @@ def draw(schedule: Schedule) -> str:
 def _clock_table(lists: Lists, width: int) -> list[str]:
     clock = [0] * len(lists)
     sent: dict[tuple[int, int], deque[int]] = {}
-    cells: list[dict[int, int]] = [{} for _ in lists]
+    cells: list[dict[int, str]] = [{} for _ in lists]
     for stage, instruction in execute(lists):
         if instruction.kind.is_send:
             link = (stage, instruction.peer(stage, len(lists)))
@@ -229,8 +263,9 @@ def _clock_table(lists: Lists, width: int) -> list[str]:
         elif instruction.kind.is_receive:
             link = (instruction.peer(stage, len(lists)), stage)
             clock[stage] = max(clock[stage], sent[link].popleft())
-        elif instruction.kind in (Kind.FORWARD, Kind.BACKWARD):
-            cells[stage][clock[stage]] = instruction.microbatch
+        elif instruction.kind.computes:
+            weight = instruction.kind is Kind.WEIGHT
+            cells[stage][clock[stage]] = "w" if weight else str(instruction.microbatch)
             clock[stage] += 1
     return [
         " ".join(f"{row.get(tick, '.'):>{width}}" for tick in range(max(clock))) for row in cells

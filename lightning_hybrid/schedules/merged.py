@@ -15,9 +15,7 @@ between them in the same order, whichever stages they belong to: that of the tic
 from collections import deque
 from collections.abc import Sequence
 
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Lists, Step, execute
-
-_COMPUTES = (Kind.FORWARD, Kind.BACKWARD)
+from lightning_hybrid.schedules.instructions import Instruction, Lists, Step, execute
 
 
 def merge(lists: Lists, devices: Sequence[int]) -> tuple[tuple[Step, ...], ...]:
@@ -63,7 +61,7 @@ def _ticks(lists: Lists) -> list[list[int]]:
         elif instruction.kind.is_receive:
             link = (instruction.peer(stage, len(lists)), stage)
             clock[stage] = max(clock[stage], arrivals[link].popleft())
-        elif instruction.kind in _COMPUTES:
+        elif instruction.kind.computes:
             computed[stage].append(clock[stage])
             clock[stage] += 1
     return [_spread(*each, end=max(clock)) for each in zip(lists, computed)]
@@ -73,12 +71,12 @@ def _spread(instructions: Sequence[Instruction], computed: deque[int], end: int)
     """From the ticks of the computations those of the sends after and the rest before them."""
     ticks, last = [], -1
     for instruction in instructions:
-        if instruction.kind in _COMPUTES:
+        if instruction.kind.computes:
             last = computed.popleft()
         ticks.append(last)
     following = end
     for index, instruction in reversed([*enumerate(instructions)]):
-        if instruction.kind in _COMPUTES:
+        if instruction.kind.computes:
             following = ticks[index]
         elif not instruction.kind.is_send:
             ticks[index] = following

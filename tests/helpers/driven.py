@@ -179,6 +179,7 @@ class Replica(Ranks):
         timeout_s: how long a rank waits for another one.
         continues: the network draws from the stream of the code around it.
         schedule: name of the schedule.
+        split: numbers of the stages whose backward it splits.
         options: how stages compute.
         batches: see :class:`Ranks`.
 
@@ -197,6 +198,7 @@ class Replica(Ranks):
         *,
         continues: bool = False,
         schedule: str = "gpipe",
+        split: Sequence[int] = (),
         options: StageOptions = PLAIN,
         batches: Batches | None = None,
     ) -> None:
@@ -206,7 +208,7 @@ class Replica(Ranks):
         partitions = network_partitions(graph)
         share = len(partitions) / len(devices)
         codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
-        placement = Placement.of(codes, devices, schedule)
+        placement = Placement.of(codes, devices, schedule, split)
         self.network = self.driver.add_network(
             "net", model.net, codes, placement, continues=continues
         )

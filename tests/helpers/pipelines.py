@@ -26,6 +26,8 @@ ALONE: Any = SimpleNamespace(size=lambda: 1)  # the group of one replica
 class Layers(nn.Module):
     """A stage as the engine needs it: values and numbers in, values out."""
 
+    checkpointed = False
+
     def __init__(self, *layers: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         modules = [layer for layer in layers if isinstance(layer, nn.Module)]
@@ -45,6 +47,8 @@ class Pipeline:
         stages: of the network.
         devices: of each the position of its rank; the last one is the driver, 0.
         timeout_s: how long a rank waits for another one.
+        schedule: its name.
+        split: numbers of the stages whose backward is split.
 
     Attributes:
         replica: its ranks.
@@ -53,7 +57,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], devices: Sequence[int], timeout_s: float = 30.0
+        self,
+        stages: Sequence[nn.Module],
+        devices: Sequence[int],
+        timeout_s: float = 30.0,
+        *,
+        schedule: str = "gpipe",
+        split: Sequence[int] = (),
     ) -> None:
         self.replica = MemoryReplica(max(devices) + 1, timeout_s)
         self.engines: dict[int, Engine] = {}
@@ -69,10 +79,11 @@ class Pipeline:
                 link_stages(self.replica.lines[device], devices, CPU),
                 ReplicaGroup([], [], ALONE, Trace(device, "")),
                 CPU,
-                "gpipe",
+                schedule,
                 0,
                 Trace(device, ""),
                 StageOptions(),
+                split,
             )
 
     def open(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Call]:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,14 +8,16 @@ from hypothesis import strategies as st
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules import zero_bubble
 
 
 def simulated_s(costs: StepCosts, microbatches: int) -> float:
+    split = [stage for stage, weight_s in enumerate(costs.weight_s) if weight_s]
     return simulate(
-        gpipe(len(costs.forward_s), microbatches),
+        zero_bubble(len(costs.forward_s), microbatches, split=split),
         costs.forward_s,
         costs.backward_s,
+        weight_s=costs.weight_s or 0.0,
         devices=costs.devices,
         send_s=costs.send_s,
         latency_s=costs.latency_s,
@@ -39,6 +42,17 @@ def drawn(data: Any, stages: int, devices: Any) -> StepCosts:
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_a_chain_takes_what_its_events_take(data: Any, stages: int, microbatches: int) -> None:
     costs = drawn(data, stages, data.draw(st.permutations(range(stages))))
+    assert fill_drain_s(costs, microbatches) == pytest.approx(simulated_s(costs, microbatches))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 6), st.integers(1, 6))
+def test_split_backwards_take_what_their_events_take(
+    data: Any, stages: int, microbatches: int
+) -> None:
+    costs = drawn(data, stages, range(stages))
+    weights = st.sampled_from([0.0]) | st.floats(0.1, 9)
+    costs = replace(costs, weight_s=[0.0, *(data.draw(weights) for _ in range(stages - 1))])
     assert fill_drain_s(costs, microbatches) == pytest.approx(simulated_s(costs, microbatches))
 
 
@@ -83,5 +97,7 @@ def test_more_work_never_shortens_a_step(times: list[float], microbatches: int) 
 def test_lists_of_another_length_are_refused() -> None:
     with pytest.raises(PlanError, match="send_s has 2 entries, 1 are needed"):
         StepCosts([1.0, 1.0], [1.0, 1.0], [0, 1], [1.0, 1.0])
+    with pytest.raises(PlanError, match="share devices"):
+        StepCosts([1.0] * 3, [1.0] * 3, [0, 1, 0], weight_s=[0.0, 1.0, 0.0])
     with pytest.raises(PlanError, match="devices has 0 entries, 2 are needed"):
         StepCosts([1.0, 1.0], [1.0, 1.0], [])
