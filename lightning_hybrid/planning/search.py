@@ -327,5 +327,5 @@ def _search(
 
 
 def _order(stages: int) -> list[int]:
-    """The device of each stage, as ranks are seated: the last stage is the driver's."""
+    """The device of each stage of a chain: the driver, 0, has the last."""
     return [*range(1, stages), 0]
