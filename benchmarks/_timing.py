@@ -39,7 +39,9 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
-class _Module(LightningModule):
+class Module(LightningModule):
+    """A network of two classes, trained in the plainest way."""
+
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.net = network
@@ -52,7 +54,7 @@ class _Module(LightningModule):
         return optimizer_of(self.parameters())
 
 
-class _Clock(Callback):
+class Clock(Callback):
     """When each step starts."""
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ def train(
     network: nn.Module, strategy: HybridGabraStrategy, inputs: Repeated, warm_up: int
 ) -> list[float] | None:
     """Train on two processes. Returns the seconds of each step, on rank 0."""
-    clock = _Clock()
+    clock = Clock()
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -83,5 +85,5 @@ def train(
         enable_model_summary=False,
         callbacks=[clock],
     )
-    trainer.fit(_Module(network), inputs.loader())
+    trainer.fit(Module(network), inputs.loader())
     return durations(clock.starts, warm_up) if trainer.is_global_zero else None

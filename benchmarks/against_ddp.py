@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import Repeated, durations, optimizer_of
-from lightning.pytorch import Callback, LightningModule, Trainer
+from _timing import Clock, Module, Repeated, durations, optimizer_of
+from lightning.pytorch import Trainer
 from monai.networks.nets import DenseNet121, UNet
 from rich.console import Console
 from rich.table import Table
@@ -122,31 +122,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 PEERS = (*STRATEGIES, "pipelining")
 REPLICATED = ("ddp", "hybrid 2x1, 1")
-
-
-class Module(LightningModule):
-    """The network under a Trainer."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.net = network
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.parameters())
-
-
-class Clock(Callback):
-    """When each step starts."""
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.starts.append(time.perf_counter())
 
 
 class Sized(Repeated):

@@ -65,7 +65,7 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
 def run(name: str, kind: str, out: Path) -> None:
     """The script of one process: train for one step, and note down when what was over."""
     import torch
-    from _timing import Repeated, _Module
+    from _timing import Module, Repeated
     from lightning.pytorch import Callback, Trainer
 
     from lightning_hybrid import HybridGabraStrategy
@@ -93,7 +93,7 @@ def run(name: str, kind: str, out: Path) -> None:
         enable_model_summary=False,
         callbacks=[clock],
     )
-    trainer.fit(_Module(make()), Repeated(shape, batch, steps=1).loader())
+    trainer.fit(Module(make()), Repeated(shape, batch, steps=1).loader())
     if trainer.is_global_zero:
         out.write_text(json.dumps([clock.start_s, clock.first_step_s]))
 

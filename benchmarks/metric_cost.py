@@ -4,7 +4,7 @@ Claim: at least 0.9 of the steps per second of the same without it, for 60 layer
 The metric's state is attributes of the network that is captured, and changes in every step; if a
 step were captured again for that, it would be 40 times slower. It is updated in ``training_step``,
 or in ``forward``, where it branches on values: then the module runs its own Python on the driver,
-and ``self.layers`` is what is cut. The variants alternate, two processes with one thread each.
+and ``self.net`` is what is cut. The variants alternate, two processes with one thread each.
 
     python benchmarks/metric_cost.py [--rounds 5] [--steps 200]
 """
@@ -16,13 +16,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Repeated, durations, optimizer_of
-from lightning.pytorch import Callback, LightningModule, Trainer
+from _timing import Clock, Module, Repeated, durations
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -32,19 +31,18 @@ LAYERS, WIDTH, BATCH, WARM_UP = 60, 64, 32, 20
 VARIANTS = ("no metric", "in training_step", "in forward")
 
 
-class Module(LightningModule):
-    """A stack of layers, which is its own network."""
+class Counted(Module):
+    """A stack of layers, which is its own network, and a metric."""
 
     def __init__(self, variant: str) -> None:
-        super().__init__()
         blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS - 1))
-        self.layers = nn.Sequential(*blocks, nn.Linear(WIDTH, 2))
+        super().__init__(nn.Sequential(*blocks, nn.Linear(WIDTH, 2)))
         self.variant = variant
         if variant != VARIANTS[0]:
             self.mean = MeanMetric()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers(x)
+        x = self.net(x)
         if self.variant == "in forward":
             self.mean.update(x.detach())
         return x
@@ -56,17 +54,6 @@ class Module(LightningModule):
             self.mean.update(loss.detach())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.parameters())
-
-
-class Clock(Callback):
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.starts.append(time.perf_counter())
-
 
 def run(variant: str, steps: int, out: str) -> None:
     torch.manual_seed(0)
@@ -75,7 +62,7 @@ def run(variant: str, steps: int, out: str) -> None:
         strategy=HybridGabraStrategy(
             pipeline_parallel_size=2,
             num_microbatches=2,
-            allocation=[f"layers.{LAYERS // 2}"],
+            allocation=[f"net.{LAYERS // 2}"],
         ),
         accelerator="cpu",
         devices=2,
@@ -86,7 +73,7 @@ def run(variant: str, steps: int, out: str) -> None:
         enable_model_summary=False,
         callbacks=[clock],
     )
-    trainer.fit(Module(variant), Repeated((WIDTH,), BATCH, steps + WARM_UP).loader())
+    trainer.fit(Counted(variant), Repeated((WIDTH,), BATCH, steps + WARM_UP).loader())
     if trainer.is_global_zero:
         Path(out).write_text(json.dumps(durations(clock.starts, WARM_UP)))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Repeated, _Clock, _Module
+from _timing import Clock, Module, Repeated
 from lightning.pytorch import Trainer
 from torch import nn
 
@@ -32,7 +32,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(4096, 1024), *layers, nn.Linear(1024, 2))
 
 
-class Plain(_Module):
+class Plain(Module):
     """With the optimizer that the formulas of all schedules know."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -57,7 +57,7 @@ def run(name: str, config: dict[str, Any]) -> None:
     samples = BATCH // DEVICES if name == "ddp" else BATCH
     # a sampler of `ddp` divides the samples over the processes
     steps = config["batches"] * (DEVICES if name == "ddp" else 1)
-    inputs, clock = Repeated(shape, samples, steps), _Clock()
+    inputs, clock = Repeated(shape, samples, steps), Clock()
     trainer = Trainer(
         strategy=strategy_of(name, config["microbatches"]),
         accelerator="cpu",

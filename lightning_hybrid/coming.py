@@ -201,9 +201,7 @@ class ComingBatches:
         """
         if not self._trainer.training:
             return move(batch)
-        self._refuse_several()
-        assert self._loader is not None
-        self._iteration, self._move = self._loader.iteration, move
+        self._iteration, self._move = self._the_loader().iteration, move
         self._begun = self._iteration.begin() if self._iteration else None
         return move(batch) if self._begun is None else self._begun.make_ready(move, batch)
 
@@ -248,10 +246,18 @@ class ComingBatches:
             room = min(room, steps * window - 1 - number % window)
         return room
 
-    def _refuse_several(self) -> None:
-        if self._trainer.train_dataloader is not self._loader:
+    def _the_loader(self) -> ComingLoader:
+        """The train loader.
+
+        Raises:
+            NetworkError: there are several.
+        """
+        wrapped = self._loader
+        is_the_trainers = self._trainer.train_dataloader is wrapped
+        if wrapped is None or not is_the_trainers:
             raise NetworkError(
                 "This schedule begins with later batches early, and knows those of one train "
                 "loader, not of several or of a collection of loaders. Let train_dataloader return "
                 "one loader, or use schedule='gpipe'."
             )
+        return wrapped

@@ -148,7 +148,7 @@ class ReplicaStrategy(DDPStrategy):
         self._process_group_backend = self._get_process_group_backend()
         self._world = World(self._gather())
         if not self._sizes_are_open:
-            self._take_place(self._world)
+            self._take_coordinates(self._world)
 
     @property
     def _sizes_are_open(self) -> bool:
@@ -173,8 +173,8 @@ class ReplicaStrategy(DDPStrategy):
         serve = coordinates.rank == 0 and not agent_serves
         return gather(coordinates, Meeting(address, port, self.num_nodes, serve))
 
-    def _take_place(self, world: World, devices: Sequence[Device] = ()) -> None:
-        """Sizes are known: take a place in the mesh, with all other ranks.
+    def _take_coordinates(self, world: World, devices: Sequence[Device] = ()) -> None:
+        """Sizes are known: take coordinates in the mesh, with all other ranks.
 
         Args:
             world: all ranks.
@@ -196,7 +196,7 @@ class ReplicaStrategy(DDPStrategy):
             survey=look if self._config.needs_survey(stages) else None,
             capacity=self._config.capacity,
         )
-        world.take_place(joined)
+        world.take_coordinates(joined)
         self.set_world_ranks()  # ranks may have got other coordinates
         world.open(self.root_device)
 

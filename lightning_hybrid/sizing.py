@@ -106,9 +106,8 @@ class SizeChooser:
 
     def _search(self) -> Search:
         settings = self._config.settings
-        assert isinstance(settings.allocation, str), "cut points leave no sizes open"
         return Search(
-            method=settings.allocation,
+            method=settings.method,
             objective=settings.objective,
             schedule=settings.schedule,
             contiguous=settings.contiguous,

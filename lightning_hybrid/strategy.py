@@ -192,14 +192,14 @@ class HybridGabraStrategy(SavingStrategy):
         refuse_accelerator(given(self.accelerator, "accelerator"))
         super().setup_distributed()
         self._rest()
-        if self._joined.has_places:
+        if self._joined.has_coordinates:
             refuse_callbacks(self._module.trainer, *self._shape())
 
     def setup(self, trainer: Trainer) -> None:
         """Part: workers leave from here and serve; drivers go on as under DDP."""
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
-        if not self._joined.has_places:
+        if not self._joined.has_coordinates:
             self._choose_sizes(trainer)
         run = Run.of(
             trainer,
@@ -226,7 +226,7 @@ class HybridGabraStrategy(SavingStrategy):
         self.setup_precision_plugin()
 
     def _choose_sizes(self, trainer: Trainer) -> None:
-        """Sizes were left to us, and the network is built: choose them, and take a place."""
+        """Sizes were left to us, and the network is built: choose them, and take coordinates."""
         world = self._joined
         backend = given(self._process_group_backend, "process_group_backend")
         machine = look_around(
@@ -238,7 +238,7 @@ class HybridGabraStrategy(SavingStrategy):
             self._config = self._config.with_sizes(sizes)
             self._plans.clear()  # of the chain in which an earlier run has evaluated
         self._start_alike()
-        self._take_place(world, machine.devices)
+        self._take_coordinates(world, machine.devices)
         refuse_callbacks(trainer, *self._shape())
 
     def _may_have(self, replicas: int, stages: int) -> bool:

@@ -63,13 +63,13 @@ class World:
         self._joined: Joined | None = None
         self._watch = Watch(str(self.coordinates), everyone.store)
 
-    def take_place(self, joined: Joined) -> None:
-        """Sizes are known: this rank has a place in the mesh."""
+    def take_coordinates(self, joined: Joined) -> None:
+        """Sizes are known: this rank has coordinates in the mesh."""
         self._joined = joined
 
     @property
-    def has_places(self) -> bool:
-        """Whether ranks have places in a mesh."""
+    def has_coordinates(self) -> bool:
+        """Whether ranks have coordinates in a mesh."""
         return self._joined is not None
 
     @property
@@ -82,8 +82,8 @@ class World:
         if self._joined is None:
             raise HybridError(
                 "The numbers of replicas and stages are chosen when the run is set up, after the "
-                "setup and configure_model hooks: until then no rank has a place. Ask for this in "
-                "a later hook, or give data_parallel_size and pipeline_parallel_size."
+                "setup and configure_model hooks: until then no rank has coordinates. Ask for this "
+                "in a later hook, or give data_parallel_size and pipeline_parallel_size."
             )
         return self._joined
 

@@ -95,6 +95,28 @@ _unmeasured_guards = Exchanged(
     lambda: setattr(_guards, "profile_guard_manager", _measure_guards),
 )
 
+_opened: Any = torch._C
+_select_backend: Any = _opened._select_conv_backend
+
+
+def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
+    """How a convolution will be computed, which depends on the size of the batch (16 on CPUs).
+
+    TorchDynamo would take that for a condition of the graph, so that no batch of 16 could be split
+    into smaller ones. The graph is the same, and each part is computed as its own size wants it.
+    """
+    mode = getattr(input, "fake_mode", None)
+    if not getattr(_capturing, "depth", 0) or mode is None or mode.shape_env is None:
+        return _select_backend(input, *arguments, **keywords)
+    with mode.shape_env.suppress_guards():
+        return _select_backend(input, *arguments, **keywords)
+
+
+_free_convolutions = Exchanged(
+    lambda: setattr(_opened, "_select_conv_backend", _select_without_guard),
+    lambda: setattr(_opened, "_select_conv_backend", _select_backend),
+)
+
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
@@ -102,7 +124,7 @@ def capture_settings() -> Iterator[None]:
     reverts = [patch() for patch in _PATCHES]
     _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:
-        with _captured_optimizers, _unmeasured_guards:
+        with _captured_optimizers, _unmeasured_guards, _free_convolutions:
             yield
     finally:
         _capturing.depth -= 1

@@ -166,15 +166,10 @@ def _highs(problem: Problem) -> Ints:
         constraints += _makespan_rows(problem, x, per_device(problem.loads))
     integral = np.zeros(len(cost))
     integral[: n * m] = 1
-    lower, upper = np.zeros(len(cost)), np.ones(len(cost))
-    if problem.last_device is not None:
-        lower[(n - 1) * m + problem.last_device] = 1
-    if problem.objective == "makespan":
-        upper[-1] = np.inf
     answer = milp(
         cost,
         integrality=integral,
-        bounds=Bounds(lower, upper),
+        bounds=_bounds(problem),
         constraints=constraints,
         options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": 1e-9},
     )
@@ -189,6 +184,17 @@ def _highs(problem: Problem) -> Ints:
             f"use method='gabra'. (HiGHS: {answer.message})"
         )
     return np.asarray(answer.x[: n * m].reshape(n, m).argmax(axis=1), dtype=np.int64)
+
+
+def _bounds(problem: Problem) -> Bounds:
+    """x_ij and y_ij are 0 or 1, T is open; the last partition may have its device already."""
+    n, m, variables = problem.n, problem.m, _variables(problem)
+    lower, upper = np.zeros(variables), np.ones(variables)
+    if problem.last_device is not None:
+        lower[(n - 1) * m + problem.last_device] = 1
+    if problem.objective == "makespan":
+        upper[-1] = np.inf
+    return Bounds(lower, upper)
 
 
 def _variables(problem: Problem) -> int:

@@ -197,27 +197,33 @@ def make_problem(
             )
         last_device = device_order[-1]
     cuts = numbers("cut_costs", [0.0] * (n - 1) if cut_costs is None else cut_costs, count=n - 1)
-    limited: list[tuple[str, Floats, Floats]] = []
-    if objective == "profit":
-        limited.append(("load", p, d))
-    if (memory is None) != (memory_limits is None):
-        raise AllocationError("memory and memory_limits must be given together")
-    if memory is not None and memory_limits is not None:
-        sizes = numbers("memory", memory, count=n)
-        limited.append(("memory", sizes, numbers("memory_limits", memory_limits, count=m)))
-    for name, weights, limits in limited:
-        _check_limit(name, weights, limits)
+    limits = [("load", p, d)] if objective == "profit" else []
+    limits += _memory_limits(memory, memory_limits, n, m)
+    for name, needed, ceiling in limits:
+        _check_limit(name, needed, ceiling)
     return Problem(
         loads=p,
         capacities=d,
         cut_costs=cuts,
-        weights=np.array([weights for _, weights, _ in limited]).reshape(-1, n),
-        limits=np.array([limits for _, _, limits in limited]).reshape(-1, m),
+        weights=np.array([needed for _, needed, _ in limits]).reshape(-1, n),
+        limits=np.array([ceiling for _, _, ceiling in limits]).reshape(-1, m),
         objective=objective,
         contiguous=contiguous,
         last_device=last_device,
         order=None if device_order is None else tuple(device_order),
     )
+
+
+def _memory_limits(
+    memory: Numbers | None, limits: Numbers | None, n: int, m: int
+) -> list[tuple[str, Floats, Floats]]:
+    """The limit of memory, if there is one: its name, what partitions need, what devices take."""
+    if memory is None and limits is None:
+        return []
+    if memory is None or limits is None:
+        raise AllocationError("memory and memory_limits must be given together")
+    needed = numbers("memory", memory, count=n)
+    return [("memory", needed, numbers("memory_limits", limits, count=m))]
 
 
 def numbers(

@@ -136,7 +136,7 @@ class LocalLink:
         return self._back
 
     def flush(self, left: int = 0) -> None:
-        """Nothing is on its way: the receiver has the tensors themselves."""
+        """Nothing is on its way: the receiver has its copies already."""
 
     def send_word(self, word: Word) -> None:
         self._out.words.append(word)

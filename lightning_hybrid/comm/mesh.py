@@ -82,7 +82,7 @@ class Mesh(Lines):
         coordinates: this rank.
         store: one store for all ranks.
         world: the group of all ranks; see :func:`make_world`.
-        backend: of the links and of the stage groups, ``"gloo"`` or ``"nccl"``.
+        backend: of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
         timeout: of all groups but ``world``.
         name: of the mesh, another one for each that the store sees.
 

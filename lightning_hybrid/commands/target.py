@@ -239,7 +239,7 @@ def _arguments(
         return tuple(tensors), {}
     example = getattr(network, "example_input_array", None)
     if example is None and target.data is not None:
-        example = _first_batch(target)
+        example = _first_batch(target.data, target.name)
     if example is None:
         raise PlanError(
             f"{target.name} has no example_input_array, so --input is needed: the sizes of its "
@@ -251,11 +251,10 @@ def _arguments(
     return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
 
 
-def _first_batch(target: Target) -> Any:
+def _first_batch(make_data: Callable[[], Any], name: str) -> Any:
     """The first tensor of the first training batch of the data: what a network is called with."""
-    assert target.data is not None
     try:
-        data = target.data()
+        data = make_data()
         data.prepare_data()
         data.setup("fit")
         batch = next(iter(data.train_dataloader()))
@@ -263,7 +262,7 @@ def _first_batch(target: Target) -> Any:
         raise
     except Exception as error:
         raise PlanError(
-            f"the data of {target.name} gives no batch ({_said(error)}): give --input instead"
+            f"the data of {name} gives no batch ({_said(error)}): give --input instead"
         ) from error
     return next((tensor for _, tensor in tensors_in(batch)), None)
 

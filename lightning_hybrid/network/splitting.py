@@ -232,13 +232,7 @@ def _tried_backward(
         numbers = graph.values_of_numbers(graph.sizes(part))
         outputs = stage.run_with(weights, fresh(graph, part), numbers)
         rooted = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
-        # each sample has a weight of its own, so that a mean over samples is not like another one
-        starts = [
-            torch.arange(start + 1, start + 1 + len(o), dtype=o.dtype, device=o.device)
-            .view(-1, *[1] * (o.dim() - 1))
-            .expand_as(o)
-            for o in rooted
-        ]
+        starts = [_weights_of_samples(output, start + 1) for output in rooted]
         if not rooted or not wanted:
             return []
         return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
@@ -260,6 +254,15 @@ def _tried_backward(
         if one is not None and other is not None and not _close(one, other):
             return "gradients depend on how the batch is split"
     return None
+
+
+def _weights_of_samples(output: Tensor, first: int) -> Tensor:
+    """A gradient of an output in which each sample has a weight of its own, rising from ``first``.
+
+    With equal weights a mean over some samples would be like that over others.
+    """
+    weights = torch.arange(first, first + len(output), dtype=output.dtype, device=output.device)
+    return weights.view(-1, *[1] * (output.dim() - 1)).expand_as(output)
 
 
 def _has_own_backward(node: fx.Node) -> bool:

@@ -18,8 +18,14 @@ class Ahead:
         self._posted: Arriving | None = None
 
     def take(self, microbatch: int) -> Values:
-        """Wait for this micro-batch's tensors, after posting the receive of the next one's."""
-        assert self._todo.pop() == microbatch
+        """Wait for this micro-batch's tensors, after posting the receive of the next one's.
+
+        Raises:
+            ValueError: it is not this one's turn in the instruction list.
+        """
+        due = self._todo.pop()
+        if microbatch != due:
+            raise ValueError(f"micro-batch {microbatch} is taken where the list has {due}")
         arrival = self._posted or self._post(microbatch)
         self._posted = self._post(self._todo[-1]) if self._todo else None
         return arrival.wait()

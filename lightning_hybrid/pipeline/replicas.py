@@ -50,7 +50,6 @@ class _Bucket:
         views = self.numbers.split([p.numel() for p in parameters])
         self.views = [view.view_as(p) for view, p in zip(views, parameters)]
         self.missing = set(range(len(parameters)))
-        self.work: dist.Work | None = None
 
     def fill(self, scale: float) -> None:
         """Take over the gradients, which are final."""
@@ -77,7 +76,6 @@ class _Bucket:
         """
         sparse = []
         self.missing = set(range(len(self.parameters)))
-        self.work = None
         gradients = [parameter.grad for parameter in self.parameters]
         dense = [g for g in gradients if g is not None and not g.is_sparse]
         if len(dense) == len(gradients):
@@ -116,10 +114,10 @@ class ReplicaGroup:
         self._group, self._trace = group, trace
         self._size = group.size()
         self._armed = False
-        self._next = 0
         self._buckets: list[_Bucket] = []
+        self._sent: list[dist.Work] = []  # of as many buckets, from the first on
         self._trainable: list[bool] | None = None
-        self._place: dict[Parameter, tuple[_Bucket, int]] = {}
+        self._place: dict[Tensor, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
 
     def arm(self, final: Iterable[Parameter] = ()) -> None:
@@ -134,7 +132,8 @@ class ReplicaGroup:
         if trainable != self._trainable:
             self._trainable = trainable
             self._make_buckets([p for p in self._parameters if p.requires_grad])
-        self._armed, self._next = True, 0
+        self._armed = True
+        self._sent.clear()
         for parameter in final:
             if parameter in self._place:
                 self._gradient_ready(parameter)
@@ -147,11 +146,11 @@ class ReplicaGroup:
         for bucket in self._buckets:
             bucket.missing.clear()
         self._send_full_buckets()
-        for bucket in self._buckets:
-            assert bucket.work is not None
-            wait(bucket.work, ANOTHER_REPLICA)
+        for bucket, work in zip(self._buckets, self._sent):
+            wait(work, ANOTHER_REPLICA)
             for parameter, average in bucket.empty():
                 self._hand_out_rows(parameter, average)
+        self._sent.clear()  # what is kept of a transfer keeps its group from closing
 
     def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
         """A sparse gradient has the rows that some replica has used, zeros among them too."""
@@ -201,7 +200,6 @@ class ReplicaGroup:
     def _gradient_ready(self, parameter: Tensor) -> None:
         if not self._armed:
             return
-        assert isinstance(parameter, Parameter)
         bucket, index = self._place[parameter]
         bucket.missing.discard(index)
         if not bucket.missing:
@@ -209,13 +207,14 @@ class ReplicaGroup:
 
     def _send_full_buckets(self) -> None:
         # Always in order, whichever is full first: collectives pair by their order.
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            bucket = self._buckets[self._next]
+        for number, bucket in enumerate(self._buckets[len(self._sent) :], len(self._sent)):
+            if bucket.missing:
+                break
             bucket.fill(1 / self._size)
-            bucket.work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
+            work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
             if self._trace.on:
-                bucket.work.get_future().add_done_callback(self._recorder(self._next))
-            self._next += 1
+                work.get_future().add_done_callback(self._recorder(number))
+            self._sent.append(work)
 
     def _recorder(self, bucket: int) -> Callable[[object], None]:
         began = time.time()

@@ -111,7 +111,7 @@ def borrowed_parameters(
 
     Args:
         stages: of each stage of the network, the names of the parameters that it uses.
-        devices: of each of them the position of its rank.
+        devices: of each of them the ``pp_rank`` of its rank.
     """
     used: list[set[str]] = [set() for _ in range(max(devices) + 1)]
     owner: dict[str, int] = {}

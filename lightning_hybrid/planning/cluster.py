@@ -41,10 +41,10 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The devices of all ranks, and the seats that the ranks take.
+    """The devices of all ranks, and the coordinates that the ranks take.
 
-    Seat ``r * stages + k`` is position k of replica r: position 0 is the driver's, with the last
-    stage, position k has stage k - 1. Rank 0 always has seat 0.
+    Index ``r * stages + k`` in the mesh is ``pp_rank`` k of replica r: 0 is the driver, with the
+    last stage, and k has stage k - 1. Rank 0 always has index 0.
     """
 
     replicas: int
@@ -54,31 +54,31 @@ class Cluster:
     memory_bytes: tuple[int | None, ...]
     """by rank: what it may take"""
     order: tuple[int, ...]
-    """for each seat its rank"""
+    """for each index in the mesh its rank"""
     bandwidth_bytes_per_s: float | None = None
     """of the slowest link between neighbouring stages; None: not measured"""
 
     @property
     def capacities(self) -> tuple[float, ...]:
-        """Speed by position: of the slowest of the replicas, since the others wait for it."""
-        return tuple(min(self.speeds[rank] for rank in ranks) for ranks in self._positions())
+        """Speed by ``pp_rank``: of the slowest of the replicas, since the others wait for it."""
+        return tuple(min(self.speeds[rank] for rank in ranks) for ranks in self._by_pp_rank())
 
     @property
     def memory_limits(self) -> tuple[int, ...] | None:
-        """Bytes by position, of the smallest of the replicas; None: not known of all."""
+        """Bytes by ``pp_rank``, of the smallest of the replicas; None: not known of all."""
         if None in self.memory_bytes:
             return None
         known = [amount or 0 for amount in self.memory_bytes]
-        return tuple(min(known[rank] for rank in ranks) for ranks in self._positions())
+        return tuple(min(known[rank] for rank in ranks) for ranks in self._by_pp_rank())
 
-    def _positions(self) -> list[tuple[int, ...]]:
-        return [self.order[position :: self.stages] for position in range(self.stages)]
+    def _by_pp_rank(self) -> list[tuple[int, ...]]:
+        return [self.order[pp_rank :: self.stages] for pp_rank in range(self.stages)]
 
 
 def make_cluster(
     devices: Sequence[Device], replicas: int, stages: int, given: Sequence[float] | None
 ) -> Cluster:
-    """Put the ranks on their seats.
+    """Give the ranks their coordinates.
 
     Args:
         devices: of all ranks.
@@ -100,7 +100,7 @@ def make_cluster(
             amount // sharers if (amount := d.memory_bytes) is not None and d.threads else amount
             for d, sharers in zip(devices, on_host)
         ),
-        order=seats(speeds, replicas, stages),
+        order=order_ranks(speeds, replicas, stages),
     )
 
 
@@ -208,19 +208,19 @@ def _crowded(devices: Sequence[Device]) -> list[list[int]]:
     ]
 
 
-def seats(speeds: Sequence[float], replicas: int, stages: int) -> tuple[int, ...]:
-    """For each seat its rank: the replicas of a stage on devices that are as equal as can be.
+def order_ranks(speeds: Sequence[float], replicas: int, stages: int) -> tuple[int, ...]:
+    """For each index in the mesh its rank: replicas of a stage on devices as equal as can be.
 
     All replicas have the same cuts and wait for each other in every step, so a stage is as fast as
     its slowest replica. What the devices then do together, the sum of those minima over the stages,
     is largest when they are sorted by speed and dealt out block by block: one block, one stage.
-    Rank 0 keeps its seat, which makes its block the drivers'. If the gain is small, all stay where
+    Rank 0 keeps index 0, which makes its block the drivers'. If the gain is small, all stay where
     they are: neighbours in rank are often neighbours in the machine.
     """
     as_they_are = tuple(range(replicas * stages))
     ranked = sorted(as_they_are, key=lambda rank: (-speeds[rank], rank))
     blocks = [sorted(ranked[k * replicas : (k + 1) * replicas]) for k in range(stages)]
-    blocks.sort(key=lambda block: block[0])  # rank 0 sits on seat 0
+    blocks.sort(key=lambda block: block[0])  # rank 0 has index 0
     dealt = tuple(rank for replica in zip(*blocks) for rank in replica)
     gain = _together(speeds, dealt, stages) / _together(speeds, as_they_are, stages)
     return dealt if gain >= WORTHWHILE else as_they_are

@@ -93,7 +93,7 @@ class Plan:
     """Relative speed of each device of a replica: that of the slowest of its ranks. Empty: all
     equal, or not known."""
     copies: tuple[int, ...] = ()
-    """Replicas of each stage: `replicas` for each of them, so far. Empty: that."""
+    """Size of the data-parallel group of each stage: `replicas` for all. Empty: filled in."""
     rows: tuple[StagePlan, ...] = ()
     """What each stage holds; empty when the network was not profiled."""
     predicted_step_s: float | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -48,6 +49,11 @@ class PlanSettings:
     contiguous: bool = True
     recompute: bool = False
 
+    @property
+    def method(self) -> Literal["gabra", "exact"]:
+        """How cuts are searched, where none are given."""
+        return self.allocation if isinstance(self.allocation, str) else "gabra"
+
 
 def make_plan(
     name: str,
@@ -89,24 +95,13 @@ def make_plan(
         NetworkError: a cut point is unknown, or the network may not be cut there.
         PlanError: the network cannot be placed on that many devices.
     """
+    first = None
     if isinstance(settings.allocation, tuple):
-        prefix = f"{name}." if name else ""
-        # with several networks each has its own; one that names none of them is an error below
-        mine = [point for point in settings.allocation if point.startswith(prefix)]
-        points = [point.removeprefix(prefix) for point in mine or settings.allocation]
-        prefix = prefix if mine else ""
-        first = [partitions[find_boundary(partitions, point, prefix)].name for point in points]
+        first = _first_of_stages(name, partitions, settings.allocation)
         profile = count(graph, partitions)
-        method: Literal["gabra", "exact"] = "gabra"
     else:
-        first, method = None, settings.allocation
-        profile = cached(
-            lambda: measure(graph, partitions, leaves, device=device, advance=advance),
-            graph,
-            partitions,
-            leaves,
-            device,
-        )
+        measured = partial(measure, graph, partitions, leaves, device=device, advance=advance)
+        profile = cached(measured, graph, partitions, leaves, device)
     needed, limits = _memory(
         graph, partitions, profile, microbatches, cluster, optimizers, settings, stages
     )
@@ -122,7 +117,7 @@ def make_plan(
         stages=stages,
         microbatches=microbatches,
         schedule=settings.schedule,
-        method=method,
+        method=settings.method,
         objective=settings.objective,
         capacities=None if cluster is None else cluster.capacities,
         bandwidth_bytes_per_s=(cluster and cluster.bandwidth_bytes_per_s)
@@ -135,6 +130,22 @@ def make_plan(
         seed=settings.seed,
     )
     return plan.without_times() if first is not None else plan
+
+
+def _first_of_stages(
+    name: str, partitions: Sequence[NetworkPartition], cut_points: Sequence[str]
+) -> list[str]:
+    """The first partition of each next stage of a network, where the user has given cut points.
+
+    Raises:
+        NetworkError: one is unknown, or the network may not be cut there.
+    """
+    prefix = f"{name}." if name else ""
+    # with several networks each has its own; one that names none of them is an error below
+    mine = [point for point in cut_points if point.startswith(prefix)]
+    points = [point.removeprefix(prefix) for point in mine or cut_points]
+    prefix = prefix if mine else ""
+    return [partitions[find_boundary(partitions, point, prefix)].name for point in points]
 
 
 def _memory(

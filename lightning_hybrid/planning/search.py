@@ -12,9 +12,10 @@ from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.free import FreePlacements, runs
 from lightning_hybrid.planning.loops import best_loop
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.plan import Plan, StagePlan
 from lightning_hybrid.planning.rows import stage_rows
 from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.planning.streamed_time import batch_s
 from lightning_hybrid.schedules import SCHEDULES, STREAMED
 from lightning_hybrid.schedules.looped import loop_order
@@ -28,17 +29,18 @@ _STREAM = 64
 """Micro-batches that stand for a stream of batches."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Profile:
     """What is known of the n network partitions, at the size of a micro-batch."""
 
-    names: tuple[str, ...]
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    cut_bytes: tuple[float, ...]
-    parameters: tuple[int, ...]
-    layers: tuple[int, ...]
-    memory_bytes: tuple[int, ...] | None
+    names: Sequence[str]
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    cut_bytes: Sequence[float]
+    parameters: Sequence[int]
+    layers: Sequence[int]
+    memory_bytes: Sequence[int] | None
+    gradient_bytes: Sequence[int] | None
 
     def __post_init__(self) -> None:
         n = len(self.names)
@@ -48,6 +50,20 @@ class _Profile:
                 raise PlanError(
                     f"{name} has {len(value)} entries, {needed} are needed for {n} partitions"
                 )
+
+    def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
+        """What the stages of a placement hold, take and send."""
+        return stage_rows(
+            ends,
+            costs,
+            names=self.names,
+            layers=self.layers,
+            parameters=self.parameters,
+            loads=[f + b for f, b in zip(self.forward_s, self.backward_s)],
+            cut_bytes=self.cut_bytes,
+            memory_bytes=self.memory_bytes,
+            gradient_bytes=self.gradient_bytes,
+        )
 
 
 def plan_stages(
@@ -119,84 +135,78 @@ def plan_stages(
             of unequal length, or no placement.
     """
     profile = _Profile(
-        names=tuple(names),
-        forward_s=tuple(forward_s),
-        backward_s=tuple(backward_s),
-        cut_bytes=tuple(cut_bytes),
-        parameters=tuple(parameters),
-        layers=tuple(layers),
-        memory_bytes=None if memory_bytes is None else tuple(memory_bytes),
+        names, forward_s, backward_s, cut_bytes, parameters, layers, memory_bytes, gradient_bytes
     )
-    if stages > len(names):
-        raise PlanError(
-            f"stages({stages}) are more than the {len(names)} partitions of the network: "
-            f"ask for at most {len(names)} stages, or cut the network into more partitions"
-        )
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
     speeds = [1.0] * stages if capacities is None else list(capacities)
-    if len(speeds) != stages:
-        raise PlanError(f"stages({stages}) != {len(speeds)} capacities {speeds}")
-    # a limit binds only where it is known what the partitions need
-    limited = profile.memory_bytes is not None and memory_limits is not None
+    _check_shape(stages, len(names), schedule, speeds)
     problem = StepProblem(
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
         cut_bytes=profile.cut_bytes,
         speeds=speeds,
         links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
-        microbatches=microbatches,
+        # bound by its slowest stage, a stream is like fill-drain of many micro-batches
+        microbatches=_STREAM if schedule in STREAMED else microbatches,
         reduce_s=reduce_s,
         step_s=step_s,
-        memory=profile.memory_bytes or () if limited else (),
-        memory_limits=memory_limits or () if limited else (),
     )
-    streamed = STREAMED.get(schedule)
-    if streamed is not None:
-        # bound by its slowest stage, as fill-drain of many micro-batches is
-        problem = replace(problem, microbatches=_STREAM)
+    limited = _limited(problem, memory_bytes, memory_limits)
     if cut_points is not None:
-        ends, devices = _given_for(schedule, profile.names, cut_points, stages)
+        ends, devices = _given_for(schedule, names, cut_points, stages)
         chosen_by = "given"
-    elif schedule == "looped":
-        ends, devices = best_loop(problem)
-        chosen_by = "descent"
-    elif objective == "step":
-        ends, devices, chosen_by = _shortest_step(problem, method, contiguous, seed)
     else:
-        ends, devices = _search(problem, bandwidth_bytes_per_s, method, objective, contiguous, seed)
-        chosen_by = method
+        ends, devices, chosen_by = _best(
+            limited, schedule, bandwidth_bytes_per_s, method, objective, contiguous, seed
+        )
     # what was given is predicted even where it is known not to fit
-    unlimited = replace(problem, memory=(), memory_limits=())
-    predicted_s = (
-        unlimited.step_time_s(ends, devices)
-        if streamed is None
-        else batch_s(streamed, unlimited.costs(ends, devices), microbatches)
-    )
     return Plan(
         replicas=replicas,
         stages=len(ends),
         microbatches=microbatches,
         schedule=schedule,
-        cuts=tuple(profile.names[end] for end in ends[:-1]),
+        cuts=tuple(names[end] for end in ends[:-1]),
         devices=tuple(devices),
         capacities=tuple(speeds),
-        rows=stage_rows(
-            ends,
-            unlimited.costs(ends, devices),
-            names=profile.names,
-            layers=profile.layers,
-            parameters=profile.parameters,
-            loads=[f + b for f, b in zip(profile.forward_s, profile.backward_s)],
-            cut_bytes=profile.cut_bytes,
-            memory_bytes=profile.memory_bytes,
-            gradient_bytes=gradient_bytes,
-        ),
-        predicted_step_s=predicted_s,
+        rows=profile.rows(ends, problem.costs(ends, devices)),
+        predicted_step_s=_predicted_s(problem, ends, devices, schedule, microbatches),
         objective=objective,
         allocation=chosen_by,
         seed=seed,
     )
+
+
+def _check_shape(stages: int, partitions: int, schedule: str, speeds: Sequence[float]) -> None:
+    if stages > partitions:
+        raise PlanError(
+            f"stages({stages}) are more than the {partitions} partitions of the network: "
+            f"ask for at most {partitions} stages, or cut the network into more partitions"
+        )
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    if len(speeds) != stages:
+        raise PlanError(f"stages({stages}) != {len(speeds)} capacities {speeds}")
+
+
+def _limited(
+    problem: StepProblem, memory_bytes: Sequence[int] | None, memory_limits: Sequence[int] | None
+) -> StepProblem:
+    """A limit binds only where it is known what the partitions need."""
+    if memory_bytes is None or memory_limits is None:
+        return problem
+    return replace(problem, memory=memory_bytes, memory_limits=memory_limits)
+
+
+def _predicted_s(
+    problem: StepProblem,
+    ends: Sequence[int],
+    devices: Sequence[int],
+    schedule: str,
+    microbatches: int,
+) -> float:
+    """Seconds of a step, or of a batch in the stream."""
+    if schedule not in STREAMED:
+        return problem.step_time_s(ends, devices)
+    return batch_s(STREAMED[schedule], problem.costs(ends, devices), microbatches)
 
 
 def _given_for(
@@ -230,6 +240,23 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
             f"them its first partition; given: {', '.join(cut_points) or 'none'}"
         )
     return [*ends, len(names)]
+
+
+def _best(
+    problem: StepProblem,
+    schedule: str,
+    bandwidth_bytes_per_s: float,
+    method: Literal["gabra", "exact"],
+    objective: Objective,
+    contiguous: bool,
+    seed: int,
+) -> tuple[list[int], list[int], str]:
+    """The ends of the stages, their devices, and which search found them."""
+    if schedule == "looped":
+        return *best_loop(problem), "descent"
+    if objective == "step":
+        return _shortest_step(problem, method, contiguous, seed)
+    return *_search(problem, bandwidth_bytes_per_s, method, objective, contiguous, seed), method
 
 
 def _shortest_step(
@@ -300,5 +327,5 @@ def _search(
 
 
 def _order(stages: int) -> list[int]:
-    """The device of each stage, as ranks are seated: the last stage is the driver's."""
+    """The device of each stage of a chain: the driver, 0, has the last."""
     return [*range(1, stages), 0]

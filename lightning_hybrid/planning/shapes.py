@@ -6,7 +6,7 @@ Lightning, every replica has a batch of its own, so shapes with different R are 
 per second and not by the time of a step.
 
 First all shapes are cut by `balanced`, then the fastest ones with v = 1 by the dynamic programme of
-`chains`, where it is quick. Ranks are seated replica by replica in the order of the devices.
+`chains`, where it is quick. The ranks of a replica are neighbours, in the order of the devices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -201,8 +201,8 @@ def problem_of(
 ) -> StepProblem:
     """The step of replicas with so many devices each, on all devices of a cluster.
 
-    All replicas wait for each other, so a position within them is as fast and as large as its
-    smallest device, and a link as slow as its slowest.
+    All replicas wait for each other, so a ``pp_rank`` is as fast and as large as its smallest
+    device, and a link as slow as its slowest.
     """
     count = len(cluster.devices)
     replicas = count // devices

@@ -190,19 +190,17 @@ class Adoption:
     ) -> Plan:
         """The plan of replica 0, or its error, on all drivers."""
         if name not in self._plans:
-            plan: Plan | HybridError | None = None
+            made: Plan | HybridError | None = None
             if self._mesh.coordinates.dp_rank == 0:
                 try:
-                    plan = self._make_plan(found, graph, partitions, leaves, is_part=is_part)
+                    made = self._make_plan(found, graph, partitions, leaves, is_part=is_part)
                 except HybridError as error:
                     if self._mesh.coordinates.replicas == 1:
                         raise
-                    plan = error  # the other drivers wait for this
-            assert self._mesh.drivers is not None
-            plan = broadcast_object(self._mesh.drivers, plan)
+                    made = error  # the other drivers wait for this
+            plan: Plan | HybridError = broadcast_object(self._mesh.drivers, made)
             if isinstance(plan, HybridError):
                 raise plan
-            assert plan is not None
             self._plans[name] = plan
             self._announcements.planned(found, plan)
         return self._plans[name]

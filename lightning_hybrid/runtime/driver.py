@@ -256,7 +256,6 @@ class Driver:
             self.commands.ask(Check())
         except Exception as error:
             failure = error
-        assert self._mesh.drivers is not None
         if not meet(self._mesh.drivers, failed=failure is not None):
             raise failure or read_fault(self._mesh).exception()
 

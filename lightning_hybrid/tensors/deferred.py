@@ -298,7 +298,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``to``, ``cpu``, ``cuda``: memory that is not there is everywhere."""
+    """``to``, ``cpu``, ``cuda`` give the tensor itself: it has no memory on any device yet."""
     tensor = args[0]
     with as_they_are():
         dtype = tensor.dtype

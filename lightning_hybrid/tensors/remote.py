@@ -181,7 +181,7 @@ class RemoteTensors:
         """Before a command: bring the owners what was changed here.
 
         Raises:
-            HybridError: a parameter was replaced, or a view of an outdated value changed.
+            HybridError: a view of an outdated value was changed.
         """
         if self._busy or self._at_hand or not (self._touched or self._gradients.pending):
             return

@@ -45,7 +45,7 @@ class Pipeline:
 
     Args:
         stages: of the network.
-        devices: of each the position of its rank; the last one is the driver, 0.
+        devices: of each the ``pp_rank`` of its rank; the last one is the driver's, 0.
         timeout_s: how long a rank waits for another one.
         schedule: its name.
         split: numbers of the stages whose backward is split.

@@ -664,3 +664,25 @@ def test_an_error_of_the_stages_keeps_its_type() -> None:
     staged.capture._run = refuse
     with pytest.raises(NetworkError, match="no"):
         staged(X)
+
+
+def test_a_batch_of_sixteen_convolved_samples_may_be_split_into_smaller_ones() -> None:
+    """Torch computes 16 and more in another way, which is no way of the network's Python."""
+    x = torch.randn(24, 1, 5, 5, 5)
+    graph = graph_of(nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2)), x)
+    assert why_whole(graph, [x], 4, tried=False) is None
+
+
+def test_what_the_code_asks_of_the_batch_behind_a_convolution_is_a_condition() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(1, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return y * 2 if len(y) > 10 else y
+
+    x = torch.randn(24, 1, 5, 5, 5)
+    reason = why_whole(graph_of(Branches(), x), [x], 4, tried=False)
+    assert reason == "its code takes another way for other batch sizes"

@@ -13,7 +13,7 @@ from lightning_hybrid.planning.cluster import (
     given_speeds,
     make_cluster,
     measured_speeds,
-    seats,
+    order_ranks,
     unequal_twins,
     with_second_look,
 )
@@ -84,7 +84,7 @@ def test_devices_that_need_not_be_equal_are_what_they_were_measured_as() -> None
 def test_replicas_of_a_stage_are_on_similar_devices(
     speeds: list[float], replicas: int, stages: int, order: tuple[int, ...]
 ) -> None:
-    assert seats(speeds, replicas, stages) == order
+    assert order_ranks(speeds, replicas, stages) == order
 
 
 @given(st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0]), min_size=4, max_size=6))
@@ -95,7 +95,7 @@ def test_no_other_order_does_more(speeds: list[float]) -> None:
     def together(order: Sequence[int]) -> float:
         return sum(min(speeds[rank] for rank in order[k::stages]) for k in range(stages))
 
-    found = seats(speeds, replicas, stages)
+    found = order_ranks(speeds, replicas, stages)
     assert sorted(found) == list(range(len(speeds)))
     assert found[0] == 0
     best = max(together(order) for order in permutations(range(len(speeds))))

@@ -30,7 +30,7 @@ def world_of(rank: int) -> World:
     mesh = SimpleNamespace(**vars(everyone), say_goodbye=lambda _: None)
     joined: Any = SimpleNamespace(cluster=None, mesh=mesh)
     world = World(everyone)
-    world.take_place(joined)
+    world.take_coordinates(joined)
     return world
 
 
