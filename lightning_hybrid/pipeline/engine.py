@@ -100,9 +100,7 @@ class Engine:
                 f"stage {number} " if len(links) > 1 else "",
                 EarlyForwards(delayed),
                 # what is computed again in the backward would be so for each part
-                splits=number in split
-                and not options.compiled
-                and not stages[number].checkpointed,
+                splits=number in split and not options.compiled and not stages[number].checkpointed,
             )
             for number, both in links.items()
         ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from lightning_hybrid.network import (
     measure,
 )
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.fastest import AUTO, plan_by_schedule
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Objective, plan_stages
@@ -33,11 +35,12 @@ class PlanSettings:
     """What the user has asked for.
 
     Attributes:
-        schedule: name of the schedule.
+        schedule: name of the schedule, or ``"auto"``.
         allocation: ``"gabra"``, ``"exact"``, or cut points as named in the LightningModule.
         objective: ``"step"``, ``"makespan"`` or ``"profit"``.
         seed: of the genetic algorithm.
         contiguous: whether each device gets one stage.
+        compiled: whether stages are compiled, whose backward is one.
     """
 
     schedule: str
@@ -45,6 +48,7 @@ class PlanSettings:
     objective: Objective
     seed: int
     contiguous: bool = True
+    compiled: bool = False
 
 
 def make_plan(
@@ -109,7 +113,8 @@ def make_plan(
         graph, partitions, profile, microbatches, cluster, optimizers, settings, stages
     )
     sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
-    plan = plan_stages(
+    make = partial(
+        plan_stages,
         [partition.name for partition in partitions],
         [p.forward for p in profile.partitions],
         [p.backward for p in profile.partitions],
@@ -119,7 +124,6 @@ def make_plan(
         replicas=replicas,
         stages=stages,
         microbatches=microbatches,
-        schedule=settings.schedule,
         method=method,
         objective=settings.objective,
         capacities=None if cluster is None else cluster.capacities,
@@ -128,9 +132,17 @@ def make_plan(
         memory_bytes=needed,
         memory_limits=limits,
         gradient_bytes=[p.gradient_bytes for p in profile.partitions],
+        input_part_s=[p.parts[0] for p in profile.partitions],
+        weight_part_s=[None if settings.compiled else p.parts[1] for p in profile.partitions],
         cut_points=first,
         contiguous=settings.contiguous,
         seed=settings.seed,
+    )
+    plan = plan_by_schedule(
+        settings.schedule,
+        lambda name: make(schedule=name),
+        contiguous=settings.contiguous,
+        measured=first is None,
     )
     return plan.without_times() if first is not None else plan
 
@@ -152,7 +164,9 @@ def _memory(
         return None, None
     else:
         profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
-        most = in_flight(SCHEDULES[settings.schedule](2, microbatches))
+        # that of all exact schedules is the same
+        name = "gpipe" if settings.schedule == AUTO else settings.schedule
+        most = in_flight(SCHEDULES[name](2, microbatches))
         streamed = STREAMED.get(settings.schedule)
         if streamed is not None:  # of the first stage, which has the most
             most *= 1 + streamed.look_aheads(stages)[0]

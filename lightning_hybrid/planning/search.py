@@ -14,7 +14,9 @@ from lightning_hybrid.planning.free import FreePlacements, runs
 from lightning_hybrid.planning.loops import best_loop
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.rows import stage_rows
+from lightning_hybrid.planning.splits import Halves, best_split_chain, split_chain
 from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_time import fill_drain_s
 from lightning_hybrid.planning.streamed_time import batch_s
 from lightning_hybrid.schedules import SCHEDULES, STREAMED
 from lightning_hybrid.schedules.looped import loop_order
@@ -72,6 +74,8 @@ def plan_stages(
     memory_bytes: Sequence[int] | None = None,
     memory_limits: Sequence[int] | None = None,
     gradient_bytes: Sequence[int] | None = None,
+    input_part_s: Sequence[float] = (),
+    weight_part_s: Sequence[float | None] = (),
     cut_points: Sequence[str] | None = None,
     contiguous: bool = True,
     seed: int = 0,
@@ -108,6 +112,10 @@ def plan_stages(
         memory_bytes: n sizes of what a partition holds while it trains; None: not known.
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
         gradient_bytes: n sizes of a partition's gradients, for the report; None: not known.
+        input_part_s: n times of the input part of a backward that is split, likewise; for
+            `zero_bubble`. Empty: half of the backward.
+        weight_part_s: n times of its weight part; None: it cannot be split. Empty: half of the
+            backward.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one.
         contiguous: Whether each device gets one run of partitions. Else it may get several, and
@@ -131,6 +139,11 @@ def plan_stages(
         raise PlanError(
             f"stages({stages}) are more than the {len(names)} partitions of the network: "
             f"ask for at most {len(names)} stages, or cut the network into more partitions"
+        )
+    if schedule == "zero_bubble" and not contiguous:
+        raise PlanError(
+            "schedule 'zero_bubble' gives each stage a device of its own: use contiguous=True, or "
+            "schedule 'gpipe'"
         )
     if schedule not in SCHEDULES:
         raise PlanError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
@@ -161,17 +174,22 @@ def plan_stages(
     elif schedule == "looped":
         ends, devices = best_loop(problem)
         chosen_by = "descent"
-    elif objective == "step":
-        ends, devices, chosen_by = _shortest_step(problem, method, contiguous, seed)
     else:
-        ends, devices = _search(problem, bandwidth_bytes_per_s, method, objective, contiguous, seed)
-        chosen_by = method
+        ends, devices, chosen_by = _searched(
+            problem, bandwidth_bytes_per_s, method, objective, contiguous, seed
+        )
     # what was given is predicted even where it is known not to fit
     unlimited = replace(problem, memory=(), memory_limits=())
+    costs = unlimited.costs(ends, devices)
+    if schedule == "zero_bubble":
+        half_s = [b / 2 for b in profile.backward_s]
+        halves = Halves(input_s=input_part_s or half_s, weight_s=weight_part_s or half_s)
+        chain = best_split_chain if cut_points is None else split_chain
+        ends, costs = chain(problem, ends, devices, halves)
     predicted_s = (
-        unlimited.step_time_s(ends, devices)
+        fill_drain_s(costs, microbatches)
         if streamed is None
-        else batch_s(streamed, unlimited.costs(ends, devices), microbatches)
+        else batch_s(streamed, costs, microbatches)
     )
     return Plan(
         replicas=replicas,
@@ -183,7 +201,7 @@ def plan_stages(
         capacities=tuple(speeds),
         rows=stage_rows(
             ends,
-            unlimited.costs(ends, devices),
+            costs,
             names=profile.names,
             layers=profile.layers,
             parameters=profile.parameters,
@@ -196,6 +214,7 @@ def plan_stages(
         objective=objective,
         allocation=chosen_by,
         seed=seed,
+        split=tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s),
     )
 
 
@@ -230,6 +249,21 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
             f"them its first partition; given: {', '.join(cut_points) or 'none'}"
         )
     return [*ends, len(names)]
+
+
+def _searched(
+    problem: StepProblem,
+    bandwidth_bytes_per_s: float,
+    method: Literal["gabra", "exact"],
+    objective: Objective,
+    contiguous: bool,
+    seed: int,
+) -> tuple[list[int], list[int], str]:
+    """The ends of the stages, their devices, and which search found them."""
+    if objective == "step":
+        return _shortest_step(problem, method, contiguous, seed)
+    ends, devices = _search(problem, bandwidth_bytes_per_s, method, objective, contiguous, seed)
+    return ends, devices, method
 
 
 def _shortest_step(
