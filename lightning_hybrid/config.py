@@ -11,6 +11,7 @@ from lightning_hybrid.planning.cluster import given_speeds
 from lightning_hybrid.planning.fastest import AUTO
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings
+from lightning_hybrid.planning.search import Method
 from lightning_hybrid.planning.sizes import Sizes
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, LookAhead
 
@@ -64,7 +65,7 @@ class Config:
         schedule: ScheduleName = "auto",
         delayed_weights: DelayedWeights = "stash",
         gradient_shrinking: float = 1.0,
-        allocation: Literal["gabra", "exact"] | list[str] = "gabra",
+        allocation: Method | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
         network: str | list[str] | None = None,

@@ -88,8 +88,9 @@ class HybridGabraStrategy(ReplicaStrategy):
             (``"recompute"``), or those of now beside the activations of then (``"current"``).
         gradient_shrinking: for ``"fdg"``: what gradients are multiplied with at every cut that
             they cross.
-        allocation: ``"gabra"``, ``"exact"``, or cut points: the names of the first module of each
-            next stage, as in the LightningModule (``["net.layer3"]``).
+        allocation: ``"gabra"``, ``"exact"``, ``"merging"`` (the most expensive cuts are closed
+            first, for equal devices), or cut points: the names of the first module of each next
+            stage, as in the LightningModule (``["net.layer3"]``).
         objective: ``"step"``, the predicted time of a step; ``"makespan"``, the slowest device's
             time; or ``"profit"``, Eq. 5 of Akintoye et al. 2022 (constant on equal devices; kept
             for comparison).
@@ -130,7 +131,7 @@ class HybridGabraStrategy(ReplicaStrategy):
         schedule: ScheduleName = "auto",
         delayed_weights: DelayedWeights = "stash",
         gradient_shrinking: float = 1.0,
-        allocation: Literal["gabra", "exact"] | list[str] = "gabra",
+        allocation: Literal["gabra", "exact", "merging"] | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
         network: str | list[str] | None = None,

@@ -37,13 +37,9 @@ class HookWatch(TorchFunctionMode):
         seen: whether there was one.
     """
 
-    _HOOKS = frozenset(
-        {
-            Tensor.register_hook,
-            Tensor.retain_grad,
-            Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-        }
-    )
+    _GRAD_FN: Any = Tensor.grad_fn
+    # who asks for an operation of the graph may hook it
+    _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAD_FN.__get__})
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,10 +94,11 @@ def input_part(
     edges = list(dict.fromkeys(edge for edges, _ in groups for edge in edges))
     wanted = [edge for edge in edges if way.leads(edge.node)]
     found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted))
+    ends: list[Any] = [*inputs, *wanted]  # tensors and edges
     if any(on_way):
         found = torch.autograd.grad(
             [root for root, leads in zip(roots, on_way) if leads],
-            [*inputs, *wanted],
+            ends,
             [start for start, leads in zip(starts, on_way) if leads],
             retain_graph=True,
             allow_unused=True,

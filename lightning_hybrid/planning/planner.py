@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.fastest import AUTO, plan_by_schedule
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import Objective, plan_stages
+from lightning_hybrid.planning.search import Method, Objective, plan_stages
 from lightning_hybrid.schedules import SCHEDULES, STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
@@ -36,7 +35,7 @@ class PlanSettings:
 
     Attributes:
         schedule: name of the schedule, or ``"auto"``.
-        allocation: ``"gabra"``, ``"exact"``, or cut points as named in the LightningModule.
+        allocation: ``"gabra"``, ``"exact"``, ``"merging"``, or cut points as named in the LightningModule.
         objective: ``"step"``, ``"makespan"`` or ``"profit"``.
         seed: of the genetic algorithm.
         contiguous: whether each device gets one stage.
@@ -44,7 +43,7 @@ class PlanSettings:
     """
 
     schedule: str
-    allocation: Literal["gabra", "exact"] | tuple[str, ...]
+    allocation: Method | tuple[str, ...]
     objective: Objective
     seed: int
     contiguous: bool = True
@@ -99,7 +98,7 @@ def make_plan(
         prefix = prefix if mine else ""
         first = [partitions[find_boundary(partitions, point, prefix)].name for point in points]
         profile = count(graph, partitions)
-        method: Literal["gabra", "exact"] = "gabra"
+        method: Method = "gabra"
     else:
         first, method = None, settings.allocation
         profile = cached(

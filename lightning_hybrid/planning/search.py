@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
 
-from lightning_hybrid.allocation import allocate
+from lightning_hybrid.allocation import allocate, merge
 from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
@@ -22,6 +22,7 @@ from lightning_hybrid.schedules import SCHEDULES, STREAMED
 from lightning_hybrid.schedules.looped import loop_order
 
 Objective = Literal["step", "makespan", "profit"]
+Method = Literal["gabra", "exact", "merging"]
 
 _MOST_CALLS = 5_000
 """Simulated steps that the search for a free placement may take."""
@@ -64,7 +65,7 @@ def plan_stages(
     stages: int,
     microbatches: int,
     schedule: str = "gpipe",
-    method: Literal["gabra", "exact"] = "gabra",
+    method: Method = "gabra",
     objective: Objective = "step",
     capacities: Sequence[float] | None = None,
     bandwidth_bytes_per_s: float = float("inf"),
@@ -101,7 +102,8 @@ def plan_stages(
             then cut by a dynamic programme, whatever the method, and the plan says so; free ones
             are bred by `gabra`, and the best chain is taken where it is no worse. `profit` needs
             limits, which profiled devices don't have; the capacities are then scaled to hold the
-            network with a quarter to spare.
+            network with a quarter to spare. The method `merging` has a rule of its own and no
+            objective, and takes the devices to be equal; see `allocation.merging`.
         capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
             driver's and gets the last stage.
         bandwidth_bytes_per_s: Speed of the links between the devices.
@@ -254,12 +256,14 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
 def _searched(
     problem: StepProblem,
     bandwidth_bytes_per_s: float,
-    method: Literal["gabra", "exact"],
+    method: Method,
     objective: Objective,
     contiguous: bool,
     seed: int,
 ) -> tuple[list[int], list[int], str]:
     """The ends of the stages, their devices, and which search found them."""
+    if method == "merging":
+        return _merged(problem, bandwidth_bytes_per_s, contiguous), _order(problem.m), method
     if objective == "step":
         return _shortest_step(problem, method, contiguous, seed)
     ends, devices = _search(problem, bandwidth_bytes_per_s, method, objective, contiguous, seed)
@@ -294,6 +298,25 @@ def _shortest_step(
     if chain_s <= history[-1]:
         return ends, order, "dynamic"
     return *runs(genes), "gabra"
+
+
+def _merged(problem: StepProblem, bandwidth_bytes_per_s: float, contiguous: bool) -> list[int]:
+    """The ends of the stages that are left when the most expensive cuts are closed."""
+    if not contiguous:
+        raise PlanError(
+            "allocation='merging' leaves one run of partitions for each device: use "
+            "contiguous=True, or allocation='gabra'"
+        )
+    loads = [f + b for f, b in zip(problem.forward_s, problem.backward_s)]
+    cut_costs = [2 * size / bandwidth_bytes_per_s for size in problem.cut_bytes]
+    ends = list(merge(loads, cut_costs, problem.m).ends)
+    if not problem.fits(ends, _order(problem.m)):
+        raise PlanError(
+            f"allocation='merging' knows no limits of memory, and with its cuts {problem.m} stages "
+            f"do not fit ({[*problem.memory_limits]} bytes): use allocation='gabra', which keeps "
+            "them"
+        )
+    return ends
 
 
 def _search(

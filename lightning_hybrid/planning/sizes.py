@@ -13,13 +13,12 @@ large batches), and a candidate whose estimate is behind the best measured one i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
 from lightning_hybrid.planning.fastest import plan_by_schedule
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import Objective, plan_stages
+from lightning_hybrid.planning.search import Method, Objective, plan_stages
 
 WORTHWHILE = 0.95
 """Stages are taken only where they are predicted to take at most this share of the time of
@@ -161,7 +160,7 @@ def _seconds(value: float) -> str:
 class Search:
     """How plans are made for each of the sizes; see :func:`plan_stages`."""
 
-    method: Literal["gabra", "exact"] = "gabra"
+    method: Method = "gabra"
     objective: Objective = "step"
     schedule: str = "gpipe"
     contiguous: bool = True
