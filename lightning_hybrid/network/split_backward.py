@@ -30,6 +30,17 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 
+def operations_behind(outputs: Sequence[Any]) -> list[BackwardCFunction]:
+    """The operations of the user's (``autograd.Function``) that outputs were computed with."""
+    todo = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
+    seen = set(todo)
+    while todo:
+        following = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        seen |= following
+        todo += following
+    return [node for node in seen if isinstance(node, BackwardCFunction)]
+
+
 class HookWatch(TorchFunctionMode):
     """Looks out for hooks in a forward, on what it computes.
 

@@ -383,6 +383,7 @@ class _Forward:
             self.own.looks_for_hooks(),
         ):
             outputs = stage(values, numbers)
+        self.own.early.refuse_kept_weights(stage, outputs)
         self.saved[microbatch] = (values, outputs)
         return outputs
 

@@ -108,7 +108,8 @@ class Plan:
     """What the allocation optimised."""
     allocation: str = "gabra"
     """Which search chose the cuts: `gabra`, `exact`, `dynamic` (the programme of the shortest step
-    for chains), `merging`, `descent` (for loops), `balanced` (the shortest slowest stage), or `given`."""
+    for chains), `merging`, `descent` (for loops), `balanced` (the shortest slowest stage), or
+    `given`."""
     seed: int = 0
     """Seed of the allocation."""
     version: int = VERSION

@@ -35,7 +35,8 @@ class PlanSettings:
 
     Attributes:
         schedule: name of the schedule, or ``"auto"``.
-        allocation: ``"gabra"``, ``"exact"``, ``"merging"``, or cut points as named in the LightningModule.
+        allocation: ``"gabra"``, ``"exact"``, ``"merging"``, or cut points as named in the
+            LightningModule.
         objective: ``"step"``, ``"makespan"`` or ``"profit"``.
         seed: of the genetic algorithm.
         contiguous: whether each device gets one stage.
