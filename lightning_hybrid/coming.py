@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid._lightning import Trainer
 from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.draws import Draws
 from lightning_hybrid.errors import NetworkError
 
 
@@ -183,6 +184,7 @@ class ComingBatches:
         self._begun: ComingBatch | None = None
         self._iteration: Iteration | None = None
         self._in_step = False
+        self._draws = Draws()
 
     def wrap(self, loader: Any) -> Any:
         """The loader that takes the place of the user's, if it is that of the training."""
@@ -203,16 +205,26 @@ class ComingBatches:
             return move(batch)
         self._iteration, self._move = self._the_loader().iteration, move
         self._begun = self._iteration.begin() if self._iteration else None
-        return move(batch) if self._begun is None else self._begun.make_ready(move, batch)
+        if self._begun is not None and self._begun.is_ready:  # it came early
+            self._draws.look()
+            return self._begun.make_ready(move, batch)
+        ready = move(batch) if self._begun is None else self._begun.make_ready(move, batch)
+        self._draws.begin()
+        return ready
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, the batch that has arrived last is trained on."""
+        """Inside, the batch that has arrived last is trained on.
+
+        Raises:
+            NetworkError: see :class:`lightning_hybrid.draws.Draws`.
+        """
         self._in_step = True
         try:
             yield
         finally:
             self._in_step = False
+        self._draws.look()
 
     def ahead(self, count: int) -> ComingBatch | None:
         """See :class:`lightning_hybrid.runtime.stream.Batches`."""
@@ -220,7 +232,11 @@ class ComingBatches:
             return self._begun if self._in_step else None
         if count > self._room() or self._iteration is None:
             return None
-        batch = self._iteration.look(count - 1)
+        with self._draws.early():
+            return self._look(self._iteration, count)
+
+    def _look(self, iteration: Iteration, count: int) -> ComingBatch | None:
+        batch = iteration.look(count - 1)
         if batch is None or batch.error is not None:
             return None
         if not batch.is_ready:

@@ -8,13 +8,17 @@ from typing import Literal, get_args
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.pipeline.early import DelayedWeights
 from lightning_hybrid.planning.cluster import given_speeds
+from lightning_hybrid.planning.fastest import AUTO
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings
+from lightning_hybrid.planning.search import Method
 from lightning_hybrid.planning.sizes import Sizes
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, LookAhead
 
 Count = int | Literal["auto"]
-ScheduleName = Literal["auto", "gpipe", "looped", "1f1b", "pipedream", "ddg", "fdg", "akintoye"]
+ScheduleName = Literal[
+    "auto", "gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,7 @@ class Config:
         delayed_weights: DelayedWeights = "stash",
         gradient_shrinking: float = 1.0,
         recompute: bool = False,
-        allocation: Literal["gabra", "exact"] | list[str] = "gabra",
+        allocation: Method | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
         network: str | list[str] | None = None,
@@ -83,6 +87,11 @@ class Config:
         replicas, stages = _sizes(data_parallel_size, pipeline_parallel_size, loaded)
         if num_microbatches != "auto" and num_microbatches < 1:
             raise PlanError(f"num_microbatches={num_microbatches} must be at least 1 or 'auto'.")
+        if schedule == "zero_bubble" and not contiguous:
+            raise PlanError(
+                "schedule='zero_bubble' gives each device one stage, and contiguous=False lets "
+                "GABRA give it several. Leave one of them out."
+            )
         if not (contiguous or isinstance(allocation, str)):
             raise PlanError(
                 f"allocation={allocation} are cut points, which give each device one stage, and "
@@ -91,7 +100,7 @@ class Config:
             )
         chosen: str = schedule
         if chosen == "auto":
-            chosen = loaded.schedule if loaded else "gpipe"
+            chosen = loaded.schedule if loaded else AUTO
         _check_schedule(chosen, loaded, delayed_weights, gradient_shrinking)
         if recompute and chosen in STREAMED:
             raise PlanError(
@@ -118,6 +127,7 @@ class Config:
                 seed=seed,
                 contiguous=contiguous,
                 recompute=recompute,
+                compiled=compile_stages,
             ),
             capacity=None if device_capacity == "auto" else tuple(device_capacity),
             compile_stages=compile_stages,
@@ -216,7 +226,7 @@ class Config:
 
 def _check_schedule(name: str, plan: Plan | None, weights: str, shrink: float) -> None:
     """Complain about a schedule that is unknown, or about what it does not know."""
-    if name not in SCHEDULES:
+    if name not in (AUTO, *SCHEDULES):
         raise PlanError(f"schedule={name!r} is none of 'auto', {', '.join(map(repr, SCHEDULES))}.")
     if plan is not None and plan.schedule != name:
         raise PlanError(

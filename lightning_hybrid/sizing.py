@@ -92,7 +92,12 @@ class SizeChooser:
             with rehearsal(trainer, module, config.names, self._device, precision) as looked:
                 choice = choose(
                     self._machine,
-                    [_Measured(seen, self._device, self._progress) for seen in looked.seen],
+                    [
+                        _Measured(
+                            seen, self._device, self._progress, compiled=config.compile_stages
+                        )
+                        for seen in looked.seen
+                    ],
                     batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked.seen),
                     asked=config.microbatches,
                     most=_most_microbatches(looked),
@@ -128,8 +133,11 @@ def _most_microbatches(looked: LookAhead) -> int | None:
 class _Measured:
     """What a network takes, by the number of micro-batches; from the cache where it is known."""
 
-    def __init__(self, seen: Seen, device: torch.device, progress: StartProgress) -> None:
+    def __init__(
+        self, seen: Seen, device: torch.device, progress: StartProgress, *, compiled: bool
+    ) -> None:
         self._seen, self._device, self._progress = seen, device, progress
+        self._compiled = compiled
 
     def __call__(self, microbatches: int) -> Parts:
         graph, partitions = self._seen.graph, self._seen.partitions
@@ -163,4 +171,6 @@ class _Measured:
             ),
             activation_bytes=tuple(float(row.activation_bytes) for row in rows),
             layers=tuple(len(partition.layers) for partition in partitions),
+            input_part_s=tuple(row.parts[0] for row in rows),
+            weight_part_s=tuple(None if self._compiled else row.parts[1] for row in rows),
         )

@@ -73,9 +73,12 @@ class HybridGabraStrategy(SavingStrategy):
         num_microbatches: into how many slices a replica's batch is split on its way through the
             stages. ``"auto"``: chosen with the sizes, or, where these are given, enough to fill the
             pipeline twice, at least two samples each.
-        schedule: how the devices share their time. ``"gpipe"`` (fill and drain), which is also
-            ``"auto"``, and ``"looped"`` (several stages per device) are exact; so is ``"1f1b"``,
-            whose micro-batches are the batches of ``accumulate_grad_batches``. ``"pipedream"``,
+        schedule: how the devices share their time. ``"gpipe"`` (fill and drain), ``"looped"``
+            (several stages per device) and ``"zero_bubble"`` (gradients of weights after those of
+            inputs, where that pays) are exact; ``"auto"`` is ``"gpipe"``, or the one of the others
+            that suits ``contiguous`` if its step is predicted to be clearly shorter. ``"1f1b"`` is
+            exact, too; its micro-batches are the batches of ``accumulate_grad_batches``.
+            ``"pipedream"``,
             ``"ddg"``, ``"fdg"`` and ``"akintoye"`` keep all devices busy by computing with weights
             that are some steps old; see ``docs/schedules.md``.
         delayed_weights: what the backward of a batch computes with under these four: the weights of
@@ -85,8 +88,9 @@ class HybridGabraStrategy(SavingStrategy):
             they cross.
         recompute: stages keep their inputs and no activations, and run their forward again for the
             backward: less memory for about a third more computation, with the same numbers.
-        allocation: ``"gabra"``, ``"exact"``, or cut points: the names of the first module of each
-            next stage, as in the LightningModule (``["net.layer3"]``).
+        allocation: ``"gabra"``, ``"exact"``, ``"merging"`` (the most expensive cuts are closed
+            first, for equal devices), or cut points: the names of the first module of each next
+            stage, as in the LightningModule (``["net.layer3"]``).
         objective: ``"step"``, the predicted time of a step; ``"makespan"``, the slowest device's
             time; or ``"profit"``, Eq. 5 of Akintoye et al. 2022 (constant on equal devices; kept
             for comparison).
@@ -128,7 +132,7 @@ class HybridGabraStrategy(SavingStrategy):
         delayed_weights: DelayedWeights = "stash",
         gradient_shrinking: float = 1.0,
         recompute: bool = False,
-        allocation: Literal["gabra", "exact"] | list[str] = "gabra",
+        allocation: Literal["gabra", "exact", "merging"] | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
         network: str | list[str] | None = None,

@@ -57,6 +57,14 @@ class Trained:
         self.moved: list[float] = []
         self.batches = iter(self.loader)
 
+    def step_that_draws(self, look: int) -> None:
+        self.coming.arrive(next(self.batches), self.move)
+        self.trainer.fit_loop.epoch_loop.batch_idx += 1
+        with self.coming.step():
+            for count in range(1, look + 1):
+                self.coming.ahead(count)
+            torch.rand(1)
+
     def step(self, look: int) -> tuple[float, list[float]]:
         """A step that looks at later batches. Returns its own, and those."""
         batch = next(self.batches)
@@ -155,3 +163,22 @@ def test_several_loaders_are_refused() -> None:
     run.trainer.train_dataloader = [run.loader, run.loader]
     with pytest.raises(NetworkError, match="one train loader"):
         run.step(0)
+
+
+class Augmenting(Loader):
+    """Draws for each batch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in super().__iter__():
+            yield batch + torch.rand(())
+
+
+def test_a_loader_and_a_step_that_draw_from_one_generator_are_refused_in_the_first_step() -> None:
+    with pytest.raises(NetworkError, match=r"torch's global generator.*schedule='gpipe'"):
+        Trained(Augmenting(4)).step_that_draws(look=2)
+    in_order = Trained(Augmenting(4))
+    for _ in range(4):
+        in_order.step_that_draws(look=0)
+    other = Trained(Loader(4))
+    for _ in range(4):
+        other.step_that_draws(look=2)

@@ -123,7 +123,8 @@ def test_what_is_automatic_is_none() -> None:
     config = Config.resolve()
     assert (config.replicas, config.stages, config.microbatches) == (None, None, None)
     assert (config.names, config.capacity, config.plan) == (None, None, None)
-    assert config.settings.schedule == "gpipe"
+    assert config.settings.schedule == "auto"
+    assert not config.several_stages_per_device
     assert Config.resolve(network="net").names == ("net",)
     assert Config.resolve(allocation=["b", "c"]).settings.allocation == ("b", "c")
 

@@ -6,9 +6,9 @@ order and the limit of a merge stand in a text that we could not read. What is b
 reading that fits: the most expensive cut is closed first, as long as no merged partition takes more
 than its fair share of the whole, and a slack.
 
-`merge` is that greedy rule, `merge_exactly` the dynamic programme to hold beside it. Both know
-equal devices only, and neither is a part of GABRA. Loads and cut costs are in the same unit, such
-as seconds; a cut is crossed there and back.
+`merge` is that greedy rule (`allocation="merging"`), `merge_exactly` the dynamic programme to hold
+beside it. Both know equal devices only, and neither is a part of GABRA. Loads and cut costs
+are in the same unit, such as seconds; a cut is crossed there and back.
 """
 
 import itertools

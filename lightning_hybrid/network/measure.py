@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import PartitionProfile, Profile, parameter_bytes
+from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
 from lightning_hybrid.tensors.deferred import value_of
 
@@ -94,7 +95,7 @@ def _measure(
     values = [leaf.clone() if leaf.is_inference() else leaf for leaf in fresh(graph, leaves)]
     values = [value.to(device) for value in values]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
-    known: dict[Hashable, tuple[tuple[float, float, float], int]] = {}
+    known: dict[Hashable, tuple[_Times, int]] = {}
     profiles = []
     codes = cut(graph, partitions, range(1, len(partitions)))
     for number, (partition, code) in enumerate(zip(partitions, codes), 1):
@@ -113,12 +114,15 @@ def _measure(
             PartitionProfile(
                 partition.name,
                 round(partition.flops * scale),
-                *times,
+                times.forward_s,
+                times.backward_input_s,
+                times.backward_weight_s,
                 round(cuts.bytes(partition.stop) * scale)
                 if is_last
                 else sum(v.nbytes for v in values),
                 *parameter_bytes(graph.network, partition.parameters),
                 saved,
+                times.weight_apart_s,
             )
         )
     return Profile(tuple(profiles), batch, device_name(device))
@@ -144,6 +148,15 @@ def device_name(device: torch.device) -> str:
 # ---------------------------------------------------------------- one partition
 
 
+class _Times(NamedTuple):
+    """As in `PartitionProfile`."""
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    weight_apart_s: float | None
+
+
 def _timed(
     stage: Stage,
     tensors: Sequence[Tensor],
@@ -151,8 +164,8 @@ def _timed(
     numbers: Sequence[Any],
     repeats: int,
     device: torch.device,
-) -> tuple[tuple[float, float, float], int]:
-    """Median seconds forward, backward for inputs, and more for weights; bytes held between."""
+) -> tuple[_Times, int]:
+    """Median seconds; bytes held between forward and backward."""
     clock = clock_of(device)
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
     held = _Held(tensors)
@@ -171,10 +184,46 @@ def _timed(
     rounds = [once(parameters) for _ in range(repeats)]
     forwards, backwards = (statistics.median(column) for column in zip(*rounds))
     if not parameters or stage.layers[0] == 0:  # one kind of gradient alone
-        halves = (0.0, backwards) if parameters else (backwards, 0.0)
-        return (forwards, *halves), saved
-    for_inputs = min(statistics.median(once([])[1] for _ in range(repeats)), backwards)
-    return (forwards, for_inputs, backwards - for_inputs), saved
+        halves = (0.0, backwards, None) if parameters else (backwards, 0.0, 0.0)
+        return _Times(forwards, *halves), saved
+    parts = [_parts(stage, tensors, values, numbers, clock) for _ in range(repeats)]
+    split = [part for part in parts if part is not None]
+    if split:
+        for_inputs, apart = (statistics.median(column) for column in zip(*split))
+    else:
+        for_inputs, apart = statistics.median(once([])[1] for _ in range(repeats)), None
+    for_inputs = min(for_inputs, backwards)
+    return _Times(forwards, for_inputs, backwards - for_inputs, apart), saved
+
+
+def _parts(
+    stage: Stage,
+    tensors: Sequence[Tensor],
+    values: Sequence[Tensor],
+    numbers: Sequence[Any],
+    clock: Clock,
+) -> tuple[float, float] | None:
+    """Seconds of the two parts of a backward; None: it cannot be split."""
+    if stage.checkpointed:  # would be computed again for each part
+        return None
+    inputs = [value.detach() for value in values]
+    wanted = [value.requires_grad_() for value in inputs if value.is_floating_point()]
+    with HookWatch() as watch:
+        outputs = stage.run_with(tensors, inputs, numbers)
+    roots = _results(outputs)
+    if watch.seen or not roots or not wanted:
+        return None
+    ones = [torch.ones_like(root) for root in roots]
+    start = clock()
+    parts = input_part(roots, ones, wanted)
+    between = clock()
+    if parts is None:
+        return None
+    parts[1].run()
+    end = clock()
+    for tensor in tensors:
+        tensor.grad = None
+    return between - start, end - between
 
 
 def _round(
@@ -192,10 +241,7 @@ def _round(
     start = clock()
     outputs = stage.run_with(tensors, inputs, numbers)
     forward_s = clock() - start
-    # a tensor that only passes through has no work to do
-    results = [
-        o for o in outputs if isinstance(o, Tensor) and o.requires_grad and o.grad_fn is not None
-    ]
+    results = _results(outputs)
     needed = [*wanted, *parameters]
     if not results or not needed:
         return forward_s, 0.0
@@ -203,6 +249,13 @@ def _round(
     start = clock()
     torch.autograd.grad(results, needed, ones, allow_unused=True)
     return forward_s, clock() - start
+
+
+def _results(outputs: Sequence[Any]) -> list[Tensor]:
+    """What a backward begins at; a tensor that only passes through has no work to do."""
+    return [
+        o for o in outputs if isinstance(o, Tensor) and o.requires_grad and o.grad_fn is not None
+    ]
 
 
 class _Held:

@@ -35,6 +35,9 @@ class PartitionProfile:
     activation_bytes: int
     """bytes held from forward to backward; when counted: of all that its layers return. A tensor
     that two partitions hold counts in both, so a sum over partitions is an upper bound"""
+    weight_apart_s: float | None
+    """seconds of a backward for its parameters alone, after one for its inputs that has kept what
+    it needs; None: counted only, or the backward cannot be split"""
     optimizer_bytes: int = 0
     """state that the optimizer keeps of its parameters; see `Profile.with_optimizer`"""
 
@@ -49,6 +52,16 @@ class PartitionProfile:
         if self.backward_input_s is None or self.backward_weight_s is None:
             return 2.0 * self.flops
         return self.backward_input_s + self.backward_weight_s
+
+    @property
+    def parts(self) -> tuple[float, float | None]:
+        """Of a backward that is split, its input part and its weight part, in that unit.
+
+        The latter is None where it cannot be split.
+        """
+        if self.backward_input_s is None or self.backward_weight_s is None:
+            return float(self.flops), float(self.flops)
+        return self.backward_input_s, self.weight_apart_s
 
     def memory_bytes(self, in_flight: int) -> int:
         """Held while it trains: parameters, gradients, optimizer state, activations.
@@ -129,6 +142,7 @@ def count(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> Profil
             partition.output_bytes,
             *parameter_bytes(graph.network, partition.parameters),
             _returned_bytes(graph, partition),
+            None,
         )
         for partition in partitions
     ]

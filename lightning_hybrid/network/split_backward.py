@@ -30,6 +30,17 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 
+def operations_behind(outputs: Sequence[Any]) -> list[Any]:
+    """The operations of the user's (``autograd.Function``) that outputs were computed with."""
+    todo = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
+    seen = set(todo)
+    while todo:
+        following = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        seen |= following
+        todo += following
+    return [node for node in seen if isinstance(node, BackwardCFunction)]
+
+
 class HookWatch(TorchFunctionMode):
     """Looks out for hooks in a forward, on what it computes.
 
@@ -37,13 +48,9 @@ class HookWatch(TorchFunctionMode):
         seen: whether there was one.
     """
 
-    _HOOKS = frozenset(
-        {
-            Tensor.register_hook,
-            Tensor.retain_grad,
-            Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-        }
-    )
+    _GRAD_FN: Any = Tensor.grad_fn
+    # who asks for an operation of the graph may hook it
+    _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAD_FN.__get__})
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,10 +105,11 @@ def input_part(
     edges = list(dict.fromkeys(edge for edges, _ in groups for edge in edges))
     wanted = [edge for edge in edges if way.leads(edge.node)]
     found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted))
+    ends: list[Any] = [*inputs, *wanted]  # tensors and edges
     if any(on_way):
         found = torch.autograd.grad(
             [root for root, leads in zip(roots, on_way) if leads],
-            [*inputs, *wanted],
+            ends,
             [start for start, leads in zip(starts, on_way) if leads],
             retain_graph=True,
             allow_unused=True,

@@ -16,7 +16,7 @@ validation or a checkpoint would see batches that nobody has trained on. Each fo
 copies, which begin as those of the forward before it and go to their place with its backward.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage
+from lightning_hybrid.network.split_backward import operations_behind
 from lightning_hybrid.pipeline.calls import Recipe
 from lightning_hybrid.pipeline.recompute import saving_nothing
 
@@ -42,6 +44,7 @@ class EarlyForwards:
         self._weights = weights
         self._written: dict[int, dict[str, Tensor]] = {}  # by call, the oldest first
         self._copies: dict[int, dict[int, torch.UntypedStorage]] = {}  # of weights, likewise
+        self._looked_at: set[Stage] = set()
 
     def forward(
         self,
@@ -88,6 +91,36 @@ class EarlyForwards:
         self._copies.pop(call, None)
         self._written.pop(call, None)
 
+    def refuse_kept_weights(self, stage: Stage, outputs: Sequence[Any]) -> None:
+        """Complain about operations that keep weights where no copy takes their place.
+
+        Autograd asks before it saves a tensor (``ctx.save_for_backward``); an attribute of ``ctx``
+        it does not see.
+
+        Args:
+            stage: that was computed.
+            outputs: of it.
+
+        Raises:
+            NetworkError: an operation of the user's has such an attribute.
+        """
+        if self._weights != "stash" or stage in self._looked_at:
+            return
+        self._looked_at.add(stage)
+        names = {p.untyped_storage().data_ptr(): n for n, p in stage.named_parameters()}
+        for node in operations_behind(outputs):
+            for attribute, kept in vars(node).items():
+                for tensor in _tensors_of(kept):
+                    name = names.get(tensor.untyped_storage().data_ptr())
+                    if name is not None:
+                        raise NetworkError(
+                            f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function"
+                            f", keeps parameter {name!r} as ctx.{attribute}, where "
+                            "delayed_weights='stash' cannot give its backward the weights of its "
+                            "forward. Keep it by ctx.save_for_backward, or use "
+                            "delayed_weights='recompute' or schedule='gpipe'."
+                        )
+
     def _before(self, stage: Stage) -> dict[str, Tensor]:
         """The buffers that a forward writes, as the forward before it has left them."""
         later: dict[str, Tensor] = {}
@@ -107,6 +140,18 @@ class EarlyForwards:
             return saving_nothing()
         copies = self._copies.setdefault(call, {}) if self._weights == "stash" else None
         return _weights_apart(parameters, copies)
+
+
+def _tensors_of(kept: Any) -> list[Tensor]:
+    """Those that an attribute holds: itself, in a collection, or in a module."""
+    if isinstance(kept, nn.Module):
+        return [*kept.parameters()]
+    if isinstance(kept, Mapping):
+        kept = [*kept.values()]
+    if isinstance(kept, list | tuple | set):
+        return [tensor for each in kept for tensor in _tensors_of(each)]
+    is_plain = isinstance(kept, Tensor) and kept.layout is torch.strided
+    return [kept] if is_plain else []
 
 
 _Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]

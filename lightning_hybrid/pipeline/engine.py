@@ -102,9 +102,7 @@ class Engine:
                 f"stage {number} " if len(links) > 1 else "",
                 EarlyForwards(delayed),
                 # what is computed again in the backward would be so for each part
-                splits=number in split
-                and not options.compiled
-                and not stages[number].checkpointed,
+                splits=number in split and not options.compiled and not stages[number].checkpointed,
             )
             for number, both in links.items()
         ]
@@ -386,6 +384,7 @@ class _Forward:
                 return outputs
             with torch.enable_grad(), own_saved_tensors():
                 outputs = stage(values, numbers)
+        self.own.early.refuse_kept_weights(stage, outputs)
         self.saved[microbatch] = (values, outputs)
         return outputs
 

@@ -4,7 +4,8 @@ There is no dynamic programme for stages that share devices (the step of a loop 
 them), so cuts are improved one after the other from fair shares, by the simulated step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
     best: tuple[float, list[int], list[int]] | None = None
     for rounds in range(2, most + 1):
         devices = list(loop_order(problem.m, rounds))
-        ends = _improved(problem, _fair(problem, devices), devices)
+        ends = improved(_fair(problem, devices), partial(problem.step_time_s, devices=devices))
         step_s = problem.step_time_s(ends, devices)
         if best is None or step_s < best[0]:
             best = step_s, ends, devices
@@ -63,20 +64,25 @@ def _fair(problem: StepProblem, devices: Sequence[int]) -> list[int]:
     return [*ends[:-1], problem.n]
 
 
-def _improved(problem: StepProblem, ends: list[int], devices: Sequence[int]) -> list[int]:
-    """Move one cut at a time as long as that makes the step shorter."""
-    best_s = problem.step_time_s(ends, devices)
-    improved = True
-    while improved:
-        improved = False
+def improved(ends: list[int], step_of: Callable[[Sequence[int]], float]) -> list[int]:
+    """Move one cut at a time as long as that makes the step shorter.
+
+    Args:
+        ends: For each stage the number after its last partition.
+        step_of: From such ends to the seconds of a step.
+    """
+    best_s = step_of(ends)
+    better = True
+    while better:
+        better = False
         for cut in range(len(ends) - 1):
             low, high = (ends[cut - 1] if cut else 0), ends[cut + 1]
             for move in _MOVES:
                 if not low < ends[cut] + move < high:
                     continue
                 moved = [*ends[:cut], ends[cut] + move, *ends[cut + 1 :]]
-                step_s = problem.step_time_s(moved, devices)
+                step_s = step_of(moved)
                 if step_s < best_s:
-                    best_s, ends, improved = step_s, moved, True
+                    best_s, ends, better = step_s, moved, True
                     break
     return ends

@@ -15,7 +15,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
 
 VARIABLE = "LIGHTNING_HYBRID_TRACE"
-_NAME = re.compile(r"(?:.*\s)?(forward|backward) (\d+)")
+_NAME = re.compile(r"(?:.*\s)?(forward|backward|weight) (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Work:
     device: int
     """Within the replica."""
     kind: str
-    """`forward` or `backward`."""
+    """`forward`, `backward` or `weight`."""
     microbatch: int
     start_s: float
     end_s: float
@@ -71,7 +71,7 @@ def measured_step(plan: Plan, folder: str | Path | None) -> list[Work]:
 
 
 def _expected(plan: Plan) -> int:
-    return 2 * plan.stages * plan.microbatches
+    return (2 * plan.stages + len(plan.split or ())) * plan.microbatches
 
 
 def _length_s(step: list[Work]) -> float:
@@ -122,14 +122,16 @@ def _from_event(event: dict[str, Any], device: int) -> list[Work]:
 def _steps(works: list[Work]) -> list[list[Work]]:
     """Training steps: runs of forwards, each with the backwards that follow.
 
-    Forwards of an evaluation before them are left out: there are as many as backwards.
+    Forwards of an evaluation before them are left out: there are as many as backwards, whose weight
+    parts are extra.
     """
     steps = []
     forwards: list[Work] = []
-    for kind, group in groupby(works, key=lambda work: work.kind):
+    for is_forward, group in groupby(works, key=lambda work: work.kind == "forward"):
         part = list(group)
-        if kind == "forward":
+        if is_forward:
             forwards = part
         elif forwards:
-            steps.append([*forwards[-len(part) :], *part])
+            count = sum(work.kind == "backward" for work in part)
+            steps.append([*forwards[-count:], *part])
     return steps

@@ -52,8 +52,10 @@ def in_flight(schedule: Schedule) -> int:
     most = 0
     for forward, backward in zip(schedule.forward, schedule.backward):
         held = 0
+        split = any(instruction.kind is Kind.WEIGHT for instruction in backward)
+        last = Kind.WEIGHT if split else Kind.BACKWARD
         for instruction in (*forward, *backward):
-            held += (instruction.kind is Kind.FORWARD) - (instruction.kind is Kind.BACKWARD)
+            held += (instruction.kind is Kind.FORWARD) - (instruction.kind is last)
             most = max(most, held)
     return most
 

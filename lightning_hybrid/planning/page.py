@@ -23,10 +23,15 @@ from lightning_hybrid.report import (
     paragraph,
     table,
 )
-from lightning_hybrid.schedules import SCHEDULES, Kind
+from lightning_hybrid.schedules import SCHEDULES, Kind, make_schedule
 
 _MOST_LANES = 32
-_KINDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.REDUCE: "reduce"}
+_KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.WEIGHT: "weight",
+    Kind.REDUCE: "reduce",
+}
 Section = tuple[str, str]
 """Heading, and content in HTML."""
 
@@ -75,9 +80,10 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
         return {}
     rows = plan.rows
     timeline = simulate(
-        SCHEDULES[plan.schedule](plan.stages, plan.microbatches),
+        make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split),
         [row.forward_s or 0.0 for row in rows],
         [row.backward_s or 0.0 for row in rows],
+        weight_s=[row.weight_s or 0.0 for row in rows],
         devices=plan.devices,
         send_s=[row.send_s or 0.0 for row in rows[:-1]],
         latency_s=[row.latency_s or 0.0 for row in rows[:-1]],

@@ -37,7 +37,9 @@ class StagePlan:
     forward_s: float | None = None
     """Seconds of the forward of a micro-batch; None, like the other times, if not predicted."""
     backward_s: float | None = None
-    """Seconds of its backward."""
+    """Seconds of its backward; where that is split, of its input part."""
+    weight_s: float | None = None
+    """Seconds of the weight part of its backward, where that is split."""
     send_s: float | None = None
     """Seconds in which a micro-batch keeps the link to the next stage, in either direction."""
     latency_s: float | None = None
@@ -57,6 +59,7 @@ class StagePlan:
             self,
             forward_s=None,
             backward_s=None,
+            weight_s=None,
             send_s=None,
             latency_s=None,
             reduce_s=None,
@@ -94,6 +97,9 @@ class Plan:
     equal, or not known."""
     copies: tuple[int, ...] = ()
     """Size of the data-parallel group of each stage: `replicas` for all. Empty: filled in."""
+    split: tuple[int, ...] | None = None
+    """Numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but the
+    first."""
     rows: tuple[StagePlan, ...] = ()
     """What each stage holds; empty when the network was not profiled."""
     predicted_step_s: float | None = None
@@ -102,7 +108,8 @@ class Plan:
     """What the allocation optimised."""
     allocation: str = "gabra"
     """Which search chose the cuts: `gabra`, `exact`, `dynamic` (the programme of the shortest step
-    for chains), `descent` (for loops), `balanced` (the shortest slowest stage), or `given`."""
+    for chains), `merging`, `descent` (for loops), `balanced` (the shortest slowest stage), or
+    `given`."""
     seed: int = 0
     """Seed of the allocation."""
     version: int = VERSION
@@ -125,11 +132,24 @@ class Plan:
             "capacities": tuple(self.capacities),
             "copies": tuple(self.copies) or (self.replicas,) * self.stages,
             "rows": tuple(self.rows),
+            "split": self._splits(),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         self._check_lengths()
         self._check_placement()
+
+    def _splits(self) -> tuple[int, ...]:
+        splits = self.schedule == "zero_bubble"
+        if self.split is None:
+            return tuple(range(1, self.stages)) if splits else ()
+        found = tuple(self.split)
+        if found and (not splits or not set(found) <= set(range(1, self.stages))):
+            raise PlanError(
+                f"split{found} must name stages of 1..{self.stages - 1} under schedule "
+                f"'zero_bubble', and be empty under others; the plan's is {self.schedule!r}"
+            )
+        return found
 
     def _check_lengths(self) -> None:
         if len(self.cuts) != self.stages - 1 or len(set(self.cuts)) != len(self.cuts):
@@ -152,6 +172,11 @@ class Plan:
         if count == 1 and self.stages > 1:
             raise PlanError(
                 f"stages({self.stages}) are all on one device{self.devices}: it needs no cuts"
+            )
+        if self.schedule == "zero_bubble" and count < self.stages:
+            raise PlanError(
+                f"schedule 'zero_bubble' gives each stage a device of its own, and devices"
+                f"{self.devices} are {count} for stages({self.stages}): use schedule 'gpipe'"
             )
         if self.capacities and len(self.capacities) != count:
             raise PlanError(f"devices({count}) != {len(self.capacities)} capacities")
@@ -268,6 +293,9 @@ class Plan:
         if any(self.delays):
             for line, delay in zip(table, self.delays):
                 line["delay"] = delay
+        if self.schedule == "zero_bubble":
+            for stage, line in enumerate(table):
+                line["backward"] = "split" if stage in (self.split or ()) else "joint"
         if len(set(self.capacities)) > 1:
             for line, device in zip(table, self.devices):
                 line["speed"] = round(self.capacities[device], 3)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +18,10 @@ from lightning_hybrid.network import (
     measure,
 )
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.fastest import AUTO, plan_by_schedule
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import Objective, plan_stages
+from lightning_hybrid.planning.search import Method, Objective, plan_stages
 from lightning_hybrid.schedules import SCHEDULES, STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
@@ -34,23 +34,26 @@ class PlanSettings:
     """What the user has asked for.
 
     Attributes:
-        schedule: name of the schedule.
-        allocation: ``"gabra"``, ``"exact"``, or cut points as named in the LightningModule.
+        schedule: name of the schedule, or ``"auto"``.
+        allocation: ``"gabra"``, ``"exact"``, ``"merging"``, or cut points as named in the
+            LightningModule.
         objective: ``"step"``, ``"makespan"`` or ``"profit"``.
         seed: of the genetic algorithm.
         contiguous: whether each device gets one stage.
         recompute: whether stages keep no activations, and run their forward again.
+        compiled: whether stages are compiled, whose backward is one.
     """
 
     schedule: str
-    allocation: Literal["gabra", "exact"] | tuple[str, ...]
+    allocation: Method | tuple[str, ...]
     objective: Objective
     seed: int
     contiguous: bool = True
     recompute: bool = False
+    compiled: bool = False
 
     @property
-    def method(self) -> Literal["gabra", "exact"]:
+    def method(self) -> Method:
         """How cuts are searched, where none are given."""
         return self.allocation if isinstance(self.allocation, str) else "gabra"
 
@@ -106,7 +109,9 @@ def make_plan(
         graph, partitions, profile, microbatches, cluster, optimizers, settings, stages
     )
     sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
-    plan = plan_stages(
+    whole = settings.compiled or settings.recompute  # what cannot be gone back through in parts
+    make = partial(
+        plan_stages,
         [partition.name for partition in partitions],
         [p.forward for p in profile.partitions],
         [p.backward + (p.forward if settings.recompute else 0) for p in profile.partitions],
@@ -116,7 +121,6 @@ def make_plan(
         replicas=replicas,
         stages=stages,
         microbatches=microbatches,
-        schedule=settings.schedule,
         method=settings.method,
         objective=settings.objective,
         capacities=None if cluster is None else cluster.capacities,
@@ -125,9 +129,17 @@ def make_plan(
         memory_bytes=needed,
         memory_limits=limits,
         gradient_bytes=[p.gradient_bytes for p in profile.partitions],
+        input_part_s=[p.parts[0] for p in profile.partitions],
+        weight_part_s=[None if whole else p.parts[1] for p in profile.partitions],
         cut_points=first,
         contiguous=settings.contiguous,
         seed=settings.seed,
+    )
+    plan = plan_by_schedule(
+        settings.schedule,
+        lambda name: make(schedule=name),
+        contiguous=settings.contiguous,
+        measured=first is None,
     )
     return plan.without_times() if first is not None else plan
 
@@ -166,7 +178,9 @@ def _memory(
         return None, None
     else:
         profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
-        most = in_flight(SCHEDULES[settings.schedule](2, microbatches))
+        # that of all exact schedules is the same
+        name = "gpipe" if settings.schedule == AUTO else settings.schedule
+        most = in_flight(SCHEDULES[name](2, microbatches))
         if settings.recompute:
             kept_inputs = most * max((p.output_bytes for p in profile.partitions[:-1]), default=0)
             most = 1

@@ -47,6 +47,7 @@ def stage_rows(
                 memory_bytes=None if memory_bytes is None else sum(memory_bytes[a:b]),
                 forward_s=costs.forward_s[stage],
                 backward_s=costs.backward_s[stage],
+                weight_s=_at(costs.weight_s, stage),
                 send_s=0.0 if is_last else _at(costs.send_s, stage),
                 latency_s=0.0 if is_last else _at(costs.latency_s, stage),
                 reduce_s=_at(costs.reduce_s, stage),

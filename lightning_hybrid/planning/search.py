@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
 
-from lightning_hybrid.allocation import allocate
+from lightning_hybrid.allocation import allocate, merge
 from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
@@ -14,13 +14,15 @@ from lightning_hybrid.planning.free import FreePlacements, runs
 from lightning_hybrid.planning.loops import best_loop
 from lightning_hybrid.planning.plan import Plan, StagePlan
 from lightning_hybrid.planning.rows import stage_rows
+from lightning_hybrid.planning.splits import Halves, best_split_chain, split_chain
 from lightning_hybrid.planning.step_problem import Links, StepProblem
-from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 from lightning_hybrid.planning.streamed_time import batch_s
 from lightning_hybrid.schedules import SCHEDULES, STREAMED
 from lightning_hybrid.schedules.looped import loop_order
 
 Objective = Literal["step", "makespan", "profit"]
+Method = Literal["gabra", "exact", "merging"]
 
 _MOST_CALLS = 5_000
 """Simulated steps that the search for a free placement may take."""
@@ -78,7 +80,7 @@ def plan_stages(
     stages: int,
     microbatches: int,
     schedule: str = "gpipe",
-    method: Literal["gabra", "exact"] = "gabra",
+    method: Method = "gabra",
     objective: Objective = "step",
     capacities: Sequence[float] | None = None,
     bandwidth_bytes_per_s: float = float("inf"),
@@ -88,6 +90,8 @@ def plan_stages(
     memory_bytes: Sequence[int] | None = None,
     memory_limits: Sequence[int] | None = None,
     gradient_bytes: Sequence[int] | None = None,
+    input_part_s: Sequence[float] = (),
+    weight_part_s: Sequence[float | None] = (),
     cut_points: Sequence[str] | None = None,
     contiguous: bool = True,
     seed: int = 0,
@@ -113,7 +117,8 @@ def plan_stages(
             then cut by a dynamic programme, whatever the method, and the plan says so; free ones
             are bred by `gabra`, and the best chain is taken where it is no worse. `profit` needs
             limits, which profiled devices don't have; the capacities are then scaled to hold the
-            network with a quarter to spare.
+            network with a quarter to spare. The method `merging` has a rule of its own and no
+            objective, and takes the devices to be equal; see `allocation.merging`.
         capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
             driver's and gets the last stage.
         bandwidth_bytes_per_s: Speed of the links between the devices.
@@ -124,6 +129,10 @@ def plan_stages(
         memory_bytes: n sizes of what a partition holds while it trains; None: not known.
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
         gradient_bytes: n sizes of a partition's gradients, for the report; None: not known.
+        input_part_s: n times of the input part of a backward that is split, likewise; for
+            `zero_bubble`. Empty: half of the backward.
+        weight_part_s: n times of its weight part; None: it cannot be split. Empty: half of the
+            backward.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one.
         contiguous: Whether each device gets one run of partitions. Else it may get several, and
@@ -138,7 +147,7 @@ def plan_stages(
         names, forward_s, backward_s, cut_bytes, parameters, layers, memory_bytes, gradient_bytes
     )
     speeds = [1.0] * stages if capacities is None else list(capacities)
-    _check_shape(stages, len(names), schedule, speeds)
+    _check_shape(stages, len(names), schedule, speeds, contiguous)
     problem = StepProblem(
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
@@ -159,6 +168,12 @@ def plan_stages(
             limited, schedule, bandwidth_bytes_per_s, method, objective, contiguous, seed
         )
     # what was given is predicted even where it is known not to fit
+    costs = problem.costs(ends, devices)
+    if schedule == "zero_bubble":
+        half_s = [b / 2 for b in profile.backward_s]
+        halves = Halves(input_s=input_part_s or half_s, weight_s=weight_part_s or half_s)
+        chain = best_split_chain if cut_points is None else split_chain
+        ends, costs = chain(limited, ends, devices, halves)
     return Plan(
         replicas=replicas,
         stages=len(ends),
@@ -167,15 +182,18 @@ def plan_stages(
         cuts=tuple(names[end] for end in ends[:-1]),
         devices=tuple(devices),
         capacities=tuple(speeds),
-        rows=profile.rows(ends, problem.costs(ends, devices)),
-        predicted_step_s=_predicted_s(problem, ends, devices, schedule, microbatches),
+        rows=profile.rows(ends, costs),
+        predicted_step_s=_predicted_s(costs, schedule, microbatches),
         objective=objective,
         allocation=chosen_by,
         seed=seed,
+        split=tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s),
     )
 
 
-def _check_shape(stages: int, partitions: int, schedule: str, speeds: Sequence[float]) -> None:
+def _check_shape(
+    stages: int, partitions: int, schedule: str, speeds: Sequence[float], contiguous: bool
+) -> None:
     if stages > partitions:
         raise PlanError(
             f"stages({stages}) are more than the {partitions} partitions of the network: "
@@ -183,6 +201,11 @@ def _check_shape(stages: int, partitions: int, schedule: str, speeds: Sequence[f
         )
     if schedule not in SCHEDULES:
         raise PlanError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    if schedule == "zero_bubble" and not contiguous:
+        raise PlanError(
+            "schedule 'zero_bubble' gives each stage a device of its own: use contiguous=True, or "
+            "schedule 'gpipe'"
+        )
     if len(speeds) != stages:
         raise PlanError(f"stages({stages}) != {len(speeds)} capacities {speeds}")
 
@@ -196,17 +219,11 @@ def _limited(
     return replace(problem, memory=memory_bytes, memory_limits=memory_limits)
 
 
-def _predicted_s(
-    problem: StepProblem,
-    ends: Sequence[int],
-    devices: Sequence[int],
-    schedule: str,
-    microbatches: int,
-) -> float:
+def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
     """Seconds of a step, or of a batch in the stream."""
     if schedule not in STREAMED:
-        return problem.step_time_s(ends, devices)
-    return batch_s(STREAMED[schedule], problem.costs(ends, devices), microbatches)
+        return fill_drain_s(costs, microbatches)
+    return batch_s(STREAMED[schedule], costs, microbatches)
 
 
 def _given_for(
@@ -246,7 +263,7 @@ def _best(
     problem: StepProblem,
     schedule: str,
     bandwidth_bytes_per_s: float,
-    method: Literal["gabra", "exact"],
+    method: Method,
     objective: Objective,
     contiguous: bool,
     seed: int,
@@ -254,6 +271,8 @@ def _best(
     """The ends of the stages, their devices, and which search found them."""
     if schedule == "looped":
         return *best_loop(problem), "descent"
+    if method == "merging":
+        return _merged(problem, bandwidth_bytes_per_s, contiguous), _order(problem.m), method
     if objective == "step":
         return _shortest_step(problem, method, contiguous, seed)
     return *_search(problem, bandwidth_bytes_per_s, method, objective, contiguous, seed), method
@@ -287,6 +306,25 @@ def _shortest_step(
     if chain_s <= history[-1]:
         return ends, order, "dynamic"
     return *runs(genes), "gabra"
+
+
+def _merged(problem: StepProblem, bandwidth_bytes_per_s: float, contiguous: bool) -> list[int]:
+    """The ends of the stages that are left when the most expensive cuts are closed."""
+    if not contiguous:
+        raise PlanError(
+            "allocation='merging' leaves one run of partitions for each device: use "
+            "contiguous=True, or allocation='gabra'"
+        )
+    loads = [f + b for f, b in zip(problem.forward_s, problem.backward_s)]
+    cut_costs = [2 * size / bandwidth_bytes_per_s for size in problem.cut_bytes]
+    ends = list(merge(loads, cut_costs, problem.m).ends)
+    if not problem.fits(ends, _order(problem.m)):
+        raise PlanError(
+            f"allocation='merging' knows no limits of memory, and with its cuts {problem.m} stages "
+            f"do not fit ({[*problem.memory_limits]} bytes): use allocation='gabra', which keeps "
+            "them"
+        )
+    return ends
 
 
 def _search(

@@ -75,8 +75,7 @@ def simulate(
         driver_s: Seconds of the user's code on the driver between forward and backward.
         reduce_s: Seconds of the all-reduce between the replicas of each stage, or one for all. It
             runs beside the last backward (or its weight part) and ends no earlier than this; those
-            of a device follow
-            each other.
+            of a device follow each other.
         step_s: Seconds of the optimizer step of each stage, or one for all.
 
     Raises:

@@ -12,13 +12,13 @@ large batches), and a candidate whose estimate is behind the best measured one i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Literal
+from functools import cache, partial
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
+from lightning_hybrid.planning.fastest import plan_by_schedule
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import Objective, plan_stages
+from lightning_hybrid.planning.search import Method, Objective, plan_stages
 
 WORTHWHILE = 0.95
 """Stages are taken only where they are predicted to take at most this share of the time of
@@ -88,11 +88,21 @@ class Parts:
     activation_bytes: tuple[float, ...]
     """held for each micro-batch between its forward and its backward"""
     layers: tuple[int, ...]
+    input_part_s: tuple[float, ...] = ()
+    """of a backward that is split; empty: see `plan_stages`"""
+    weight_part_s: tuple[float | None, ...] = ()
+    """likewise; None: it cannot be split"""
 
     def scaled(self, share: float) -> "Parts":
         """An estimate for a micro-batch of this share of the samples."""
         names = ("forward_s", "backward_s", "cut_bytes", "activation_bytes")
-        return replace(self, **{n: tuple(share * v for v in getattr(self, n)) for n in names})
+        scaled = {n: tuple(share * v for v in getattr(self, n)) for n in names}
+        return replace(
+            self,
+            input_part_s=tuple(share * v for v in self.input_part_s),
+            weight_part_s=tuple(None if v is None else share * v for v in self.weight_part_s),
+            **scaled,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +160,7 @@ def _seconds(value: float) -> str:
 class Search:
     """How plans are made for each of the sizes; see :func:`plan_stages`."""
 
-    method: Literal["gabra", "exact"] = "gabra"
+    method: Method = "gabra"
     objective: Objective = "step"
     schedule: str = "gpipe"
     contiguous: bool = True
@@ -313,7 +323,8 @@ class _Prediction:
             backward_s = tuple(b + f for b, f in zip(backward_s, parts.forward_s))
         kept = zip(parts.kept_bytes, parts.activation_bytes)
         limits = cluster.memory_limits
-        return plan_stages(
+        make = partial(
+            plan_stages,
             parts.names,
             parts.forward_s,
             backward_s,
@@ -323,7 +334,6 @@ class _Prediction:
             replicas=sizes.replicas,
             stages=sizes.stages,
             microbatches=sizes.microbatches,
-            schedule=search.schedule,
             method=search.method,
             objective=search.objective,
             capacities=cluster.capacities[: sizes.stages],
@@ -333,6 +343,14 @@ class _Prediction:
             step_s=updates if machine.overlaps else [u + r for u, r in zip(updates, reduced)],
             memory_bytes=[round(k + in_flight * a) for k, a in kept],
             memory_limits=None if limits is None else limits[: sizes.stages],
+            input_part_s=parts.input_part_s,
+            weight_part_s=parts.weight_part_s,
             contiguous=search.contiguous,
             seed=search.seed,
+        )
+        return plan_by_schedule(
+            search.schedule,
+            lambda name: make(schedule=name),
+            contiguous=search.contiguous,
+            measured=True,
         )

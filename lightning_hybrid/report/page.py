@@ -6,7 +6,8 @@ from html import escape
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --quiet: #59636e;
   --rule: #d1d9e0; --lane: #f1f3f5; --on: #10202f;
-  --forward: #8fc1f0; --backward: #f3b36b; --reduce: #9a6bd1; --step: #86c98a; --limit: #c62828;
+  --forward: #8fc1f0; --backward: #f3b36b; --weight: #f3d27a; --reduce: #9a6bd1;
+  --step: #86c98a; --limit: #c62828;
   --c0: #8fc1f0; --c1: #f3b36b; --c2: #86c98a; --c3: #c9a3e6; --c4: #f2a3a3; --c5: #7fd0cf;
   --c6: #d8c878; --c7: #b9c2cc; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #14181d; --quiet: #9ba7b3;
@@ -23,6 +24,7 @@ svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; display: bloc
 svg text { fill: var(--ink); } svg text.quiet { fill: var(--quiet); }
 svg text.on { fill: var(--on); }
 .lane { fill: var(--lane); } .forward { fill: var(--forward); } .backward { fill: var(--backward); }
+.weight { fill: var(--weight); }
 .reduce { fill: var(--reduce); } .step { fill: var(--step); }
 .c0 { fill: var(--c0); stroke: var(--c0); } .c1 { fill: var(--c1); stroke: var(--c1); }
 .c2 { fill: var(--c2); stroke: var(--c2); } .c3 { fill: var(--c3); stroke: var(--c3); }

@@ -8,6 +8,7 @@ from lightning_hybrid.report.svg import CHARACTER, MARGIN, WIDTH, Svg, scaled, t
 KINDS = {
     "forward": "forward",
     "backward": "backward",
+    "weight": "weight part of the backward",
     "reduce": "all-reduce",
     "step": "optimizer step",
 }

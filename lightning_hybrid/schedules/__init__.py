@@ -35,7 +35,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 """By the name of a schedule, what each rank does in one call of the network."""
 
 
-
 def make_schedule(
     name: str,
     stages: int,

@@ -213,9 +213,7 @@ def check(schedule: Schedule) -> None:
             pass
 
 
-def _check_weights(
-    schedule: Schedule, stage: int, instructions: Sequence[Instruction]
-) -> None:
+def _check_weights(schedule: Schedule, stage: int, instructions: Sequence[Instruction]) -> None:
     """A stage has a weight part after each of its backwards, or none at all."""
     weights = [i.microbatch for i in instructions if i.kind is Kind.WEIGHT]
     if weights and sorted(weights) != list(range(schedule.microbatches)):

@@ -180,6 +180,7 @@ class Replica(Ranks):
         continues: the network draws from the stream of the code around it.
         schedule: name of the schedule.
         split: numbers of the stages whose backward it splits.
+        ends: of each stage the number after its last partition; empty: shares that are equal.
         options: how stages compute.
         batches: see :class:`Ranks`.
 
@@ -199,6 +200,7 @@ class Replica(Ranks):
         continues: bool = False,
         schedule: str = "gpipe",
         split: Sequence[int] = (),
+        ends: Sequence[int] = (),
         options: StageOptions = PLAIN,
         batches: Batches | None = None,
     ) -> None:
@@ -207,7 +209,8 @@ class Replica(Ranks):
         graph = self._calls.graph(value)
         partitions = network_partitions(graph)
         share = len(partitions) / len(devices)
-        codes = cut(graph, partitions, [round(share * k) for k in range(1, len(devices))])
+        equal = [round(share * k) for k in range(1, len(devices))]
+        codes = cut(graph, partitions, list(ends[:-1]) or equal)
         placement = Placement.of(codes, devices, schedule, split)
         self.network = self.driver.add_network(
             "net", model.net, codes, placement, continues=continues

@@ -60,7 +60,9 @@ SPLIT: dict[str, Callable[[], Network]] = {
     "a weight, changed, as an output too": lambda: Network(
         lambda s, x: (x @ (e := s.p.exp()), e, e.sum()), p=weight(4, 4)
     ),
-    "a parameter returned": lambda: Network(lambda s, x: (s.a(x), s.p), a=nn.Linear(4, 4), p=weight(3)),
+    "a parameter returned": lambda: Network(
+        lambda s, x: (s.a(x), s.p), a=nn.Linear(4, 4), p=weight(3)
+    ),
     "frozen part": lambda: Network(
         lambda s, x: s.b(s.a(x)), a=nn.Linear(4, 4).requires_grad_(False), b=nn.Linear(4, 4)
     ),
@@ -120,7 +122,8 @@ def test_the_two_parts_give_the_gradients_of_a_backward(name: str) -> None:
     parts = input_part(roots, starts, [x])
     assert parts is not None
     [found_x], rest = parts
-    assert x.grad is None and not any(g is not None for g in gradients(network))
+    assert x.grad is None
+    assert not any(g is not None for g in gradients(network))
     rest.run()
     torch.testing.assert_close(found_x, expected_x, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(gradients(network), expected, strict=True):
@@ -145,7 +148,9 @@ def test_the_first_part_does_no_work_for_weights() -> None:
                 asked.append(str(args[-1]))
             return func(*args, **(kwargs or {}))
 
-    network = Network(lambda s, x: s.b(s.a(x[None]).relu()), a=nn.Conv1d(3, 3, 1), b=nn.Conv1d(3, 3, 1))
+    network = Network(
+        lambda s, x: s.b(s.a(x[None]).relu()), a=nn.Conv1d(3, 3, 1), b=nn.Conv1d(3, 3, 1)
+    )
     x, roots, starts = forward(network.double())
     parts = input_part(roots, starts, [x])
     assert parts is not None
@@ -171,7 +176,8 @@ def test_hooks_on_parameters_hear_of_a_gradient_once() -> None:
     heard.clear()
     x, roots, starts = forward(network)
     parts = input_part(roots, starts, [x])
-    assert parts is not None and not heard
+    assert parts is not None
+    assert not heard
     parts[1].run()
     assert sorted(heard) == sorted(once)
     for found, wanted in zip(gradients(network), expected):

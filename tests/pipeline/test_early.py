@@ -8,6 +8,7 @@ import torch
 from capturing import graph_of
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage, cut, make_stages, network_partitions
 from lightning_hybrid.pipeline.calls import Recipe
 from lightning_hybrid.pipeline.early import EarlyForwards
@@ -94,3 +95,39 @@ def test_buffers_are_those_of_the_forwards_that_had_their_turn() -> None:
         reference(batch)
         early.commit(number, stage)
         torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=0, atol=0)
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, how: str) -> Tensor:
+        ctx.how = how
+        if how == "attribute":
+            ctx.kept = {"w": w.t()}
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient, None
+
+
+class Parameters:
+    """As much of a stage as is looked at."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def named_parameters(self) -> Any:
+        return [("net.weight", self.weight)]
+
+
+def test_a_weight_that_an_operation_keeps_for_itself_is_refused_where_it_is_to_be_stashed() -> None:
+    stage: Any = Parameters()
+    outputs = [Kept.apply(X, stage.weight, "attribute").exp()]
+    with pytest.raises(NetworkError, match=r"Kept, an autograd.Function.*'net.weight'.*ctx.kept"):
+        EarlyForwards("stash").refuse_kept_weights(stage, outputs)
+    for weights in ("recompute", "current", None):
+        EarlyForwards(weights).refuse_kept_weights(stage, outputs)  # type: ignore[arg-type]
+    saved = [Kept.apply(X, stage.weight, "saved").exp()]
+    EarlyForwards("stash").refuse_kept_weights(stage, saved)

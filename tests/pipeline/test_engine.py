@@ -83,6 +83,46 @@ def test_calls_of_other_shapes_exchange_theirs_and_several_may_be_open() -> None
     assert all(gradient is not None for gradient in gradients_of(network))
 
 
+class Block(nn.Module):
+    """Batch statistics and a short cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.norm(self.first(x)).relu())
+
+
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-6}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_split_backwards_give_the_gradients_of_one_device(stages: int, dtype: torch.dtype) -> None:
+    for microbatches in (stages, 2 * stages + 1, 4 * stages):
+        torch.manual_seed(microbatches)
+        network: list[nn.Module] = [Layers(Block()).to(dtype) for _ in range(stages)]
+        reference = deepcopy(network)
+        sizes = [3] * (microbatches - 1) + [2]  # the last micro-batch is smaller
+        parts = [[torch.randn(size, 4, dtype=dtype)] for size in sizes]
+        pipeline = Pipeline(
+            network,
+            (*range(1, stages), 0),
+            schedule="zero_bubble",
+            split=range(1, stages),
+        )
+        for _ in range(2):  # with headers and without
+            outputs, _ = step(pipeline, parts)
+            expected = one_device(reference, parts)
+            sum(output.square().sum() for output in expected).backward()  # type: ignore[union-attr]
+        torch.testing.assert_close(outputs, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+        for found, wanted in zip(gradients_of(network), gradients_of(reference)):
+            torch.testing.assert_close(
+                found / len(parts), wanted / len(parts), rtol=CLOSE[dtype], atol=CLOSE[dtype]
+            )
+
+
 class Failing:
     """A layer that fails when it is told to."""
 

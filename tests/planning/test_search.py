@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from lightning_hybrid.allocation import merge
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import plan_stages
@@ -64,6 +65,17 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
     slow = plan(cut_bytes=[0.0, 0.0, 9.0, 0.0, 0.0], bandwidth_bytes_per_s=0.2)
     assert fast.cuts == ("layer3",)
     assert slow.cuts in {("layer2",), ("layer4",)}
+
+
+def test_merging_closes_the_most_expensive_cuts() -> None:
+    found = plan(method="merging", stages=3, bandwidth_bytes_per_s=1.0)
+    expected = merge([3.0, 6.0, 9.0, 9.0, 6.0, 3.0], [16.0, 8.0, 4.0, 2.0, 2.0], 3)
+    assert found.cuts == tuple(NAMES[end] for end in expected.ends[:-1])
+    assert found.allocation == "merging"
+    with pytest.raises(PlanError, match="one run of partitions"):
+        plan(method="merging", contiguous=False)
+    with pytest.raises(PlanError, match="no limits of memory"):
+        plan(method="merging", memory_bytes=[6] * 6, memory_limits=[12, 12])
 
 
 def test_memory_is_a_hard_limit() -> None:

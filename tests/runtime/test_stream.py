@@ -19,6 +19,7 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.pipeline import engine
 from lightning_hybrid.pipeline.random import generators_of_microbatch
 from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.planning.search import plan_stages
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.schedules.orders import Part
 
@@ -77,6 +78,7 @@ def streamed() -> Iterator[Streamed]:
         stages: int,
         inputs: Sequence[Tensor],
         epoch: int = STEPS,
+        ends: Sequence[int] = (),
         **options: Any,
     ) -> tuple[Replica, Coming]:
         coming = Coming(inputs, epoch)
@@ -87,6 +89,7 @@ def streamed() -> Iterator[Streamed]:
                 DEVICES[stages],
                 parts=1,
                 schedule=schedule,
+                ends=ends,
                 batches=coming,
                 options=StageOptions(**options),
             )
@@ -169,6 +172,44 @@ def test_gradient_shrinking_multiplies_at_every_cut(streamed: Streamed) -> None:
     stages, optimizer = in_stages(reference.net, 3), make(reference.net.parameters())
     train_serially(stages, optimizer, values(), square_gradient, ahead, shrink=0.5)
     replica, coming = streamed(module, "fdg", 3, values(), shrink=0.5)
+    train(replica, coming, make(module.parameters()))
+    replica.end()
+    compare(module, reference)
+
+
+def test_paper_two_is_fdg_that_recomputes_on_merged_partitions(
+    streamed: Streamed,
+) -> None:
+    """The reading of Akintoye et al. 2023 that is built here."""
+    plan = plan_stages(
+        [f"{2 * k}" for k in range(4)],
+        [1.0] * 4,
+        [2.0] * 4,
+        [1.0, 9.0, 1.0],  # the middle cut is closed
+        [1] * 4,
+        [2] * 4,
+        replicas=1,
+        stages=3,
+        microbatches=1,
+        schedule="fdg",
+        method="merging",
+        bandwidth_bytes_per_s=1.0,
+    )
+    assert plan.cuts == ("2", "6")
+    assert plan.delays == (3, 1, 0)
+    module, reference = frozen_scale(model()), model()
+    make = OPTIMIZERS["momentum"]
+    train_serially(
+        [reference.net[0:2], reference.net[2:6], reference.net[6:8]],
+        make(reference.net.parameters()),
+        values(),
+        square_gradient,
+        plan.delays,
+        "recompute",
+    )
+    replica, coming = streamed(
+        module, "fdg", 3, values(), ends=(1, 3, 4), delayed_weights="recompute"
+    )
     train(replica, coming, make(module.parameters()))
     replica.end()
     compare(module, reference)
