@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 
-def operations_behind(outputs: Sequence[Any]) -> list[Any]:
+def operations_behind(outputs: Sequence[Any]) -> list[Node]:
     """The operations of the user's (``autograd.Function``) that outputs were computed with."""
     todo = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
     seen = set(todo)

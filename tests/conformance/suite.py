@@ -211,6 +211,7 @@ class Run:
             "enable_progress_bar": False,
             "enable_model_summary": False,
         }
+        defaults |= self.suite.options
         trainer = Trainer(**{**defaults, **self.module.trainer_options(self.folder), **options})
         setup = trainer.strategy.setup
 
@@ -281,6 +282,8 @@ class Conformance:
         looks: at the network before a run, each of which may compile it once.
         cuts_freely: whether the strategy cuts where it likes, through ties too, and not at all what
             is not one graph.
+        options: arguments of the Trainer in all rows that say nothing else.
+        also_refused: words that may stand in the refusal of any row, before its first step.
     """
 
     replicas: ClassVar[int] = 1
@@ -290,6 +293,8 @@ class Conformance:
     package: ClassVar[str] = "lightning"
     looks: ClassVar[int] = 0
     cuts_freely: ClassVar[bool] = False
+    options: ClassVar[dict[str, Any]] = {}
+    also_refused: ClassVar[str] = ""
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Strategy | str:

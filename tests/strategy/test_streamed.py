@@ -163,6 +163,17 @@ def test_a_loop_by_name_trains_as_one_device(tmp_path: Path) -> None:
 
 
 @slow
+def test_split_backwards_train_as_one_device(tmp_path: Path) -> None:
+    config = {**BASE, "microbatches": 2, "steps": 6, "stages": 3}
+    alone = {**config, "strategy": "auto", "microbatches": 1, "stages": 1}
+    _, expected = train_here(alone, tmp_path / "alone")
+    ranks = Training(tmp_path / "split", **config, schedule="zero_bubble").run()
+    assert "zero_bubble" in ranks[0]["plan"]
+    assert "split" in ranks[0]["plan"]
+    assert ranks[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
+
+
+@slow
 @pytest.mark.parametrize("where", ["forward", "training_step"])
 def test_an_error_in_a_streamed_run_ends_all_ranks(tmp_path: Path, where: str) -> None:
     step = 3 if where == "forward" else 4
