@@ -142,3 +142,44 @@ class Pipeline:
         if 0 in self.errors:
             raise self.errors[0]
         return results[0]
+
+
+PLACEMENTS = [(1, 0), (1, 2, 0), (1, 2, 3, 0), (1, 2, 1, 0), (0, 1, 0)]
+
+
+def chain(count: int) -> list[nn.Module]:
+    """Stages of a layer each, in float64."""
+    torch.manual_seed(0)
+    return [Layers(nn.Linear(4, 4).double(), nn.Tanh()) for _ in range(count)]
+
+
+def slices(parts: int = 3, *, requires_grad: bool = False) -> list[list[Tensor]]:
+    """Micro-batches for :func:`chain`."""
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(2, 4, generator=generator, dtype=torch.float64) for _ in range(parts)]
+    return [[value.requires_grad_(requires_grad)] for value in values]
+
+
+def one_device(network: Sequence[nn.Module], parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The outputs of stages one after the other."""
+    outputs = []
+    for values in parts:
+        current = list(values)
+        for stage in network:
+            current = stage(current, ())
+        outputs.append(current[0])
+    return outputs
+
+
+def gradients_of(network: Sequence[nn.Module]) -> list[Tensor]:
+    """Those of all parameters."""
+    return [parameter.grad for stage in network for parameter in stage.parameters()]  # type: ignore[misc]
+
+
+def train_step(
+    pipeline: Pipeline, parts: list[list[Tensor]], **how: bool
+) -> tuple[list[Tensor], Any]:
+    """Forward, then backward of the sum of squares of the outputs."""
+    calls = pipeline.open(parts)
+    outputs = [values[0] for values in pipeline.forward(calls, parts)]
+    return outputs, pipeline.backward(calls, [[2 * o.detach()] for o in outputs], **how)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.pipeline import engine
+from lightning_hybrid.pipeline import backward_pass, forward_pass
 from lightning_hybrid.pipeline.random import generators_of_microbatch
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.planning.search import plan_stages
@@ -391,7 +391,8 @@ def test_random_layers_draw_what_their_batch_draws(
         with alone, generators_of_microbatch(*arguments):
             yield
 
-    monkeypatch.setattr(engine, "generators_of_microbatch", one_at_a_time)
+    for part in (forward_pass, backward_pass):
+        monkeypatch.setattr(part, "generators_of_microbatch", one_at_a_time)
     inputs, found = values(8), []
     for schedule in ("gpipe", "fdg"):
         module = normalised(random=True)

@@ -12,7 +12,7 @@ import torch
 from driven import Model, Replica, let_go
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline import engine
+from lightning_hybrid.pipeline import backward_pass, forward_pass
 from lightning_hybrid.pipeline.random import draw_number, generators_of_microbatch, microbatch_seed
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.planning.simulate import simulate
@@ -112,7 +112,8 @@ def test_gradients_are_those_of_one_device(
         with alone, generators_of_microbatch(*arguments):
             yield
 
-    monkeypatch.setattr(engine, "generators_of_microbatch", one_at_a_time)
+    for part in (forward_pass, backward_pass):
+        monkeypatch.setattr(part, "generators_of_microbatch", one_at_a_time)
     module, value = blocks().to(dtype), inputs(5).to(dtype)
     reference = deepcopy(module)
     replica = split(module, value, 3, 5)
