@@ -87,31 +87,13 @@ class Config:
         replicas, stages = _sizes(data_parallel_size, pipeline_parallel_size, loaded)
         if num_microbatches != "auto" and num_microbatches < 1:
             raise PlanError(f"num_microbatches={num_microbatches} must be at least 1 or 'auto'.")
-        if schedule == "zero_bubble" and not contiguous:
-            raise PlanError(
-                "schedule='zero_bubble' gives each device one stage, and contiguous=False lets "
-                "GABRA give it several. Leave one of them out."
-            )
-        if not (contiguous or isinstance(allocation, str)):
-            raise PlanError(
-                f"allocation={allocation} are cut points, which give each device one stage, and "
-                "contiguous=False lets GABRA give it several. Leave one of them out, or give "
-                "plan=Plan(..., devices=...), which says where each stage goes."
-            )
+        _check_placement(schedule, contiguous, allocation)
         chosen: str = schedule
         if chosen == "auto":
             chosen = loaded.schedule if loaded else AUTO
         _check_schedule(chosen, loaded, delayed_weights, gradient_shrinking)
-        if recompute and chosen in STREAMED:
-            raise PlanError(
-                f"recompute=True is for schedules that finish a batch before the next one, not for "
-                f"{chosen!r}. Leave it out; the delayed schedules have delayed_weights='recompute'."
-            )
-        if recompute and stages == 1:
-            raise PlanError(
-                "recompute=True is done by stages, and pipeline_parallel_size=1 makes none. Leave "
-                "it out, or call torch.utils.checkpoint in the network."
-            )
+        if recompute:
+            _check_recompute(chosen, stages)
         if num_microbatches == "auto" and chosen in STREAMED:
             num_microbatches = 1  # its micro-batches are the batches
         names = [network] if isinstance(network, str) else network
@@ -222,6 +204,35 @@ class Config:
         """
         given = self.plan is not None or not isinstance(self.settings.allocation, str)
         return stages > 1 and (self.capacity is not None or not given)
+
+
+def _check_placement(schedule: str, contiguous: bool, allocation: str | list[str]) -> None:
+    """Complain about a request for several stages per device beside one for a single one."""
+    if schedule == "zero_bubble" and not contiguous:
+        raise PlanError(
+            "schedule='zero_bubble' gives each device one stage, and contiguous=False lets "
+            "GABRA give it several. Leave one of them out."
+        )
+    if not (contiguous or isinstance(allocation, str)):
+        raise PlanError(
+            f"allocation={allocation} are cut points, which give each device one stage, and "
+            "contiguous=False lets GABRA give it several. Leave one of them out, or give "
+            "plan=Plan(..., devices=...), which says where each stage goes."
+        )
+
+
+def _check_recompute(name: str, stages: int | None) -> None:
+    """Complain about recomputation where it does nothing."""
+    if name in STREAMED:
+        raise PlanError(
+            f"recompute=True is for schedules that finish a batch before the next one, not for "
+            f"{name!r}. Leave it out; the delayed schedules have delayed_weights='recompute'."
+        )
+    if stages == 1:
+        raise PlanError(
+            "recompute=True is done by stages, and pipeline_parallel_size=1 makes none. Leave "
+            "it out, or call torch.utils.checkpoint in the network."
+        )
 
 
 def _check_schedule(name: str, plan: Plan | None, weights: str, shrink: float) -> None:

@@ -53,6 +53,11 @@ class _Profile:
                     f"{name} has {len(value)} entries, {needed} are needed for {n} partitions"
                 )
 
+    def halves(self, input_s: Sequence[float], weight_s: Sequence[float | None]) -> Halves:
+        """The parts of the backwards; empty: half of each."""
+        half_s = [backward_s / 2 for backward_s in self.backward_s]
+        return Halves(input_s=input_s or half_s, weight_s=weight_s or half_s)
+
     def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
         """What the stages of a placement hold, take and send."""
         return stage_rows(
@@ -149,9 +154,9 @@ def plan_stages(
     speeds = [1.0] * stages if capacities is None else list(capacities)
     _check_shape(stages, len(names), schedule, speeds, contiguous)
     problem = StepProblem(
-        forward_s=profile.forward_s,
-        backward_s=profile.backward_s,
-        cut_bytes=profile.cut_bytes,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        cut_bytes=cut_bytes,
         speeds=speeds,
         links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
         # bound by its slowest stage, a stream is like fill-drain of many micro-batches
@@ -170,9 +175,8 @@ def plan_stages(
     # what was given is predicted even where it is known not to fit
     costs = problem.costs(ends, devices)
     if schedule == "zero_bubble":
-        half_s = [b / 2 for b in profile.backward_s]
-        halves = Halves(input_s=input_part_s or half_s, weight_s=weight_part_s or half_s)
         chain = best_split_chain if cut_points is None else split_chain
+        halves = profile.halves(input_part_s, weight_part_s)
         ends, costs = chain(limited, ends, devices, halves)
     return Plan(
         replicas=replicas,

@@ -93,6 +93,11 @@ class Parts:
     weight_part_s: tuple[float | None, ...] = ()
     """likewise; None: it cannot be split"""
 
+    def recomputed(self) -> "Parts":
+        """The same where the forward runs again for the backward, which is then one."""
+        backward_s = tuple(b + f for b, f in zip(self.backward_s, self.forward_s))
+        return replace(self, backward_s=backward_s, weight_part_s=(None,) * len(backward_s))
+
     def scaled(self, share: float) -> "Parts":
         """An estimate for a micro-batch of this share of the samples."""
         names = ("forward_s", "backward_s", "cut_bytes", "activation_bytes")
@@ -318,16 +323,14 @@ class _Prediction:
         updates = [machine.update_s_per_byte * size for size in parts.gradient_bytes]
         again = search.recompute and sizes.stages > 1
         in_flight = 1 if again or sizes.stages == 1 else sizes.microbatches
-        backward_s = parts.backward_s
-        if again:
-            backward_s = tuple(b + f for b, f in zip(backward_s, parts.forward_s))
+        parts = parts.recomputed() if again else parts
         kept = zip(parts.kept_bytes, parts.activation_bytes)
         limits = cluster.memory_limits
         make = partial(
             plan_stages,
             parts.names,
             parts.forward_s,
-            backward_s,
+            parts.backward_s,
             parts.cut_bytes,
             parts.parameters,
             parts.layers,
