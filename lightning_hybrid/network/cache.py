@@ -159,7 +159,7 @@ def _plausible(profile: Profile) -> bool:
         value
         for row in profile.record()["partitions"]
         for key, value in row.items()
-        if key != "name" and not (key == "weight_apart_s" and value is None)
+        if key != "name" and not (key in ("input_apart_s", "weight_apart_s") and value is None)
     ]
     return all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers)
 

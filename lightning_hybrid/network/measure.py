@@ -122,6 +122,7 @@ def _measure(
                 else sum(v.nbytes for v in values),
                 *parameter_bytes(graph.network, partition.parameters),
                 saved,
+                times.input_apart_s,
                 times.weight_apart_s,
             )
         )
@@ -154,7 +155,8 @@ class _Times(NamedTuple):
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
-    weight_apart_s: float | None
+    input_apart_s: float | None = None
+    weight_apart_s: float | None = None
 
 
 def _timed(
@@ -184,16 +186,12 @@ def _timed(
     rounds = [once(parameters) for _ in range(repeats)]
     forwards, backwards = (statistics.median(column) for column in zip(*rounds))
     if not parameters or stage.layers[0] == 0:  # one kind of gradient alone
-        halves = (0.0, backwards, None) if parameters else (backwards, 0.0, 0.0)
+        halves = (0.0, backwards) if parameters else (backwards, 0.0, backwards, 0.0)
         return _Times(forwards, *halves), saved
+    for_inputs = min(statistics.median(once([])[1] for _ in range(repeats)), backwards)
     parts = [_parts(stage, tensors, values, numbers, clock) for _ in range(repeats)]
-    split = [part for part in parts if part is not None]
-    if split:
-        for_inputs, apart = (statistics.median(column) for column in zip(*split))
-    else:
-        for_inputs, apart = statistics.median(once([])[1] for _ in range(repeats)), None
-    for_inputs = min(for_inputs, backwards)
-    return _Times(forwards, for_inputs, backwards - for_inputs, apart), saved
+    apart = [statistics.median(column) for column in zip(*filter(None, parts))]
+    return _Times(forwards, for_inputs, backwards - for_inputs, *apart), saved
 
 
 def _parts(

@@ -35,9 +35,11 @@ class PartitionProfile:
     activation_bytes: int
     """bytes held from forward to backward; when counted: of all that its layers return. A tensor
     that two partitions hold counts in both, so a sum over partitions is an upper bound"""
+    input_apart_s: float | None
+    """seconds of the input part of a backward that is split, which keeps what the rest needs; None:
+    counted only, or the backward cannot be split"""
     weight_apart_s: float | None
-    """seconds of a backward for its parameters alone, after one for its inputs that has kept what
-    it needs; None: counted only, or the backward cannot be split"""
+    """likewise of its weight part"""
     optimizer_bytes: int = 0
     """state that the optimizer keeps of its parameters; see `Profile.with_optimizer`"""
 
@@ -61,7 +63,9 @@ class PartitionProfile:
         """
         if self.backward_input_s is None or self.backward_weight_s is None:
             return float(self.flops), float(self.flops)
-        return self.backward_input_s, self.weight_apart_s
+        if self.input_apart_s is None or self.weight_apart_s is None:
+            return self.backward, None
+        return self.input_apart_s, self.weight_apart_s
 
     def memory_bytes(self, in_flight: int) -> int:
         """Held while it trains: parameters, gradients, optimizer state, activations.
@@ -142,6 +146,7 @@ def count(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> Profil
             partition.output_bytes,
             *parameter_bytes(graph.network, partition.parameters),
             _returned_bytes(graph, partition),
+            None,
             None,
         )
         for partition in partitions

@@ -59,6 +59,37 @@ def test_measured_profile_is_for_the_given_microbatch() -> None:
     assert second.backward_input_s
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(self.layer(x))
+
+
+def test_the_parts_of_a_split_backward_are_measured_where_it_can_be_split() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Doubles())
+    graph = graph_of(network, torch.ones(6, 4))
+    profile = measure(graph, network_partitions(graph), [torch.ones(6, 4)], repeats=5)
+    first, second, third = (p.parts for p in profile.partitions)
+    assert first[1] is None  # of the first layer nobody waits for
+    assert second[0] > 0
+    assert second[1] is not None
+    assert third[1] is None
+    assert Profile.from_json(profile.to_json()) == profile
+
+
 def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     network[0].weight.requires_grad_(False)
@@ -86,12 +117,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, graph: NetworkGraph) -> tuple[int,
     """How many partitions there are, and how many of them were timed."""
     timed: list[Any] = []
 
-    def note(*_: Any) -> tuple[tuple[float, float, float], int]:
-        timed.append(None)
-        return (0.1, 0.2, 0.3), 8
-
     # (the package's `measure` is the function)
-    monkeypatch.setattr(sys.modules["lightning_hybrid.network.measure"], "_timed", note)
+    module: Any = sys.modules["lightning_hybrid.network.measure"]
+
+    def note(*_: Any) -> tuple[Any, int]:
+        timed.append(None)
+        return module._Times(0.1, 0.2, 0.3), 8
+
+    monkeypatch.setattr(module, "_timed", note)
     partitions = network_partitions(graph)
     measure(graph, partitions, [torch.ones(3, 4)])
     return len(partitions), len(timed)
