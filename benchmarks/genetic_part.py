@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
-from lightning_hybrid.planning.free import FreePlacements, runs
+from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 
 Rng = np.random.Generator

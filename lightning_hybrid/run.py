@@ -27,7 +27,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import make_plan
 from lightning_hybrid.process.results import Snapshot
 from lightning_hybrid.progress import StartProgress, display_of
-from lightning_hybrid.runtime.large import make_what_no_network_owns
+from lightning_hybrid.runtime.deferred_weights import make_what_no_network_owns
 from lightning_hybrid.world import World
 
 

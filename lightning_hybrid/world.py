@@ -30,7 +30,7 @@ from lightning_hybrid.process.faults import (
     say_at_next_meeting,
 )
 from lightning_hybrid.process.joining import Everyone, Joined, forget
-from lightning_hybrid.runtime.large import gather_after_run, gather_optimizer_after_run
+from lightning_hybrid.runtime.deferred_weights import gather_after_run, gather_optimizer_after_run
 
 T = TypeVar("T")
 

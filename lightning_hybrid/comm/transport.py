@@ -1,7 +1,7 @@
 """Tensors between two ranks, one after the other: what channels and links are made of.
 
 A :class:`Wire` joins this rank to one peer. :class:`GroupWire` is the real one, over a process
-group of ``torch.distributed``; :mod:`lightning_hybrid.comm.memory` has one between two threads,
+group of ``torch.distributed``; :mod:`lightning_hybrid.comm.in_memory` has one between two threads,
 with the same promises.
 """
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid._torch.distributed import unrecorded
-from lightning_hybrid.comm.losses import is_late
+from lightning_hybrid.comm.lost_peers import is_late
 from lightning_hybrid.errors import RemoteError
 
 Group = Any

@@ -10,8 +10,8 @@ from lightning_hybrid.allocation import allocate, merge
 from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
-from lightning_hybrid.planning.free import FreePlacements, runs
-from lightning_hybrid.planning.loops import best_loop
+from lightning_hybrid.planning.free_placements import FreePlacements, runs
+from lightning_hybrid.planning.looped_placements import best_loop
 from lightning_hybrid.planning.plan import Plan, StagePlan
 from lightning_hybrid.planning.rows import stage_rows
 from lightning_hybrid.planning.splits import Halves, best_split_chain, split_chain

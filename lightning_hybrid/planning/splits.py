@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lightning_hybrid.planning.loops import improved
+from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.step_problem import StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 

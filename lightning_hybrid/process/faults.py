@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_hybrid.comm.collectives import fail_next_meeting
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure, told_text
-from lightning_hybrid.comm.losses import is_gone, is_late
+from lightning_hybrid.comm.lost_peers import is_gone, is_late
 from lightning_hybrid.comm.transport import ConnectionLost, Group
 
 GRACE_S = 8.0

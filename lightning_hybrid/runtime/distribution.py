@@ -24,8 +24,13 @@ from lightning_hybrid.pipeline.staged import (
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.commands import Commands
+from lightning_hybrid.runtime.deferred_weights import (
+    Takeover,
+    leave_to_worker,
+    refuse_tied,
+    to_send,
+)
 from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
-from lightning_hybrid.runtime.large import Takeover, leave_to_worker, refuse_tied, to_send
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.gradients import ReplicaGradients
+from lightning_hybrid.runtime.loss_scaling import unscale
 from lightning_hybrid.runtime.optimizer_link import OptimizerLink
 from lightning_hybrid.runtime.optimizer_trial import announce, refuse_deferred, why_whole
 from lightning_hybrid.runtime.optimizers import ship
 from lightning_hybrid.runtime.ownership import Ownership
-from lightning_hybrid.runtime.scaling import unscale
 
 ALL = -1
 """Every bit of ``fresh``."""

@@ -36,13 +36,13 @@ from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.process.faults import read_fault
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands, Workers
+from lightning_hybrid.runtime.deferred_weights import (
+    share_optimizers,
+)
 from lightning_hybrid.runtime.distribution import Distributed, Distribution
 from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
 from lightning_hybrid.runtime.driven_optimizers import ALL, DrivenOptimizers
 from lightning_hybrid.runtime.gradients import ReplicaGradients
-from lightning_hybrid.runtime.large import (
-    share_optimizers,
-)
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.step_calls import StepCalls

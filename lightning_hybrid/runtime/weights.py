@@ -12,7 +12,7 @@ from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.pipeline.staged import tensors_of, write_tensors
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.runtime.large import leave_to_worker, to_send, whole
+from lightning_hybrid.runtime.deferred_weights import leave_to_worker, to_send, whole
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.tensors.deferred import is_deferred, is_of_one_rank

@@ -46,7 +46,7 @@ from lightning_hybrid.pipeline.staged import (
 )
 from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.runtime.large import Takeover, share_optimizers
+from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.runtime.worker_weights import WorkerWeights
 

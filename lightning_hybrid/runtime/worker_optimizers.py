@@ -20,8 +20,8 @@ from lightning_hybrid.comm.protocol import (
     ZeroGrad,
 )
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
+from lightning_hybrid.runtime.loss_scaling import unscale
 from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
-from lightning_hybrid.runtime.scaling import unscale
 
 
 class WorkerOptimizers:

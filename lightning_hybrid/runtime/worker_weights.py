@@ -18,7 +18,7 @@ from lightning_hybrid.comm.protocol import (
     TakeWeights,
 )
 from lightning_hybrid.pipeline.staged import StagedNetwork, tensors_of, write_tensors
-from lightning_hybrid.runtime.large import Takeover
+from lightning_hybrid.runtime.deferred_weights import Takeover
 
 
 class WorkerWeights:

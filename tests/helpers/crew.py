@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.memory import memory_channels
+from lightning_hybrid.comm.in_memory import memory_channels
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.runtime.commands import Workers

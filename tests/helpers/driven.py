@@ -12,7 +12,7 @@ from pipelines import ALONE, CPU
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.memory import MemoryReplica
+from lightning_hybrid.comm.in_memory import MemoryReplica
 from lightning_hybrid.network import Capture, NetworkGraph, cut, make_stages, network_partitions
 from lightning_hybrid.network.check import run
 from lightning_hybrid.network.find import own_forward

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.call_key import CallKey, Precision
+from lightning_hybrid.comm.in_memory import MemoryReplica
 from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.memory import MemoryReplica
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.specs import TensorSpec
 from lightning_hybrid.pipeline.calls import Call, Traffic

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_hybrid.comm.memory import MemoryWire
+from lightning_hybrid.comm.in_memory import MemoryWire
 from lightning_hybrid.comm.mesh import GroupHandle
 from lightning_hybrid.comm.transport import GroupWire, Wire
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.memory import memory_channels
+from lightning_hybrid.comm.in_memory import memory_channels
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Command, GiveWeights
 from lightning_hybrid.pipeline.stages import StageOptions

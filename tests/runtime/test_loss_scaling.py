@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.runtime.scaling import unscale
+from lightning_hybrid.runtime.loss_scaling import unscale
 
 SCALE = 2.0**7
 

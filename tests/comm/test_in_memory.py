@@ -4,8 +4,8 @@ import pytest
 import torch
 from ranks import together
 
+from lightning_hybrid.comm.in_memory import MemoryReplica, memory_channels
 from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.memory import MemoryReplica, memory_channels
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.comm.specs import TensorSpec

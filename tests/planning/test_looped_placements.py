@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.loops import best_loop
+from lightning_hybrid.planning.looped_placements import best_loop
 from lightning_hybrid.planning.search import plan_stages
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_problem import Links, StepProblem

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import get_context
 
 from lightning_hybrid.comm.collectives import meet
-from lightning_hybrid.comm.losses import is_gone, is_late
+from lightning_hybrid.comm.lost_peers import is_gone, is_late
 from lightning_hybrid.comm.transport import ConnectionLost, start, wait
 
 ZERO = torch.zeros(1)

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.pipeline.staged import tensors_of
-from lightning_hybrid.runtime.large import refuse_tied
+from lightning_hybrid.runtime.deferred_weights import refuse_tied
 from lightning_hybrid.tensors.deferral import Deferral
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError
-from lightning_hybrid.planning.free import FreePlacements, runs
+from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 
 
