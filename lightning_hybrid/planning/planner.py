@@ -105,6 +105,7 @@ def make_plan(
     else:
         measured = partial(measure, graph, partitions, leaves, device=device, advance=advance)
         profile = cached(measured, graph, partitions, leaves, device)
+    bandwidth = cluster and cluster.bandwidth_bytes_per_s
     needed, limits = _memory(
         graph, partitions, profile, microbatches, cluster, optimizers, settings, stages
     )
@@ -124,8 +125,7 @@ def make_plan(
         method=settings.method,
         objective=settings.objective,
         capacities=None if cluster is None else cluster.capacities,
-        bandwidth_bytes_per_s=(cluster and cluster.bandwidth_bytes_per_s)
-        or BANDWIDTH_BYTES_PER_S[backend],
+        bandwidth_bytes_per_s=bandwidth or BANDWIDTH_BYTES_PER_S[backend],
         memory_bytes=needed,
         memory_limits=limits,
         gradient_bytes=[p.gradient_bytes for p in profile.partitions],
@@ -135,13 +135,17 @@ def make_plan(
         contiguous=settings.contiguous,
         seed=settings.seed,
     )
+    return _with_schedule(settings, make, measured=first is None)
+
+
+def _with_schedule(settings: PlanSettings, make: Callable[..., Plan], *, measured: bool) -> Plan:
     plan = plan_by_schedule(
         settings.schedule,
         lambda name: make(schedule=name),
         contiguous=settings.contiguous,
-        measured=first is None,
+        measured=measured,
     )
-    return plan.without_times() if first is not None else plan
+    return plan if measured else plan.without_times()
 
 
 def _first_of_stages(

@@ -153,25 +153,23 @@ def plan_stages(
     )
     speeds = [1.0] * stages if capacities is None else list(capacities)
     _check_shape(stages, len(names), schedule, speeds, contiguous)
+    # bound by its slowest stage, a stream is like fill-drain of many micro-batches
     problem = StepProblem(
         forward_s=forward_s,
         backward_s=backward_s,
         cut_bytes=cut_bytes,
         speeds=speeds,
         links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
-        # bound by its slowest stage, a stream is like fill-drain of many micro-batches
         microbatches=_STREAM if schedule in STREAMED else microbatches,
         reduce_s=reduce_s,
         step_s=step_s,
     )
     limited = _limited(problem, memory_bytes, memory_limits)
-    if cut_points is not None:
-        ends, devices = _given_for(schedule, names, cut_points, stages)
-        chosen_by = "given"
-    else:
-        ends, devices, chosen_by = _best(
-            limited, schedule, bandwidth_bytes_per_s, method, objective, contiguous, seed
-        )
+    ends, devices, chosen_by = (
+        _best(limited, schedule, bandwidth_bytes_per_s, method, objective, contiguous, seed)
+        if cut_points is None
+        else (*_given_for(schedule, names, cut_points, stages), "given")
+    )
     # what was given is predicted even where it is known not to fit
     costs = problem.costs(ends, devices)
     if schedule == "zero_bubble":

@@ -93,6 +93,11 @@ class Parts:
     weight_part_s: tuple[float | None, ...] = ()
     """likewise; None: it cannot be split"""
 
+    def memory_bytes(self, in_flight: int) -> list[int]:
+        """(n,) held with this many micro-batches between their forward and their backward."""
+        held = zip(self.kept_bytes, self.activation_bytes)
+        return [round(kept + in_flight * activation) for kept, activation in held]
+
     def recomputed(self) -> "Parts":
         """The same where the forward runs again for the backward, which is then one."""
         backward_s = tuple(b + f for b, f in zip(self.backward_s, self.forward_s))
@@ -324,8 +329,6 @@ class _Prediction:
         again = search.recompute and sizes.stages > 1
         in_flight = 1 if again or sizes.stages == 1 else sizes.microbatches
         parts = parts.recomputed() if again else parts
-        kept = zip(parts.kept_bytes, parts.activation_bytes)
-        limits = cluster.memory_limits
         make = partial(
             plan_stages,
             parts.names,
@@ -344,8 +347,8 @@ class _Prediction:
             latency_s=machine.message_s,
             reduce_s=reduced if machine.overlaps else (),
             step_s=updates if machine.overlaps else [u + r for u, r in zip(updates, reduced)],
-            memory_bytes=[round(k + in_flight * a) for k, a in kept],
-            memory_limits=None if limits is None else limits[: sizes.stages],
+            memory_bytes=parts.memory_bytes(in_flight),
+            memory_limits=(limits := cluster.memory_limits) and limits[: sizes.stages],
             input_part_s=parts.input_part_s,
             weight_part_s=parts.weight_part_s,
             contiguous=search.contiguous,
