@@ -218,21 +218,22 @@ class Session:
                 start_new_session=True,
             )
         try:
-            self._wait(group, folder, self._ranks * len(rows))
+            self._wait(group, folder, self._ranks * len(rows), self._ranks)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(group.pid, signal.SIGKILL)  # whoever is left of it
             group.wait()
 
     @staticmethod
-    def _wait(group: "subprocess.Popen[bytes]", folder: Path, expected: int) -> None:
+    def _wait(group: "subprocess.Popen[bytes]", folder: Path, expected: int, ranks: int) -> None:
         """Until the main process has ended and all records are there, or nothing more comes."""
         finished, since = 0, time.monotonic()
         while True:
             now = len(list(folder.glob("*/rank*.pt")))
             if now > finished:
                 finished, since = now, time.monotonic()
-            patience = SILENCE_S if group.poll() is None else FOLLOW_S
+            ended = FOLLOW_S if finished % ranks else FOLLOW_S / 4  # else all have said why
+            patience = SILENCE_S if group.poll() is None else ended
             done = finished == expected and group.poll() is not None
             if done or time.monotonic() - since > patience:
                 return

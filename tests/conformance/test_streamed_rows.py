@@ -95,13 +95,7 @@ class TestFdg(_Streamed):
 
     schedule = "fdg"
     reference = OneDevice
-    files = (
-        "rows_callbacks",
-        "rows_driver_state",
-        "rows_lightning_state",
-        "rows_loggers",
-        "rows_trainer",
-    )
+    files = ("rows_callbacks", "rows_loggers", "rows_trainer")
 
     def compare(self, row: type[Row], records: Records) -> None:
         ranks, [expected] = records(type(self), row), records(OneDevice, row)
