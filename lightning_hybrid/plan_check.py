@@ -87,12 +87,15 @@ class PlanCheck:
         busy_s = self._read_busy_s()
         found = [share / WINDOW for share in (busy_s[-1], *busy_s[:-1])]  # by position
         planned = planned_busy_s(plan)
+        self._windows += 1
+        if not min(*found, *planned) > 0:  # a device had nothing to do: nothing can be compared
+            self._done = True
+            return
         times = [a / b for a, b in zip(found, planned)]
         usual = min(times)
         behind = [a - usual * b for a, b in zip(found, planned)]
         worst = max(range(len(times)), key=behind.__getitem__)
         slow = times[worst] > SLOWER * usual and behind[worst] > OF_A_BATCH * wall_s / WINDOW
-        self._windows += 1
         self._done = not slow or self._windows == WINDOWS
         if not self._done:
             self._begin()

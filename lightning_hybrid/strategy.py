@@ -78,16 +78,16 @@ class HybridGabraStrategy(SavingStrategy):
             inputs, where that pays) are exact; ``"auto"`` is ``"gpipe"``, or the one of the others
             that suits ``contiguous`` if its step is predicted to be clearly shorter. ``"1f1b"`` is
             exact, too; its micro-batches are the batches of ``accumulate_grad_batches``.
-            ``"pipedream"``,
-            ``"ddg"``, ``"fdg"`` and ``"akintoye"`` keep all devices busy by computing with weights
-            that are some steps old; see ``docs/schedules.md``.
+            ``"pipedream"``, ``"ddg"``, ``"fdg"`` and ``"akintoye"`` keep all devices busy by
+            computing with weights that are some steps old; see ``docs/schedules.md``.
         delayed_weights: what the backward of a batch computes with under these four: the weights of
             its forward (``"stash"``), those of now on its inputs, which run forward again
             (``"recompute"``), or those of now beside the activations of then (``"current"``).
         gradient_shrinking: for ``"fdg"``: what gradients are multiplied with at every cut that
             they cross.
         recompute: stages keep their inputs and no activations, and run their forward again for the
-            backward: less memory for about a third more computation, with the same numbers.
+            backward: less memory for one forward more, with the same numbers. Where sizes are
+            chosen and one stage is the fastest that fits, there is none to do it.
         allocation: ``"gabra"``, ``"exact"``, ``"merging"`` (the most expensive cuts are closed
             first, for equal devices), or cut points: the names of the first module of each next
             stage, as in the LightningModule (``["net.layer3"]``).

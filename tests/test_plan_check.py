@@ -111,6 +111,16 @@ def test_without_one_plan_that_has_times_nothing_is_said(
     assert not steps.lines
 
 
+@pytest.mark.parametrize(("driver_s", "worker_s"), [(0.0, 0.12), (0.0, 0.0)])
+def test_a_device_that_had_nothing_to_do_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, driver_s: float, worker_s: float
+) -> None:
+    """A network may be left out of some steps."""
+    steps = Steps(monkeypatch, plan())
+    steps.run(3 * ALL, driver_s, worker_s)
+    assert not steps.lines
+
+
 def test_of_replicas_no_speeds_are_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, plan(replicas=2))
     steps.run(ALL, 0.12, 0.30)

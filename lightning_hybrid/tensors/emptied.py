@@ -20,8 +20,11 @@ _NO_NUMBERS = re.compile("detach|alias|view|.*_like|new_.*")
 """Operations that need no numbers. Torch refuses all other views of an empty storage."""
 
 
-class NoMemory(Exception):
-    """A tensor without memory was to be read or written; the text says which, and by what."""
+class NoMemory(BaseException):
+    """A tensor without memory was to be read or written; the text says which, and by what.
+
+    No ``Exception``: the user's code, out of which it comes, may catch those and go another way.
+    """
 
 
 @contextmanager

@@ -49,21 +49,20 @@ def test_gradients_and_buffers_are_those_of_a_forward_that_ran_once(name: str) -
     torch.manual_seed(0)
     module = NETWORKS[name]().double()
     reference = deepcopy(module)
-    one, other = stage_of(module), stage_of(reference)
+    one = stage_of(module)
     states = random_state(CPU)
-    with torch.enable_grad():
-        expected = other([X.clone()], ())
+    expected = reference(X.clone())
     after = random_state(CPU)
     set_random_state(states, CPU)
     outputs, recipe = forward(one, [X.clone()], (), states)
-    assert torch.equal(outputs[0], expected[0])
+    assert torch.equal(outputs[0], expected)
     torch.rand(7)  # the generator has gone on meanwhile
     for _ in range(2):  # a graph may be gone back through twice
         set_random_state(recipe.states, CPU)
         _, again_outputs = again(one, recipe, ())
         assert all(torch.equal(a, b) for a, b in zip(random_state(CPU), after))
         found = step(again_outputs, module)
-    for mine, theirs in zip(found, step(expected, reference)):
+    for mine, theirs in zip(found, step([expected], reference)):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(module.buffers(), reference.buffers()):
         assert torch.equal(mine, theirs)

@@ -42,6 +42,19 @@ def test_the_error_names_the_tensor_and_the_operation() -> None:
             weight.sum()
 
 
+def mean_or_zero(weight: Tensor) -> Tensor:
+    try:
+        return weight.mean()
+    except Exception:
+        return torch.zeros(())
+
+
+def test_code_that_goes_another_way_after_an_error_does_not_hide_it() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(NoMemory), emptied({"net.weight": weight}):
+        mean_or_zero(weight)
+
+
 def test_looks_that_need_no_numbers_are_allowed() -> None:
     weight = nn.Parameter(torch.ones(4, 4))
     with emptied({"net.weight": weight}):
