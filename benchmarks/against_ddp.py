@@ -153,10 +153,12 @@ def run_trainer(case: Case, peer: str, steps: int, out: Path) -> None:
     inputs = Sized(case, replicas, (steps + WARM_UP + 1) * 2)
     trainer.fit(Module(case.make()), inputs.loader())
     if trainer.is_global_zero:
-        chosen = getattr(trainer.strategy, "plan", None) if peer == "automatic" else None
-        made = 1 if chosen is None else chosen.replicas
-        times = [s / made for s in durations(clock.starts, WARM_UP)]
-        note = "" if chosen is None else f"{chosen.replicas}x{chosen.stages}, {chosen.microbatches}"
+        times, note = durations(clock.starts, WARM_UP), ""
+        if isinstance(strategy, HybridGabraStrategy) and peer == "automatic":
+            plan, made = strategy.plan, strategy.num_replicas
+            times = [step_s / made for step_s in times]
+            # a network that is not cut has no plan
+            note = f"{made}x{plan.stages}, {plan.microbatches}" if plan else f"{made}x1"
         out.write_text(json.dumps({"steps": times, "note": note}))
 
 

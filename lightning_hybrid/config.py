@@ -39,7 +39,6 @@ class Config:
         log_performance: whether the loggers get step times and the plan.
         delayed_weights: what the backward of a batch computes with under a delayed schedule.
         gradient_shrinking: what gradients are multiplied with at every cut that they cross.
-        recompute: whether stages keep no activations, and run their forward again.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -54,7 +53,6 @@ class Config:
     log_performance: bool
     delayed_weights: DelayedWeights
     gradient_shrinking: float
-    recompute: bool
     chosen: bool = False
 
     @classmethod
@@ -67,7 +65,7 @@ class Config:
         schedule: ScheduleName = "auto",
         delayed_weights: DelayedWeights = "stash",
         gradient_shrinking: float = 1.0,
-        recompute: bool = False,
+        recompute: bool | Literal["auto"] = "auto",
         allocation: Method | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,
@@ -92,8 +90,12 @@ class Config:
         if chosen == "auto":
             chosen = loaded.schedule if loaded else AUTO
         _check_schedule(chosen, loaded, delayed_weights, gradient_shrinking)
-        if recompute:
+        if recompute is True:
             _check_recompute(chosen, stages)
+        if chosen in STREAMED:
+            recompute = False
+        if loaded and recompute != "auto":
+            loaded = replace(loaded, recompute=recompute)
         if num_microbatches == "auto" and chosen in STREAMED:
             num_microbatches = 1  # its micro-batches are the batches
         names = [network] if isinstance(network, str) else network
@@ -117,7 +119,6 @@ class Config:
             log_performance=log_performance,
             delayed_weights=delayed_weights,
             gradient_shrinking=float(gradient_shrinking),
-            recompute=recompute,
         )
 
     @property

@@ -123,7 +123,6 @@ class Run:
             statistics,
             self.config.delayed_weights,
             self.config.gradient_shrinking,
-            self.config.recompute,
         )
 
     def device_stats(self) -> dict[str, Any]:

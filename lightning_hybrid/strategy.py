@@ -86,8 +86,9 @@ class HybridGabraStrategy(SavingStrategy):
         gradient_shrinking: for ``"fdg"``: what gradients are multiplied with at every cut that
             they cross.
         recompute: stages keep their inputs and no activations, and run their forward again for the
-            backward: less memory for one forward more, with the same numbers. Where sizes are
-            chosen and one stage is the fastest that fits, there is none to do it.
+            backward: less memory for one forward more, with the same numbers. ``"auto"``: where
+            the network fits in no other way, as far as the memory of the devices is known. Where
+            sizes are chosen and one stage is the fastest that fits, there is none to do it.
         allocation: ``"gabra"``, ``"exact"``, ``"merging"`` (the most expensive cuts are closed
             first, for equal devices), or cut points: the names of the first module of each next
             stage, as in the LightningModule (``["net.layer3"]``).
@@ -131,7 +132,7 @@ class HybridGabraStrategy(SavingStrategy):
         schedule: ScheduleName = "auto",
         delayed_weights: DelayedWeights = "stash",
         gradient_shrinking: float = 1.0,
-        recompute: bool = False,
+        recompute: bool | Literal["auto"] = "auto",
         allocation: Literal["gabra", "exact", "merging"] | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",
         contiguous: bool = True,

@@ -135,6 +135,14 @@ def test_it_cannot_be_changed() -> None:
         config.stages = 2
 
 
+def test_recomputation_that_is_said_goes_before_the_plans() -> None:
+    given = Plan(replicas=1, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
+    for said, expected in (("auto", False), (False, False), (True, True)):
+        kept = Config.resolve(plan=given, recompute=said).plan
+        assert kept is not None
+        assert kept.recompute is expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

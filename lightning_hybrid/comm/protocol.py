@@ -63,6 +63,7 @@ class Cut(Command):
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
         split: numbers of the stages whose backward the schedule splits.
+        recompute: whether forwards keep no activations, and run again for their backward.
     """
 
     answered = True
@@ -74,6 +75,7 @@ class Cut(Command):
     schedule: str
     seed: int
     split: tuple[int, ...]
+    recompute: bool
 
 
 @dataclass(frozen=True)

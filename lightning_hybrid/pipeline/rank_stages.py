@@ -36,6 +36,7 @@ class RankStages:
         trace: where to record.
         options: how stages compute.
         split: numbers of the stages whose backward the schedule splits.
+        recompute: whether forwards keep no activations, and run again for their backward.
 
     Attributes:
         owned: the stages of this rank, in their order.
@@ -55,6 +56,7 @@ class RankStages:
         trace: Trace,
         options: StageOptions,
         split: Sequence[int] = (),
+        recompute: bool = False,
     ) -> None:
         self.coordinates, self.replica_group = coordinates, replica_group
         self.device, self.seed, self.trace = device, seed, trace
@@ -62,7 +64,7 @@ class RankStages:
         streamed = STREAMED.get(schedule)
         delayed = options.delayed_weights if streamed and streamed.delayed else None
         self._ahead = streamed.look_aheads(len(devices))[0] if streamed else 0
-        self.shrink, self.recompute = options.shrink, options.recompute
+        self.shrink, self.recompute = options.shrink, recompute
         self.owned = [
             OwnedStage(
                 number,
@@ -73,7 +75,7 @@ class RankStages:
                 EarlyForwards(delayed),
                 # what is computed again in the backward would be so for each part
                 splits=number in split
-                and not (options.compiled or options.recompute or stages[number].checkpointed),
+                and not (options.compiled or recompute or stages[number].checkpointed),
             )
             for number, both in links.items()
         ]

@@ -1,5 +1,6 @@
 """What a rank knows of its stages before they run."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,14 +22,12 @@ class StageOptions:
             replica by itself.
         delayed_weights: what the backward of a batch computes with under a delayed schedule.
         shrink: what gradients are multiplied with at every cut that they cross.
-        recompute: whether forwards keep no activations, and run again for their backward.
     """
 
     compiled: bool = False
     statistics: Group = None
     delayed_weights: DelayedWeights = "stash"
     shrink: float = 1.0
-    recompute: bool = False
 
 
 @dataclass
@@ -64,3 +63,9 @@ class OwnedStage:
         with HookWatch() as watch:
             yield
         self.splits = not watch.seen
+        if watch.seen:
+            warnings.warn(
+                f"Stage {self.number} goes back in one from now on, as under schedule='gpipe': its "
+                "forward hooks what it computes (register_hook, retain_grad, grad_fn).",
+                stacklevel=2,
+            )

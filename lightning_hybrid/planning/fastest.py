@@ -1,6 +1,8 @@
-"""`schedule="auto"`: the exact schedule whose step is predicted to be the shortest."""
+"""What is chosen where the user leaves it open: the schedule, and whether forwards run twice."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
@@ -36,6 +38,23 @@ def plan_by_schedule(
         other = plan_with("zero_bubble" if contiguous else "looped")
     except PlanError:  # too few partitions for a loop
         return best
-    assert best.predicted_step_s is not None
-    assert other.predicted_step_s is not None
-    return other if other.predicted_step_s < (1 - MARGIN) * best.predicted_step_s else best
+    return other if other.step_s < (1 - MARGIN) * best.step_s else best
+
+
+def plan_within_memory(
+    recompute: bool | Literal["auto"], plan_with: Callable[[bool], Plan]
+) -> Plan:
+    """Make a plan, of stages that compute their activations again where nothing else fits.
+
+    Args:
+        recompute: Whether they do; `auto`: where without it no placement is found.
+        plan_with: Makes the plan, with recomputation or without.
+
+    Raises:
+        PlanError: There is no placement.
+    """
+    if isinstance(recompute, bool):
+        return plan_with(recompute)
+    with suppress(PlanError):
+        return plan_with(False)
+    return plan_with(True)

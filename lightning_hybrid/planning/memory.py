@@ -60,7 +60,14 @@ def in_flight(schedule: Schedule) -> int:
     return most
 
 
-def check_memory(profile: Profile, needed: Sequence[int], limits: Sequence[int], held: int) -> None:
+def check_memory(
+    profile: Profile,
+    needed: Sequence[int],
+    limits: Sequence[int],
+    held: int,
+    *,
+    recompute: bool = False,
+) -> None:
     """Complain if no placement can hold the network.
 
     Args:
@@ -68,10 +75,12 @@ def check_memory(profile: Profile, needed: Sequence[int], limits: Sequence[int],
         needed: bytes that each of them holds.
         limits: bytes that each device of a replica may take, by its index.
         held: micro-batches whose activations are held at once.
+        recompute: whether activations are computed again.
 
     Raises:
         PlanError: one partition is larger than any device, or all are larger than all devices.
     """
+    again = ", with recompute=True," if recompute else ""
     largest = max(range(len(needed)), key=needed.__getitem__)
     roomiest = max(range(len(limits)), key=limits.__getitem__)
     advice = (
@@ -83,7 +92,7 @@ def check_memory(profile: Profile, needed: Sequence[int], limits: Sequence[int],
         advice += f" recompute=True holds activations of one micro-batch: {_gb(less)} in all."
     if needed[largest] > limits[roomiest]:
         raise PlanError(
-            f"network partition {profile.partitions[largest].name!r} needs "
+            f"network partition {profile.partitions[largest].name!r} needs{again} "
             f"{_spelled([profile.partitions[largest]], held)}, more than any device has: "
             f"the largest, device {roomiest} of a replica, has {_gb(limits[roomiest])} free. "
             + advice.format(more="")
@@ -91,7 +100,7 @@ def check_memory(profile: Profile, needed: Sequence[int], limits: Sequence[int],
     if sum(needed) > sum(limits):
         each = ", ".join(map(_gb, limits))
         raise PlanError(
-            f"the network needs {_spelled(profile.partitions, held)}, more than the "
+            f"the network needs{again} {_spelled(profile.partitions, held)}, more than the "
             f"{len(limits)} devices of a replica have free together: {_gb(sum(limits))} ({each}). "
             + advice.format(more=", or more stages (pipeline_parallel_size)")
         )

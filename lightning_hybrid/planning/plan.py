@@ -100,6 +100,8 @@ class Plan:
     split: tuple[int, ...] | None = None
     """Numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but the
     first."""
+    recompute: bool = False
+    """Whether stages keep no activations, and run their forward again for the backward."""
     rows: tuple[StagePlan, ...] = ()
     """What each stage holds; empty when the network was not profiled."""
     predicted_step_s: float | None = None
@@ -138,6 +140,11 @@ class Plan:
             object.__setattr__(self, name, value)
         self._check_lengths()
         self._check_placement()
+        if self.recompute and self.schedule in STREAMED:
+            raise PlanError(
+                f"recompute({self.recompute}) is for schedules that finish a batch before the next "
+                f"one, not for {self.schedule!r}"
+            )
 
     def _splits(self) -> tuple[int, ...]:
         splits = self.schedule == "zero_bubble"
@@ -310,6 +317,11 @@ class Plan:
         return table
 
     @property
+    def step_s(self) -> float:
+        """Predicted seconds of one optimizer step; infinite where nothing was profiled."""
+        return float("inf") if self.predicted_step_s is None else self.predicted_step_s
+
+    @property
     def traffic_bytes(self) -> tuple[float, ...] | None:
         """What a rank of each stage sends in a step; None: not known.
 
@@ -345,6 +357,7 @@ class Plan:
             f"{replicas} x {shape} = {_counted(self.world_size, 'device')}, "
             f"{_counted(self.microbatches, 'micro-batch', 'es')}, {self.schedule}\n"
             f"allocation: {self.allocation} ({self.objective})"
+            + (", activations are computed again" if self.recompute else "")
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
         )
         table = Table()

@@ -1,8 +1,9 @@
 """From a traced network to a plan: profile its partitions, choose the cuts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from lightning_hybrid.network import (
     measure,
 )
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.fastest import AUTO, plan_by_schedule
+from lightning_hybrid.planning.fastest import AUTO, plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
@@ -40,7 +41,8 @@ class PlanSettings:
         objective: ``"step"``, ``"makespan"`` or ``"profit"``.
         seed: of the genetic algorithm.
         contiguous: whether each device gets one stage.
-        recompute: whether stages keep no activations, and run their forward again.
+        recompute: whether stages keep no activations, and run their forward again; ``"auto"``: if
+            nothing else fits.
         compiled: whether stages are compiled, whose backward is one.
     """
 
@@ -49,7 +51,7 @@ class PlanSettings:
     objective: Objective
     seed: int
     contiguous: bool = True
-    recompute: bool = False
+    recompute: bool | Literal["auto"] = "auto"
     compiled: bool = False
 
     @property
@@ -106,19 +108,14 @@ def make_plan(
         measured = partial(measure, graph, partitions, leaves, device=device, advance=advance)
         profile = cached(measured, graph, partitions, leaves, device)
     bandwidth = cluster and cluster.bandwidth_bytes_per_s
-    needed, limits = _memory(
-        graph, partitions, profile, microbatches, cluster, optimizers, settings, stages
-    )
     sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
-    whole = settings.compiled or settings.recompute  # what cannot be gone back through in parts
     make = partial(
         plan_stages,
         [partition.name for partition in partitions],
         [p.forward for p in profile.partitions],
-        [p.backward + (p.forward if settings.recompute else 0) for p in profile.partitions],
-        [p.output_bytes for p in profile.partitions[:-1]],
-        [sum(sizes[n] for n in partition.parameters) for partition in partitions],
-        [len(partition.layers) for partition in partitions],
+        cut_bytes=[p.output_bytes for p in profile.partitions[:-1]],
+        parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
+        layers=[len(partition.layers) for partition in partitions],
         replicas=replicas,
         stages=stages,
         microbatches=microbatches,
@@ -126,26 +123,48 @@ def make_plan(
         objective=settings.objective,
         capacities=None if cluster is None else cluster.capacities,
         bandwidth_bytes_per_s=bandwidth or BANDWIDTH_BYTES_PER_S[backend],
-        memory_bytes=needed,
-        memory_limits=limits,
         gradient_bytes=[p.gradient_bytes for p in profile.partitions],
         input_part_s=[p.parts[0] for p in profile.partitions],
-        weight_part_s=[None if whole else p.parts[1] for p in profile.partitions],
         cut_points=first,
         contiguous=settings.contiguous,
         seed=settings.seed,
     )
-    return _with_schedule(settings, make, measured=first is None)
+    if optimizers is not None and profile.is_measured:
+        profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
+    limits = None if cluster is None else cluster.memory_limits
+    room = partial(
+        _memory, profile, microbatches, limits, settings, stages, trains=optimizers is not None
+    )
+    return plan_within_memory(
+        settings.recompute if stages > 1 and optimizers is not None else False,
+        lambda again: _plan(settings, profile, make, room(again), again),
+    )
 
 
-def _with_schedule(settings: PlanSettings, make: Callable[..., Plan], *, measured: bool) -> Plan:
+def _plan(
+    settings: PlanSettings,
+    profile: Profile,
+    make: Callable[..., Plan],
+    room: tuple[list[int] | None, tuple[int, ...] | None],
+    recompute: bool,
+) -> Plan:
+    """A plan of stages that compute their activations again, or do not."""
+    rows = profile.partitions
+    whole = settings.compiled or recompute  # what cannot be gone back through in parts
     plan = plan_by_schedule(
         settings.schedule,
-        lambda name: make(schedule=name),
+        lambda name: make(
+            backward_s=[row.backward + (row.forward if recompute else 0) for row in rows],
+            weight_part_s=[None if whole else row.parts[1] for row in rows],
+            memory_bytes=room[0],
+            memory_limits=room[1],
+            schedule=name,
+        ),
         contiguous=settings.contiguous,
-        measured=measured,
+        measured=profile.is_measured,
     )
-    return plan if measured else plan.without_times()
+    plan = replace(plan, recompute=recompute)
+    return plan if profile.is_measured else plan.without_times()
 
 
 def _first_of_stages(
@@ -165,35 +184,33 @@ def _first_of_stages(
 
 
 def _memory(
-    graph: NetworkGraph,
-    partitions: Sequence[NetworkPartition],
     profile: Profile,
     microbatches: int,
-    cluster: Cluster | None,
-    optimizers: Sequence[Optimizer] | None,
+    limits: tuple[int, ...] | None,
     settings: PlanSettings,
     stages: int,
+    recompute: bool,
+    *,
+    trains: bool,
 ) -> tuple[list[int] | None, tuple[int, ...] | None]:
     """What each partition holds, and what the devices may take, as far as that is known."""
     most, kept_inputs = 1, 0
-    if optimizers is None:
+    if not trains:
         needed = [p.parameter_bytes for p in profile.partitions]
     elif not profile.is_measured:
         return None, None
     else:
-        profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
         # that of all exact schedules is the same
         name = "gpipe" if settings.schedule == AUTO else settings.schedule
         most = in_flight(SCHEDULES[name](2, microbatches))
-        if settings.recompute:
+        if recompute:
             kept_inputs = most * max((p.output_bytes for p in profile.partitions[:-1]), default=0)
             most = 1
         streamed = STREAMED.get(settings.schedule)
         if streamed is not None:  # of the first stage, which has the most
             most *= 1 + streamed.look_aheads(stages)[0]
         needed = [p.memory_bytes(most) for p in profile.partitions]
-    limits = None if cluster is None else cluster.memory_limits
     if limits is not None:
         limits = tuple(max(0, limit - kept_inputs) for limit in limits)
-        check_memory(profile, needed, limits, most)
+        check_memory(profile, needed, limits, most, recompute=recompute)
     return needed, limits

@@ -28,7 +28,8 @@ _MOST_CALLS = 5_000
 """Simulated steps that the search for a free placement may take."""
 
 _STREAM = 64
-"""Micro-batches that stand for a stream of batches."""
+"""Micro-batches that stand for a stream of batches, which is bound by its slowest stage like
+fill-drain of many."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,6 @@ def plan_stages(
     )
     speeds = [1.0] * stages if capacities is None else list(capacities)
     _check_shape(stages, len(names), schedule, speeds, contiguous)
-    # bound by its slowest stage, a stream is like fill-drain of many micro-batches
     problem = StepProblem(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -170,12 +170,10 @@ def plan_stages(
         if cut_points is None
         else (*_given_for(schedule, names, cut_points, stages), "given")
     )
-    # what was given is predicted even where it is known not to fit
     costs = problem.costs(ends, devices)
     if schedule == "zero_bubble":
-        chain = best_split_chain if cut_points is None else split_chain
         halves = profile.halves(input_part_s, weight_part_s)
-        ends, costs = chain(limited, ends, devices, halves)
+        ends, costs = _split(limited, ends, devices, halves, given=cut_points is not None)
     return Plan(
         replicas=replicas,
         stages=len(ends),
@@ -215,10 +213,20 @@ def _check_shape(
 def _limited(
     problem: StepProblem, memory_bytes: Sequence[int] | None, memory_limits: Sequence[int] | None
 ) -> StepProblem:
-    """A limit binds only where it is known what the partitions need."""
+    """The same for the search. What is given is predicted even where it does not fit.
+
+    A limit binds only where it is known what the partitions need.
+    """
     if memory_bytes is None or memory_limits is None:
         return problem
     return replace(problem, memory=memory_bytes, memory_limits=memory_limits)
+
+
+def _split(
+    problem: StepProblem, ends: list[int], devices: list[int], halves: Halves, *, given: bool
+) -> tuple[list[int], StepCosts]:
+    """The ends of the stages and what they cost where backwards may be split."""
+    return (split_chain if given else best_split_chain)(problem, ends, devices, halves)
 
 
 def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:

@@ -13,10 +13,11 @@ large batches), and a candidate whose estimate is behind the best measured one i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Literal
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
-from lightning_hybrid.planning.fastest import plan_by_schedule
+from lightning_hybrid.planning.fastest import plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
 
@@ -121,6 +122,8 @@ class Candidate:
 
     sizes: Sizes
     step_s: float
+    recompute: bool = False
+    """whether stages run their forward again for the backward, since it does not fit otherwise"""
 
     @property
     def batch_s(self) -> float:
@@ -157,6 +160,8 @@ class Choice:
 
 def _predicted(candidate: Candidate) -> str:
     text = f"Predicted step: {_seconds(candidate.step_s)}"
+    if candidate.recompute:
+        text = f"Activations are computed again, as it does not fit otherwise. {text}"
     if candidate.sizes.replicas == 1:
         return f"{text}."
     return f"{text} for {candidate.sizes.replicas} batches, {_seconds(candidate.batch_s)} each."
@@ -175,8 +180,9 @@ class Search:
     schedule: str = "gpipe"
     contiguous: bool = True
     seed: int = 0
-    recompute: bool = False
-    """whether stages run their forward again, and hold the activations of one micro-batch"""
+    recompute: bool | Literal["auto"] = "auto"
+    """whether stages run their forward again, and hold the activations of one micro-batch; `auto`:
+    where nothing else fits"""
 
 
 def choose(
@@ -228,7 +234,7 @@ def _compared(
     problem = PlanError("")
     for sizes in possible:
         try:
-            guesses.append(Candidate(sizes=sizes, step_s=prediction.estimated_s(sizes)))
+            guesses.append(prediction.estimated(sizes))
         except PlanError as error:  # they cannot hold it
             problem = error
     guesses.sort(key=_rated)
@@ -236,7 +242,7 @@ def _compared(
         if known and _rated(guess) >= min(map(_rated, known)):
             break
         try:
-            known.append(Candidate(sizes=guess.sizes, step_s=prediction.measured_s(guess.sizes)))
+            known.append(prediction.measured(guess.sizes))
         except PlanError as error:
             problem = error
     if not known:
@@ -282,19 +288,19 @@ class _Prediction:
         self._machine, self._whole, self._search = machine, whole, search
         self._networks = [cache(network) for network in networks]
 
-    def measured_s(self, sizes: Sizes) -> float:
-        """Seconds of a step, from what networks take at that size of the micro-batch.
+    def measured(self, sizes: Sizes) -> Candidate:
+        """A step, from what networks take at that size of the micro-batch.
 
         Raises:
             PlanError: the devices cannot hold them.
         """
         parts = [network(sizes.microbatches) for network in self._networks]
-        return self._step_s(parts, sizes)
+        return self._candidate(parts, sizes)
 
-    def estimated_s(self, sizes: Sizes) -> float:
+    def estimated(self, sizes: Sizes) -> Candidate:
         """The same, from what they take whole."""
         share = self._whole / sizes.microbatches
-        return self._step_s(
+        return self._candidate(
             [network(self._whole).scaled(share) for network in self._networks], sizes
         )
 
@@ -305,38 +311,46 @@ class _Prediction:
         trained = sum(sum(p.gradient_bytes) for p in parts)
         return computed + self._machine.update_s_per_byte * trained
 
-    def _step_s(self, networks: Sequence[Parts], sizes: Sizes) -> float:
-        total = 0.0
+    def _candidate(self, networks: Sequence[Parts], sizes: Sizes) -> Candidate:
+        plans = []
         for parts in networks:
             # one with too few parts for the stages stays on the driver
             here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)
-            plan = self._plan(parts, here, self._cluster(sizes))
-            assert plan.predicted_step_s is not None
-            total += plan.predicted_step_s
-        return total
+            plans.append(self._plan(parts, here, self._cluster(sizes)))
+        return Candidate(
+            sizes=sizes,
+            step_s=sum(plan.step_s for plan in plans),
+            recompute=any(plan.recompute for plan in plans),
+        )
 
     def _cluster(self, sizes: Sizes) -> Cluster:
         machine = self._machine
         return make_cluster(machine.devices, sizes.replicas, sizes.stages, machine.capacity)
 
-    def _plan(self, parts: Parts, sizes: Sizes, cluster: Cluster) -> Plan:
-        machine, search = self._machine, self._search
+    def _after_backward(
+        self, parts: Parts, replicas: int
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of the all-reduce and of the optimizer step of each partition."""
+        machine = self._machine
         # an all-reduce of nothing takes its time too: once, with the last partition
-        start_s = machine.reduced_s(0.0, sizes.replicas)
-        reduced = [machine.reduced_s(b, sizes.replicas) - start_s for b in parts.gradient_bytes]
+        start_s = machine.reduced_s(0.0, replicas)
+        reduced = [machine.reduced_s(b, replicas) - start_s for b in parts.gradient_bytes]
         reduced[-1] += start_s
         updates = [machine.update_s_per_byte * size for size in parts.gradient_bytes]
-        again = search.recompute and sizes.stages > 1
-        in_flight = 1 if again or sizes.stages == 1 else sizes.microbatches
-        parts = parts.recomputed() if again else parts
+        if machine.overlaps:
+            return reduced, updates
+        return (), [update + reduce for update, reduce in zip(updates, reduced)]
+
+    def _plan(self, parts: Parts, sizes: Sizes, cluster: Cluster) -> Plan:
+        machine, search = self._machine, self._search
+        reduce_s, step_s = self._after_backward(parts, sizes.replicas)
         make = partial(
             plan_stages,
             parts.names,
             parts.forward_s,
-            parts.backward_s,
-            parts.cut_bytes,
-            parts.parameters,
-            parts.layers,
+            cut_bytes=parts.cut_bytes,
+            parameters=parts.parameters,
+            layers=parts.layers,
             replicas=sizes.replicas,
             stages=sizes.stages,
             microbatches=sizes.microbatches,
@@ -345,18 +359,30 @@ class _Prediction:
             capacities=cluster.capacities[: sizes.stages],
             bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
             latency_s=machine.message_s,
-            reduce_s=reduced if machine.overlaps else (),
-            step_s=updates if machine.overlaps else [u + r for u, r in zip(updates, reduced)],
-            memory_bytes=parts.memory_bytes(in_flight),
+            reduce_s=reduce_s,
+            step_s=step_s,
             memory_limits=(limits := cluster.memory_limits) and limits[: sizes.stages],
             input_part_s=parts.input_part_s,
-            weight_part_s=parts.weight_part_s,
             contiguous=search.contiguous,
             seed=search.seed,
         )
-        return plan_by_schedule(
-            search.schedule,
-            lambda name: make(schedule=name),
-            contiguous=search.contiguous,
+        recompute = search.recompute if sizes.stages > 1 else False
+        return plan_within_memory(recompute, partial(self._plan_with, make, parts, sizes))
+
+    def _plan_with(
+        self, make: Callable[..., Plan], parts: Parts, sizes: Sizes, recompute: bool
+    ) -> Plan:
+        here = parts.recomputed() if recompute else parts
+        in_flight = 1 if recompute or sizes.stages == 1 else sizes.microbatches
+        plan = plan_by_schedule(
+            self._search.schedule,
+            lambda name: make(
+                backward_s=here.backward_s,
+                weight_part_s=here.weight_part_s,
+                memory_bytes=here.memory_bytes(in_flight),
+                schedule=name,
+            ),
+            contiguous=self._search.contiguous,
             measured=True,
         )
+        return replace(plan, recompute=recompute)

@@ -85,7 +85,9 @@ class Adoption:
                 plan, codes = self._plan_and_cut(found, graph, partitions, leaves, is_part=is_part)
             parts = self._parts(found, graph, leaves, plan.microbatches)
             self._announcements.doing(found, "handing out the stages of")
-            placement = Placement.of(codes, plan.devices, plan.schedule, plan.split or ())
+            placement = Placement.of(
+                codes, plan.devices, plan.schedule, plan.split or (), plan.recompute
+            )
             refuse_streaming(found, graph, plan, placement, first=not self._driver.has_networks)
             network = self._driver.add_network(
                 found.name, found.module, codes, placement, continues=not found.whole

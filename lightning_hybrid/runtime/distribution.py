@@ -165,6 +165,7 @@ class Distribution:
                 placement.schedule,
                 self._seed,
                 placement.split,
+                placement.recompute,
             )
         self._commands.tell_each(orders)
         links = {} if linked else link_stages(self._mesh, placement.devices, self._device)
@@ -230,4 +231,5 @@ class Distribution:
             self._trace,
             self._options,
             placement.split,
+            placement.recompute,
         )

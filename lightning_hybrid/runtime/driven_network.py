@@ -43,12 +43,14 @@ class Placement:
         owned: of each stage, the names in the network of the tensors that belong to its rank.
         schedule: name of the schedule.
         split: numbers of the stages whose backward it splits.
+        recompute: whether forwards keep no activations, and run again for their backward.
     """
 
     devices: tuple[int, ...]
     owned: tuple[frozenset[str], ...]
     schedule: str
     split: tuple[int, ...] = ()
+    recompute: bool = False
 
     @classmethod
     def of(
@@ -57,10 +59,11 @@ class Placement:
         devices: Sequence[int],
         schedule: str,
         split: Sequence[int] = (),
+        recompute: bool = False,
     ) -> "Placement":
-        """That of these stages on these devices."""
+        """That of these stages on these devices; see the attributes."""
         owned = tuple([frozenset(code.owned) for code in codes])
-        return cls(tuple(devices), owned, schedule, tuple(split))
+        return cls(tuple(devices), owned, schedule, tuple(split), recompute)
 
 
 class DrivenNetwork(StagedNetwork):

@@ -200,6 +200,7 @@ class Worker:
             self._trace,
             self._options,
             order.split,
+            order.recompute,
         )
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)

@@ -8,13 +8,11 @@ import importlib
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
+from prepared import Forked, free_port, prepared
 from suite import SEED, Conformance, Record, Row, Run, Witness
 
 HERE = Path(__file__).parent
@@ -208,24 +207,26 @@ class Session:
             "PYTHONWARNINGS": "ignore",
         }
         environment.pop("PL_GLOBAL_SEED", None)
-        with (folder / "output.txt").open("w") as output:
-            group = subprocess.Popen(
-                [sys.executable, str(here / "session.py"), str(folder)],
-                env=environment,
-                cwd=folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        port = free_port()
+        first, other = prepared(self._suite.package)
+        ranks: list[Forked] = []
         try:
-            self._wait(group, folder, self._ranks * len(rows), self._ranks)
+            for rank in range(self._ranks):
+                ranks.append(
+                    (other if rank else first).start(
+                        [str(here / "session.py"), str(folder)],
+                        env=environment | (_rank(rank, port) if self._ranks > 1 else {}),
+                        cwd=folder,
+                        output=folder / "output.txt",
+                    )
+                )
+            self._wait(ranks[0], folder, self._ranks * len(rows), self._ranks)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(group.pid, signal.SIGKILL)  # whoever is left of it
-            group.wait()
+            for process in ranks:
+                process.kill_session()
 
     @staticmethod
-    def _wait(group: "subprocess.Popen[bytes]", folder: Path, expected: int, ranks: int) -> None:
+    def _wait(main: Forked, folder: Path, expected: int, ranks: int) -> None:
         """Until the main process has ended and all records are there, or nothing more comes."""
         finished, since = 0, time.monotonic()
         while True:
@@ -233,11 +234,21 @@ class Session:
             if now > finished:
                 finished, since = now, time.monotonic()
             ended = FOLLOW_S if finished % ranks else FOLLOW_S / 4  # else all have said why
-            patience = SILENCE_S if group.poll() is None else ended
-            done = finished == expected and group.poll() is not None
+            patience = SILENCE_S if main.poll() is None else ended
+            done = finished == expected and main.poll() is not None
             if done or time.monotonic() - since > patience:
                 return
             time.sleep(0.05)
+
+
+def _rank(rank: int, port: int) -> dict[str, str]:
+    """The environment of a rank that Lightning does not start itself."""
+    return {
+        "LOCAL_RANK": f"{rank}",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+    }
 
 
 def _suite_folder(suite: type[Conformance]) -> list[Path]:

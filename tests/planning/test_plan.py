@@ -90,6 +90,11 @@ def test_a_contradiction_is_refused_with_both_numbers(
         plan(**changes)
 
 
+def test_a_stream_does_not_compute_again_in_this_way() -> None:
+    with pytest.raises(PlanError, match=r"recompute\(True\)"):
+        Plan(replicas=1, stages=2, microbatches=2, schedule="fdg", cuts=("b",), recompute=True)
+
+
 def test_unknown_and_missing_keys_are_named() -> None:
     record = json.loads(plan().to_json())
     with pytest.raises(PlanError, match="unknown keys: colour, size"):

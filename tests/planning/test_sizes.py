@@ -7,7 +7,7 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import Device
-from lightning_hybrid.planning.sizes import Machine, Parts, Sizes, choose
+from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
 
 MS, MB = 1e-3, 1e6
 
@@ -154,3 +154,16 @@ def test_one_device_that_is_faster_is_named() -> None:
     slow = machine(reduce_s=20 * MS, message_s=20 * MS)
     *_, last = choose(slow, [Network(TINY)], batch=6).describe().splitlines()
     assert "Trainer(devices=1)" in last
+
+
+def test_what_fits_only_with_activations_computed_again_is_told_so() -> None:
+    parts = layers(4, 25 * MS, 1 * MB, 100 * MB)  # 416 MB of which 400 grow with the batch
+    devices = tuple(replace(d, memory_bytes=150 * 10**6) for d in machine().devices)
+    small = replace(machine(), devices=devices)
+    assert not choose(machine(), [Network(parts)], batch=8).best.recompute
+    choice = choose(small, [Network(parts)], batch=8)
+    assert choice.best.recompute
+    assert choice.best.sizes.microbatches > 1
+    assert "computed again" in choice.describe()
+    with pytest.raises(PlanError, match="memory"):
+        choose(small, [Network(parts)], batch=8, search=Search(recompute=False))

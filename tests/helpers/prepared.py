@@ -1,0 +1,155 @@
+"""Processes that have imported already what ranks need: each forks itself for every run.
+
+Importing Lightning, torch and its compiler takes a rank eight seconds of processor time, and most
+runs of the tests take less. There is one such process for rank 0 and another one for all other
+ranks, so that sets of texts have another order there, as in processes that are started.
+
+``python prepared.py`` is the process: it reads requests, a line of JSON each, and answers each.
+"""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+IMPORTED = ("torch._dynamo", "torchmetrics", "{package}", "lightning_hybrid.session")
+
+
+@cache
+def prepared(package: str = "lightning") -> tuple["PreparedProcess", "PreparedProcess"]:
+    """The process for rank 0, and the one for other ranks; they end with this process.
+
+    Args:
+        package: of Lightning.
+    """
+    return PreparedProcess(package), PreparedProcess(package)
+
+
+def free_port() -> int:
+    """A port where nobody listens now."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return int(place.getsockname()[1])
+
+
+class PreparedProcess:
+    """The process, for those who ask it; it ends with them.
+
+    Args:
+        package: of Lightning, which it imports.
+    """
+
+    def __init__(self, package: str) -> None:
+        usual = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        root = str(Path(__file__).parents[2])
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, package],
+            env=os.environ | usual | {"PYTHONPATH": root},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path
+    ) -> "Forked":
+        """Run a script in a process and a session of its own.
+
+        Args:
+            command: the script, and its arguments.
+            env: the whole environment.
+            cwd: where it works.
+            output: a file to which it appends what it prints.
+        """
+        request = {"command": [*command], "env": {**env}, "cwd": f"{cwd}", "output": f"{output}"}
+        return Forked(self, int(self._ask(request)))
+
+    def exit_code(self, pid: int) -> int | None:
+        """That of a process of mine; ``None``: it runs."""
+        code = self._ask({"poll": pid})
+        return None if code is None else int(code)
+
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+class Forked:
+    """What it has forked, as far as tests need it; see `subprocess.Popen`.
+
+    Args:
+        parent: who has forked it.
+        pid: of the process, which is also that of its session.
+    """
+
+    def __init__(self, parent: PreparedProcess, pid: int) -> None:
+        self.pid, self._parent = pid, parent
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; ``None``: it runs."""
+        if self._code is None:
+            self._code = self._parent.exit_code(self.pid)
+        return self._code
+
+    def wait(self) -> int:
+        """Wait for the end. Returns the exit code."""
+        while (code := self.poll()) is None:
+            time.sleep(0.02)
+        return code
+
+    def kill_session(self) -> None:
+        """Kill whoever is left of it."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+
+def _serve() -> list[str]:
+    """Fork for each request. Returns in the child, with its command."""
+    codes: dict[int, int | None] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if (pid := request.get("poll")) is not None:
+            if codes[pid] is None and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+            answer = codes[pid]
+        elif answer := os.fork():
+            codes[answer] = None
+        else:
+            _begin(request)
+            return list(request["command"])
+        print(json.dumps(answer), flush=True)
+    sys.exit()
+
+
+def _begin(request: dict[str, Any]) -> None:
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.path[:0] = request["env"]["PYTHONPATH"].split(os.pathsep)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(request["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for file, number in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(file, number)
+    sys.argv = list(request["command"])
+
+
+if __name__ == "__main__":
+    for module in IMPORTED:
+        __import__(module.format(package=sys.argv[1]))
+    script, *_ = _serve()
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
