@@ -31,7 +31,7 @@ demo: $(READY)
 	&& $(call run,python -m models.summary $$run)
 
 # two tests at once, each with one thread for its sums; tests of one file one after the other
-PYTEST := python -m pytest --numprocesses 2 --dist loadfile
+PYTEST := python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test conformance third: export OMP_NUM_THREADS := 1
 
 test: $(READY)

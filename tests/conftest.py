@@ -14,6 +14,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # what takes long comes first, so that no worker is left with it at the end
+    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
     text = config.getoption("--third")
     if text is None:
         return

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
-from prepared import Forked, free_port, prepared
+from prepared import Forked, start_ranks
 from suite import SEED, Conformance, Record, Row, Run, Witness
 
 HERE = Path(__file__).parent
@@ -207,23 +207,19 @@ class Session:
             "PYTHONWARNINGS": "ignore",
         }
         environment.pop("PL_GLOBAL_SEED", None)
-        port = free_port()
-        first, other = prepared(self._suite.package)
-        ranks: list[Forked] = []
+        ranks = start_ranks(
+            [str(here / "session.py"), str(folder)],
+            self._ranks,
+            env=environment,
+            cwd=folder,
+            output=folder / "output.txt",
+            package=self._suite.package,
+        )
         try:
-            for rank in range(self._ranks):
-                ranks.append(
-                    (other if rank else first).start(
-                        [str(here / "session.py"), str(folder)],
-                        env=environment | (_rank(rank, port) if self._ranks > 1 else {}),
-                        cwd=folder,
-                        output=folder / "output.txt",
-                    )
-                )
             self._wait(ranks[0], folder, self._ranks * len(rows), self._ranks)
         finally:
             for process in ranks:
-                process.kill_session()
+                process.kill()
 
     @staticmethod
     def _wait(main: Forked, folder: Path, expected: int, ranks: int) -> None:
@@ -239,16 +235,6 @@ class Session:
             if done or time.monotonic() - since > patience:
                 return
             time.sleep(0.05)
-
-
-def _rank(rank: int, port: int) -> dict[str, str]:
-    """The environment of a rank that Lightning does not start itself."""
-    return {
-        "LOCAL_RANK": f"{rank}",
-        "NODE_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": f"{port}",
-    }
 
 
 def _suite_folder(suite: type[Conformance]) -> list[Path]:

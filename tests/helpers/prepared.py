@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,37 @@ def prepared(package: str = "lightning") -> tuple["PreparedProcess", "PreparedPr
     return PreparedProcess(package), PreparedProcess(package)
 
 
-def free_port() -> int:
-    """A port where nobody listens now."""
+def start_ranks(
+    command: Sequence[str],
+    count: int,
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    output: Path,
+    package: str = "lightning",
+) -> list["Forked"]:
+    """Start a script as often as it has ranks, as a cluster does for Lightning.
+
+    Args:
+        command: the script, and its arguments.
+        count: of the ranks; a single one is told nothing.
+        env: the environment of all.
+        cwd: where they work.
+        output: a file to which they append what they print.
+        package: of Lightning.
+    """
+    first, others = prepared(package)
+    port, ranks = _free_port(), []
+    for rank in range(count):
+        mine = {"LOCAL_RANK": f"{rank}", "NODE_RANK": "0"}
+        mine |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        place = others if rank else first
+        told = {**env, **(mine if count > 1 else {})}
+        ranks.append(place.start(command, env=told, cwd=cwd, output=output))
+    return ranks
+
+
+def _free_port() -> int:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return int(place.getsockname()[1])
@@ -103,15 +133,18 @@ class Forked:
             self._code = self._parent.exit_code(self.pid)
         return self._code
 
-    def wait(self) -> int:
-        """Wait for the end. Returns the exit code."""
+    def wait(self, timeout: float = float("inf")) -> int:
+        """Wait for the end, for so many seconds at most. Returns the exit code."""
+        until = time.monotonic() + timeout
         while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise TimeoutError(f"process {self.pid} has not ended within {timeout} s")
             time.sleep(0.02)
         return code
 
-    def kill_session(self) -> None:
-        """Kill whoever is left of it."""
-        if self.poll() is None:
+    def kill(self) -> None:
+        """Kill it with all that it has started, as far as it is left."""
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
 

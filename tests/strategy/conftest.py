@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from prepared import Forked, start_ranks
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 ROOT = SCRIPT.parents[2]
+USUAL = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 DEFAULTS = {
     "strategy": "hybrid",
     "network": "residual",
@@ -53,6 +55,11 @@ class Training:
         (folder / "config.json").write_text(json.dumps(self.config))
 
     @property
+    def ranks(self) -> int:
+        """Number of processes that write results."""
+        return self.processes or int(self.config["replicas"] * self.config["stages"])
+
+    @property
     def output(self) -> str:
         """What all ranks have printed."""
         return (self.folder / "output.txt").read_text()
@@ -66,11 +73,10 @@ class Training:
             before: a command that runs it, as `ip netns exec NAME`.
             environment: the variables.
         """
-        usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
         with (self.folder / "output.txt").open("a") as output:
             return subprocess.Popen(
                 [*before, sys.executable, *self.launcher, str(self.script), str(self.folder)],
-                env=os.environ | usual | (environment or {}),
+                env=os.environ | USUAL | (environment or {}),
                 cwd=self.folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -79,10 +85,22 @@ class Training:
             )
 
     def run(self) -> list[dict[str, Any]]:
-        """Run to the end. Returns what each rank has seen."""
+        """Run to the end, in processes that have imported before. Returns what each rank saw."""
+        return self.wait(
+            start_ranks(
+                [str(self.script), str(self.folder)],
+                self.ranks,
+                env=os.environ | USUAL,
+                cwd=self.folder,
+                output=self.folder / "output.txt",
+            )
+        )
+
+    def launch(self) -> list[dict[str, Any]]:
+        """Run to the end, as a user's shell does. Returns what each rank has seen."""
         return self.wait([self.start()])
 
-    def wait(self, processes: Sequence["subprocess.Popen[str]"]) -> list[dict[str, Any]]:
+    def wait(self, processes: Sequence["subprocess.Popen[str] | Forked"]) -> list[dict[str, Any]]:
         """Wait for the end of what was started. Returns what each rank has seen."""
         try:
             for process in processes:
@@ -90,9 +108,9 @@ class Training:
         finally:
             for process in processes:
                 process.kill()
-        ranks = self.processes or self.config["replicas"] * self.config["stages"]
         return [
-            torch.load(self.folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)
+            torch.load(self.folder / f"rank{rank}.pt", weights_only=False)
+            for rank in range(self.ranks)
         ]
 
 

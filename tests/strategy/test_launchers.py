@@ -60,7 +60,7 @@ def two_devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Both ranks of a script that starts the other process by itself."""
-    return Training(tmp_path_factory.mktemp("popen"), **CONFIG, **LATER_LINES).run()
+    return Training(tmp_path_factory.mktemp("popen"), **CONFIG, **LATER_LINES).launch()
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -73,7 +73,7 @@ def test_every_launch_trains_as_one_device_or_as_ddp(
     one_device: dict[str, Any], two_devices: dict[str, Any], tmp_path: Path, launch: str
 ) -> None:
     run = Training(tmp_path, **{**CONFIG, **LAUNCHES[launch]})
-    ranks = run.run()
+    ranks = run.launch()
     assert "Chosen for 2 devices: " in run.output
     expected = two_devices if "Chosen for 2 devices: 2 replicas." in run.output else one_device
     for rank in ranks:
@@ -199,5 +199,5 @@ def test_two_hosts_train_together(hosts: list[str], tmp_path: Path) -> None:
 def test_the_first_rank_waits_for_the_predictions_of_the_others(tmp_path: Path) -> None:
     # it holds the store; longer than a failed run may take to end
     config = {"replicas": 2, "steps": 2, "slow_prediction_s": GRACE_S + 5}
-    ranks = Training(tmp_path, **config).run()
+    ranks = Training(tmp_path, **config).launch()
     assert [len(rank["predictions"]) for rank in ranks] == [3, 3]

@@ -18,7 +18,7 @@ def run(tmp_path: Path) -> Run:
     """Train with a strategy of this name; see `pytorch_lightning_script.py`."""
     return lambda name, **options: Training(
         tmp_path / name, script=SCRIPT, strategy=name, **options
-    ).run()
+    ).launch()
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
