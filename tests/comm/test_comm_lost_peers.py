@@ -1,6 +1,7 @@
 """A lost peer and a late one are told apart, and from errors that are neither."""
 
 import os
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import get_context
+from prepared import prepared
 
 from lightning_hybrid.comm.collectives import meet
 from lightning_hybrid.comm.lost_peers import is_gone, is_late
@@ -48,8 +49,13 @@ def make_groups(folder: Path, rank: int) -> list[Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", ["gone", pytest.param("late", marks=pytest.mark.conformance)])
 def test_gloo_is_understood(tmp_path: Path, how: str) -> None:
-    process = get_context("spawn").Process(target=peer, args=(str(tmp_path), how))
-    process.start()
+    _, other_rank = prepared()
+    process = other_rank.start(
+        [__file__, str(tmp_path), how],
+        env=os.environ | {"PYTHONPATH": ""},
+        cwd=tmp_path,
+        output=tmp_path / "output.txt",
+    )
     group, other = make_groups(tmp_path, 0)
     meet(group)
     for begin in (partial(group.recv, [torch.zeros(1)], 1, 0), partial(other.allreduce, [ZERO])):
@@ -62,7 +68,6 @@ def test_gloo_is_understood(tmp_path: Path, how: str) -> None:
             wait(start(begin, peer="rank 1"), "rank 1")
         assert ours.value.peer == "rank 1"
     process.kill()
-    process.join()
 
 
 def test_nccl_is_understood() -> None:
@@ -75,3 +80,7 @@ def test_errors_of_users_are_neither(text: str) -> None:
     assert not is_gone(RuntimeError(text))
     assert not is_late(RuntimeError(text))
     assert not is_gone(ValueError("Connection closed by peer"))
+
+
+if __name__ == "__main__":
+    peer(*sys.argv[1:])

@@ -94,7 +94,6 @@ class LooksAtGradients(Row):
 class PenalisesWeights(Row):
     """An L2 penalty by hand, on every parameter."""
 
-    fast = True
     shapes = EVERY
     trains = False  # gradients of the penalty arise on the driver, before they go to their owner
 
@@ -187,8 +186,6 @@ class _Average(Callback):
 
 
 class AveragesByHand(Row):
-    fast = True
-
     def trainer_options(self, folder: Any) -> dict[str, Any]:
         return {
             "callbacks": [_Average()],
@@ -260,7 +257,6 @@ class ChangesSettings(Row):
 class ResetsStatistics(Row):
     """Replaces the buffers and the momentum of a batch normalisation in the middle of a run."""
 
-    fast = True
     shares = True
 
     per_microbatch = True

@@ -235,7 +235,6 @@ _RANGE: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold":
 
 
 class FindsLearningRate(_Tuned):
-    fast = True
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
     control = False  # its sampler shuffles
 
@@ -335,8 +334,6 @@ class CountsParameters(_Epochs):
 
 
 class ShowsProgress(_Epochs):
-    fast = True
-
     def exercise(self, run: Run) -> Any:
         shown = []
         for bar in (RichProgressBar(), TQDMProgressBar()):
@@ -439,7 +436,6 @@ class SavesAfterFit(_Epochs):
 
 
 class AveragesWeightsBySWA(_Epochs):
-    fast = True
     options: ClassVar = {**EPOCHS, "max_epochs": 4}
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -464,8 +460,6 @@ class AveragesWeightsBySWAWithBatchNorm(AveragesWeightsBySWA):
 
 
 class AveragesWeights(_Epochs):
-    fast = True
-
     def averaging(self) -> Callback:
         return WeightAveraging()
 

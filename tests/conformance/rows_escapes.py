@@ -215,7 +215,6 @@ class HooksATensor(Row):
 class HooksWeights(Row):
     """The gradients of weights in each stage are scaled, and looked at."""
 
-    fast = True
     equal_or_refused = ("weight", "hook")
 
     def build(self) -> None:
@@ -308,7 +307,6 @@ class AddsUpLosses(Row):
 class StoresAttention(Row):
     """Each layer keeps its attention map; the steps look at them."""
 
-    fast = True
     cuts: ClassVar = {2: ["net.layers.1"]}
 
     class Attention(nn.Module):
@@ -347,8 +345,6 @@ class StoresAttention(Row):
 
 class AppendsToAList(Row):
     """A list on the network that grows by each call; the step empties it now and then."""
-
-    fast = True
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -465,8 +461,6 @@ class KeepsMessages(Row):
 
 class WritesIntoADictionary(Row):
     """Which the caller has passed in, and reads."""
-
-    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor, cache: dict[str, Any]) -> Tensor:
@@ -597,8 +591,6 @@ class PatchesALayer(Row):
 
 class PatchesALayerInMidRun(Row):
     """And puts it back."""
-
-    fast = True
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == 2:

@@ -61,7 +61,6 @@ class StartsWithOneSample(_Sizes):
 class EndsWithOneSample(_Sizes):
     """The last batch of each epoch has one."""
 
-    fast = True
     sizes = (4, 4, 1)
 
 
@@ -91,8 +90,6 @@ class NormalizesBatchesAfterOneSample(_Evaluated):
 
 class OneSampleWithoutABatch(_Net):
     """The network is called sample by sample, on vectors."""
-
-    fast = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([cross_entropy(self.net(a), b) for a, b in zip(x, y)]).mean()
@@ -154,7 +151,6 @@ class AveragesPartsOfUnequalSize(_Sizes):
 class SupportsAsManyAsTheBatch(_Sizes):
     """Prototypes are made of a support set, which has four samples as the first batch has."""
 
-    fast = True
     shares = True
 
     shapes = EVERY
@@ -279,8 +275,6 @@ class FlattensTheBatch(_Net):
 class FoldsTimeIntoTheBatch(_Net):
     """Frames of a film are samples to the first layers."""
 
-    fast = True
-
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
             batch, frames = x.shape[:2]
@@ -372,8 +366,6 @@ class ScalesByTheSizeOfTheBatch(_Meets):
 
 
 class BranchesOnTheSizeOfTheBatch(_Meets):
-    fast = True
-
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
             return x * 2 if len(x) > 2 else x

@@ -50,7 +50,6 @@ class _Own(Row):
 class MeasuresItself(_Own):
     """Metric objects of torchmetrics on the module that is called; logged by object."""
 
-    fast = True
     shapes = EVERY
 
     def build(self) -> None:
@@ -192,7 +191,6 @@ class ReadsACounter(ReadsAFloatThatChanges):
 class ReadsLengthsThatChange(_Own):
     """Sequences of another length in each step, for a network that is free in it."""
 
-    fast = True
     shapes = EVERY
     captures = 3
 
@@ -284,8 +282,6 @@ class KeepsAStateBetweenSteps(_Own):
 
 class AsksTheTrainerInForward(_Own):
     """`self.trainer.training`, `self.device`, `self.dtype`, `self.training`."""
-
-    fast = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(device=self.device, dtype=self.dtype)

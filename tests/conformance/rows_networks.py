@@ -247,7 +247,6 @@ class SharesAConstant(Row):
 class NormsWeights(Row):
     """Weight and spectral norm, as parametrizations; spectral norm changes a buffer per call."""
 
-    fast = True
     cuts: ClassVar = {2: ["net.2"]}
 
     def build(self) -> None:
@@ -333,7 +332,6 @@ class NormalizesOtherwise(Row):
 class ReadsSequences(Row):
     """An embedding, a recurrent layer, an attention."""
 
-    fast = True
     cuts: ClassVar = {2: ["net.attention"]}
 
     class Net(nn.Module):
@@ -381,7 +379,7 @@ class _AutomaticSizes(Row):
 
 
 class FindsItsSizes(_AutomaticSizes):
-    fast = True
+    """The network is large enough for all stages."""
 
 
 class HasOneLayer(_AutomaticSizes):

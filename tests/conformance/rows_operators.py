@@ -69,8 +69,6 @@ class ReflectsOperators(_Between):
 class SumsBooleans(_Between):
     """Masks are counted per sample, and in the whole batch."""
 
-    fast = True
-
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             positive = x > 0
@@ -247,7 +245,6 @@ class LeavesGradModes(_Between):
 class HasAutocastInside(_Between):
     """A part runs in lower precision, another is kept out of it."""
 
-    fast = True
     tolerance = 1e-6
     per_microbatch = True  # a gradient in half precision is rounded once for each
 
@@ -404,7 +401,6 @@ class CheckpointsItsBlocks(_Between):
 class CheckpointsDropout(_Between):
     """Dropout within checkpointed blocks: the second run must draw what the first has drawn."""
 
-    fast = True
     per_microbatch = True
     control = False
     cuts: ClassVar = {2: ["net.blocks.1"]}
@@ -428,7 +424,6 @@ class CheckpointsDropout(_Between):
 class HasDistributions(_Between):
     """Log-probabilities, entropies, divergences; nothing is drawn."""
 
-    fast = True
     equal_or_refused = ("kl_divergence", "fewer than 3 stages")  # the parts between
 
     class Net(_Between.Net):
@@ -472,7 +467,6 @@ class DrawsInManyWays(_Between):
 class DrawsFromItsOwnGenerator(_Between):
     """A `torch.Generator` of the network's own goes on from call to call."""
 
-    fast = True
     equal_or_refused = ("generator",)
 
     class Net(_Between.Net):
@@ -547,8 +541,6 @@ class LoopsUntilItConverges(_Between):
 
 class FindsNonzero(_Between):
     """Only rows with a positive first feature go through the layer."""
-
-    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:

@@ -372,7 +372,6 @@ class CountsInItsGroups(_Optimized):
 
 
 class DrawsNoiseInItsStep(_Optimized):
-    fast = True
     control = False  # random numbers
 
     def make(self) -> Optimizer:
@@ -437,8 +436,6 @@ class StepsFromWhereItWas(_Optimized):
 
 class LooksAhead(_Optimized):
     """A wrapper with a schedule, which counts the steps of what it is given."""
-
-    fast = True
 
     def configure_optimizers(self) -> Any:
         inner = SGD(self.parameters(), lr=0.2, momentum=0.9)

@@ -150,7 +150,6 @@ class Settings:
 class ReadsADataclass(_Scaled):
     """Nested, and the owner's: both look at one object."""
 
-    fast = True
     shapes = EVERY
 
     class Net(_Scaled.Net):
@@ -268,8 +267,6 @@ class ReadsAClassAttribute(_Scaled):
 
 class ReadsAClosure(_Scaled):
     """A schedule made by a function, which remembers."""
-
-    fast = True
 
     class Net(_Scaled.Net):
         def __init__(self, schedule: Callable[[], float]) -> None:
@@ -434,7 +431,6 @@ class RemovesALayer(Row):
 class GrowsDeeper(Row):
     """A layer more in every second step."""
 
-    fast = True
     shares = True
 
     idle = True
@@ -621,8 +617,6 @@ class PassesTheBatch(Row):
 
 class PassesNestedTensors(_Called):
     """Lists of tuples of tensors, some of the batch's size, some not."""
-
-    fast = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:

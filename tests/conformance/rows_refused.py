@@ -24,7 +24,6 @@ class RefusedUnknownCut(_Refused):
 
 
 class RefusedTooFewCuts(_Refused):
-    fast = True
     arguments: ClassVar = {"allocation": []}
     refused = ("stages(2)", "1 cut points")
 
@@ -60,7 +59,6 @@ class RefusedSingleLayer(Row):
 
 
 class RefusedUnknownNetwork(_Refused):
-    fast = True
     arguments: ClassVar = {"network": "model"}
     refused = ("'model'", "'net'")
 
@@ -110,7 +108,6 @@ class RefusedCreateGraph(Row):
 class RefusedFusedLossScaling(Row):
     """A fused optimizer takes the loss scale into its step."""
 
-    fast = True
     shapes = (ONE_OF_TWO,)
     refused = ("fused=True", "fused=False")
 

@@ -129,7 +129,6 @@ class SchedulesInSequence(_Scheduled):
 
 
 class SchedulesOnPlateau(_Scheduled):
-    fast = True
     settings: ClassVar = {"monitor": "val"}
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -164,8 +163,6 @@ class SchedulesByHand(Row):
 
 class StepsAScheduleItself(_Scheduled):
     """The hook, overridden, for schedulers of other libraries."""
-
-    fast = True
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -266,7 +263,6 @@ class RunsBarebones(Row):
 
 
 class ReloadsLoaders(Row):
-    fast = True
     options: ClassVar = {"max_epochs": 3, "max_steps": -1, "reload_dataloaders_every_n_epochs": 1}
 
     def train_dataloader(self) -> Any:
@@ -291,7 +287,6 @@ class _Endless(IterableDataset):
 
 
 class ReadsAStream(Row):
-    fast = True
     options: ClassVar = {"max_epochs": 2, "max_steps": -1}
 
     def train_dataloader(self) -> DataLoader:

@@ -56,8 +56,6 @@ class Scores:
 
 
 class ReturnsDataclass(Row):
-    fast = True
-
     class Net(Layers):
         def forward(self, x: Tensor) -> Scores:
             hidden = torch.tanh(self.first(x))
@@ -73,8 +71,6 @@ class ReturnsDataclass(Row):
 
 class ChangesSize(Row):
     """Another crop in every other step: a graph of its own, cut at the same place."""
-
-    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:

@@ -68,7 +68,6 @@ class TrainsGPT2WithoutLabels(TrainsGPT2):
 class TrainsLoRA(TrainsGPT2):
     """PEFT with default arguments: all weights but the adapters' are frozen."""
 
-    fast = True
     needs = "peft"
     trains = True
 
@@ -270,7 +269,6 @@ class MasksAtRandom(_Net):
 class DetectsObjects(_Net):
     """Anchors are matched to boxes, of which each image has another number; loss within."""
 
-    fast = True
     equal_or_refused = ("rows_zoo.py",)
     cuts: ClassVar = {2: ["net.body.2"]}
 
@@ -481,7 +479,6 @@ class ComparesTwoTowers(_Net):
 class Flows(_Net):
     """A normalising flow: log-determinants are added up from layer to layer."""
 
-    fast = True
     cuts: ClassVar = {2: ["net.steps.1"], 3: ["net.steps.1", "net.steps.2"]}
 
     class Step(nn.Module):
@@ -642,7 +639,6 @@ class IsCompiledAsAWhole(Row):
 class WrapsInDataParallel(Row):
     """`nn.DataParallel`, left over from another script."""
 
-    fast = True
     equal_or_refused = ("DataParallel",)
     cuts: ClassVar = {2: ["net.module.second"]}
 

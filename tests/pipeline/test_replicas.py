@@ -1,5 +1,7 @@
 """Replicas of a stage hold the mean of their gradients, whoever has some, whenever they travel."""
 
+import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from prepared import start_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -140,7 +142,15 @@ def work(rank: int, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the processes have left what they found."""
     folder = tmp_path_factory.mktemp("replicas")
-    torch.multiprocessing.spawn(work, (folder,), nprocs=max(SIZES))
+    ranks = start_ranks(
+        [__file__, str(folder)],
+        max(SIZES),
+        env=os.environ | {"PYTHONPATH": ""},
+        cwd=folder,
+        output=folder / "output.txt",
+    )
+    for rank in ranks:
+        assert rank.wait(timeout=120) == 0, (folder / "output.txt").read_text()
     return folder
 
 
@@ -221,3 +231,7 @@ def test_a_module_is_broadcast_whole(ranks: list[dict[str, Any]]) -> None:
         for name, tensor in rank["broadcast"].items():
             assert torch.equal(tensor, ranks[0]["broadcast"][name])
             assert (tensor == (0 if name in ("mean", "count") else 1)).all()
+
+
+if __name__ == "__main__":
+    work(int(os.environ["LOCAL_RANK"]), Path(sys.argv[1]))
