@@ -2,8 +2,8 @@
 
 Trains 3D-ResAttNet-18 under each of them, with one thread each, and draws the last batches:
 forwards, backwards, and the weight parts of backwards that are split, with the number of the
-micro-batch (of streamed schedules: of the batch, counted from the first one that is drawn). What is
-empty is waiting, the optimizer step, and what the training loop does.
+micro-batch (of streamed schedules: of the batch). What is empty is waiting, the optimizer step, and
+what the training loop does. Black edges are the later stages of a device that has several.
 
     python benchmarks/schedule_timelines.py [--out docs/schedules.png] [--schedules fdg looped]
 """
@@ -102,11 +102,8 @@ def last_of(works: list[Work], schedule: str) -> list[Work]:
     count = 1 + max(work.number for work in works)
     drawn = -(-DRAWN // window) * window
     first = (count - drawn) // window * window
-    return [
-        Work(w.rank, w.stage, w.kind, w.number - first, w.start_s, w.end_s)
-        for w in works
-        if w.number >= first
-    ]
+    begin_s = min(work.start_s for work in works if work.number == first)
+    return [work for work in works if work.start_s >= begin_s]
 
 
 def draw(found: dict[str, list[Work]], path: Path) -> None:
