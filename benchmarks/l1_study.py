@@ -86,7 +86,11 @@ def measure(name: str, root: Path, out: Path, seed: int, epochs: int) -> dict[st
     options = settings["model"] | {"task": run.task, "widths": WIDTHS}
     if run.transfer:
         options["transfer_from"] = str(weights(out, "resattnet18", seed))
-    averaged = any("EMA" in one["class_path"] for one in settings["trainer"]["callbacks"])
+    averaging = [
+        EMAWeightAveraging(**one["init_args"])
+        for one in settings["trainer"]["callbacks"]
+        if "EMA" in one["class_path"]
+    ]
     data = cohort(
         root,
         task=run.task,
@@ -100,7 +104,7 @@ def measure(name: str, root: Path, out: Path, seed: int, epochs: int) -> dict[st
         data,
         seed,
         epochs,
-        [EMAWeightAveraging(decay=0.99)] if averaged else [],
+        averaging,
     )
     torch.save({"state_dict": model.state_dict()}, weights(out, name, seed))
     return result
