@@ -81,6 +81,7 @@ def check_memory(
         PlanError: one partition is larger than any device, or all are larger than all devices.
     """
     again = ", with recompute=True," if recompute else ""
+    free = "free beside the inputs that its stages keep" if recompute else "free"
     largest = max(range(len(needed)), key=needed.__getitem__)
     roomiest = max(range(len(limits)), key=limits.__getitem__)
     advice = (
@@ -94,15 +95,15 @@ def check_memory(
         raise PlanError(
             f"network partition {profile.partitions[largest].name!r} needs{again} "
             f"{_spelled([profile.partitions[largest]], held)}, more than any device has: "
-            f"the largest, device {roomiest} of a replica, has {_gb(limits[roomiest])} free. "
+            f"the largest, device {roomiest} of a replica, has {_gb(limits[roomiest])} {free}. "
             + advice.format(more="")
         )
     if sum(needed) > sum(limits):
         each = ", ".join(map(_gb, limits))
         raise PlanError(
             f"the network needs{again} {_spelled(profile.partitions, held)}, more than the "
-            f"{len(limits)} devices of a replica have free together: {_gb(sum(limits))} ({each}). "
-            + advice.format(more=", or more stages (pipeline_parallel_size)")
+            f"{len(limits)} devices of a replica have {free} together: {_gb(sum(limits))} "
+            f"({each}). " + advice.format(more=", or more stages (pipeline_parallel_size)")
         )
 
 
