@@ -15,8 +15,9 @@ h1 { font-size: 1.6rem; }
 h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
 h3 { font-size: 1rem; margin-bottom: .2rem; }
 table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #eee; }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #eee; }
 th:first-child, td:first-child { text-align: left; }
+div.wide { overflow-x: auto; }
 img { max-width: 100%; margin: .3rem .3rem .3rem 0; }
 pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: 13px; }
 .note { color: #555; max-width: 50rem; }
@@ -47,7 +48,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         "<tr>" + "".join(f"<td>{escape(_shown(value))}</td>" for value in row.values()) + "</tr>\n"
         for row in rows
     )
-    return f"<table><tr>{head}</tr>\n{body}</table>\n"
+    return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>\n'
 
 
 def pre(text: str) -> str:

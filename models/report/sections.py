@@ -164,15 +164,19 @@ def plan(run: Path) -> str:
         for stage, row in enumerate(record.get("rows", ()))
     ]
     head = ", ".join(
-        f"{record[name]} {name}"
-        for name in ("replicas", "stages", "microbatches")
+        f"{record[name]} {one if record[name] == 1 else many}"
+        for name, one, many in (
+            ("replicas", "replica", "replicas"),
+            ("stages", "stage", "stages"),
+            ("microbatches", "micro-batch", "micro-batches"),
+        )
         if name in record
     )
     text = html.note(f"{head}; schedule {record.get('schedule', 'unknown')}.") + html.table(rows)
     timeline = draw_timeline(record)
     if timeline is not None:
         text += html.figure(timeline)
-        text += html.note("One step as the loads predict it; transfers are left out.")
+        text += html.note("One step as the plan predicts it; transfers are left out.")
     return text
 
 

@@ -79,30 +79,40 @@ def test_the_plan_has_its_table_and_timeline(tmp_path) -> None:
     record = {"replicas": 1, "stages": 2, "microbatches": 3, "schedule": "gpipe", "rows": rows}
     (tmp_path / "plan.json").write_text(json.dumps(record))
     shown = plan(tmp_path)
-    for text in ("1,000,000", "50%", "stem.conv", "3 microbatches", "<img"):
+    for text in ("1,000,000", "50%", "stem.conv", "1 replica,", "3 micro-batches", "<img"):
         assert text in shown
 
 
-def test_the_timeline_fills_and_drains() -> None:
-    """Two equal stages, two micro-batches: five slots of a forward or half a backward pass each.
+def starts(lengths) -> dict[tuple[int, int, str], float]:
+    return {(w.stage, w.microbatch, w.kind): w.start for w in _fill_drain(lengths, 2)}
 
-    stage 0:  F0 F1 .  .  B0 B1
-    stage 1:  .  F0 F1 B0 B1 .      (a backward takes two slots)
+
+def test_the_timeline_fills_and_drains() -> None:
+    """Two equal stages, two micro-batches, a backward takes two slots.
+
+    stage 0:  F0 F1 .  .  .  B1 B1 B0 B0
+    stage 1:  .  F0 F1 B1 B1 B0 B0
     """
-    slot = 1 / 12
-    work = {(s, m, f): start / slot for s, m, start, _, f in _fill_drain([0.5, 0.5], 2)}
-    assert work == pytest.approx(
-        {
-            (0, 0, True): 0,
-            (0, 1, True): 1,
-            (1, 0, True): 1,
-            (1, 1, True): 2,
-            (1, 0, False): 3,
-            (1, 1, False): 5,
-            (0, 0, False): 5,
-            (0, 1, False): 7,
-        }
-    )
+    forwards = {(0, 0): 0, (0, 1): 1, (1, 0): 1, (1, 1): 2}
+    backwards = {(1, 1): 3, (1, 0): 5, (0, 1): 5, (0, 0): 7}
+    expected = {(*key, "forward"): start for key, start in forwards.items()}
+    expected |= {(*key, "backward"): start for key, start in backwards.items()}
+    assert starts([(1, 2, 0)] * 2) == expected
+
+
+def test_a_split_backward_hands_on_before_its_weights() -> None:
+    """stage 0: F0 F1 . . B1 B1 B0 B0, stage 1: . F0 F1 B1 W1 B0 W0"""
+    found = starts([(1, 2, 0), (1, 1, 1)])
+    assert [found[1, n, kind] for n in (1, 0) for kind in ("backward", "weights")] == [3, 4, 5, 6]
+    assert [found[0, n, "backward"] for n in (1, 0)] == [4, 6]
+
+
+def test_times_of_a_plan_are_drawn_in_seconds() -> None:
+    row = {"load": 0.5, "forward_s": 1.0, "backward_s": 1.0, "weight_s": 1.0}
+    drawn = draw_timeline({"schedule": "zero_bubble", "microbatches": 2, "rows": [row] * 2})
+    assert drawn is not None
+    assert drawn.axes[0].get_xlabel() == "time, in seconds"
+    assert "weights" in drawn.axes[0].get_title()
 
 
 @pytest.mark.parametrize("plan", [{}, {"schedule": "1f1b", "rows": [{"load": 0.5}] * 2}])
