@@ -198,15 +198,15 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
             start += size
         tensors_out = range(len(graph.tensor_outputs))
         pairs = [(whole[n], torch.cat([part[n] for part in parts])) for n in tensors_out]
+        for node, (one, other) in zip(graph.tensor_outputs, pairs):
+            if not _close(one, other):
+                return f"{_place(graph, node)} depends on how the batch is split"
+        learned = [isinstance(state[name], nn.Parameter) for name in code.tensors]
+        return _tried_backward(graph, stage, tensors, learned, leaves, microbatches)
     except _OtherDraws as error:
         return str(error)
     except RuntimeError as error:  # parts that cannot be computed, or joined
         return f"its parts cannot be computed or joined ({str(error).splitlines()[0]:.120})"
-    for node, (one, other) in zip(graph.tensor_outputs, pairs):
-        if not _close(one, other):
-            return f"{_place(graph, node)} depends on how the batch is split"
-    learned = [isinstance(state[name], nn.Parameter) for name in code.tensors]
-    return _tried_backward(graph, stage, tensors, learned, leaves, microbatches)
 
 
 def _tried_backward(
@@ -217,7 +217,10 @@ def _tried_backward(
     leaves: Sequence[Tensor],
     microbatches: int,
 ) -> str | None:
-    """The same for gradients, where a backward is the user's own code."""
+    """The same for gradients, where a backward is the user's own code.
+
+    Each part gets its rows of the random numbers of the whole batch here too.
+    """
     if not any(map(_has_own_backward, graph.graph.nodes)):
         return None
     with torch.inference_mode(False):  # what an evaluation gives can't be saved for a backward
@@ -228,28 +231,30 @@ def _tried_backward(
     ]
     wanted = [weight for weight in weights if weight.requires_grad]
 
-    def gradients(part: Sequence[Tensor], start: int) -> list[Tensor | None]:
-        numbers = graph.values_of_numbers(graph.sizes(part))
-        outputs = stage.run_with(weights, fresh(graph, part), numbers)
-        rooted = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
-        starts = [_weights_of_samples(output, start + 1) for output in rooted]
-        if not rooted or not wanted:
-            return []
-        return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
+    draws = _SameDraws()
 
-    with (
-        torch.inference_mode(False),
-        torch.random.fork_rng(devices=[]),
-        torch.enable_grad(),
-        _StatisticsAside(),
-    ):
-        torch.manual_seed(0)
-        whole, start = gradients(leaves, 0), 0
-        sums: list[Tensor | None] = [None] * len(whole)
-        for part in graph.split(leaves, microbatches):
-            found = gradients(part, start)
-            sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
-            start += graph.batch_of(part) or 0
+    def gradients(part: Sequence[Tensor], start: int | None, size: int) -> list[Tensor | None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_StatisticsAside())
+            stack.enter_context(draws.of_rows(start, size))
+            numbers = graph.values_of_numbers(graph.sizes(part))
+            outputs = stage.run_with(weights, fresh(graph, part), numbers)
+            rooted = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+            starts = [_weights_of_samples(output, (start or 0) + 1) for output in rooted]
+            if not rooted or not wanted:
+                return []
+            return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
+
+    whole, start = gradients(leaves, None, graph.batch_of(leaves) or 1), 0
+    sums: list[Tensor | None] = [None] * len(whole)
+    for part in graph.split(leaves, microbatches):
+        size = graph.batch_of(part) or 0
+        found = gradients(part, start, size)
+        sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
+        start += size
     for one, other in zip(whole, sums):
         if one is not None and other is not None and not _close(one, other):
             return "gradients depend on how the batch is split"

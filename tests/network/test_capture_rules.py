@@ -572,7 +572,14 @@ def test_interaction_behind_a_gate_that_starts_at_zero_is_seen() -> None:
     assert why_whole(found.graph, found.leaves, 2, tried=True) is not None
 
 
-@pytest.mark.parametrize("network", [FunctionalDropout(), Net(random_layers), Net(in_vmap)])
+def dropped_and_doubled(net: Any, x: Tensor) -> Tensor:
+    return twice(net.b(F.dropout(net.a(x), 0.5, training=net.training)))
+
+
+@pytest.mark.parametrize(
+    "network",
+    [FunctionalDropout(), Net(random_layers), Net(in_vmap), Net(dropped_and_doubled)],
+)
 def test_a_batch_of_samples_that_do_not_meet_is_split(network: nn.Module) -> None:
     found = captured(network, X)
     assert why_whole(found.graph, found.leaves, 2, tried=True) is None

@@ -151,13 +151,8 @@ class Classifier(LightningModule):
                 module.register_forward_hook(partial(noting, name))
         LISTENERS.append(self.ran)
         if looked_at := self.config.get("looks_at"):  # in the middle of a pass
-            looker, name = looked_at
-            weight = self.net.get_parameter(name)
-
-            def look(*_: Any) -> None:
-                weight.sum().item()
-
-            self.net.get_submodule(looker).register_forward_hook(look)
+            looker, weight = looked_at[0], self.net.get_parameter(looked_at[1])
+            LISTENERS.append(lambda name, _: weight.sum().item() if name == looker else None)
         for name, parameter in self.net.named_parameters():
             parameter.register_post_accumulate_grad_hook(partial(self.got_gradient, name))
 
