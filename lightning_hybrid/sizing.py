@@ -16,6 +16,7 @@ from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.network import cached, measure, why_whole
+from lightning_hybrid.network.splitting import fits
 from lightning_hybrid.planning.memory import ASSUMED_TENSORS
 from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
 from lightning_hybrid.progress import StartProgress, display_of
@@ -123,11 +124,16 @@ class SizeChooser:
 
 def _most_microbatches(looked: LookAhead) -> int | None:
     """1 where a network takes its batches whole; ``None``: any number."""
+    most = None
     for seen in looked.seen:
         batch = seen.graph.batch_of(seen.leaves) or 1
         if batch > 1 and why_whole(seen.graph, seen.leaves, 2, tried=True) is not None:
             return 1
-    return None
+        for more in range(3, batch + 1):
+            if not fits(seen.graph, seen.leaves, more):
+                most = min(more - 1, most or batch)
+                break
+    return most
 
 
 class _Measured:

@@ -18,9 +18,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.graphs import higher_order_name
@@ -280,13 +281,25 @@ class NetworkGraph:
         return None
 
     @cached_property
-    def squeezes(self) -> bool:
-        """Whether an operation drops all dimensions of size 1, that of a single sample too."""
+    def needs_two_samples(self) -> fx.Node | None:
+        """An operation that a single sample cannot go through, or not as several do.
+
+        It drops all dimensions of size 1, that of the batch too; or it is batch normalisation in
+        training of one value per channel and sample.
+        """
         for node in self.graph.nodes:
             name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
             if name in ("squeeze", "squeeze_") and len(node.args) == 1 and not node.kwargs:
-                return True
-        return False
+                return cast(fx.Node, node)
+            if node.target is F.batch_norm and self._normalises_one_value(node):
+                return cast(fx.Node, node)
+        return None
+
+    def _normalises_one_value(self, node: fx.Node) -> bool:
+        training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
+        example = cast(fx.Node, node.args[0]).meta["example_value"]
+        one = all(isinstance(size, int) and size == 1 for size in example.shape[2:])
+        return bool(training) and one and is_symbol(example.shape[0])
 
     @property
     def is_static(self) -> bool:

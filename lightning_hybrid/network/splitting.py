@@ -55,9 +55,15 @@ def why_whole(
 def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bool:
     """Whether the captured graph is right for parts of these sizes."""
     parts = graph.split(leaves, microbatches)
-    if any(graph.batch_of(part) == 1 for part in parts) and graph.squeezes:
+    if _lacks_a_sample(graph, parts) is not None:
         return False
     return all(graph.guards_allow(graph.sizes(part)) for part in parts)
+
+
+def _lacks_a_sample(graph: NetworkGraph, parts: Sequence[Sequence[Tensor]]) -> fx.Node | None:
+    """An operation that needs two samples, where a part has one."""
+    alone = any(graph.batch_of(part) == 1 for part in parts)
+    return graph.needs_two_samples if alone else None
 
 
 # ---------------------------------------------------------------- what the graph shows
@@ -74,6 +80,8 @@ def _shown(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
         if reason is not None:
             return reason
     if not fits(graph, leaves, microbatches):
+        if (node := _lacks_a_sample(graph, graph.split(leaves, microbatches))) is not None:
+            return f"{node.name!r}{_of_module(graph, node)} needs two samples, and a part has one"
         return "its code takes another way for other batch sizes"
     return None
 
@@ -158,9 +166,12 @@ def _is_size_argument(node: fx.Node, place: int | str) -> bool:
 
 
 def _place(graph: NetworkGraph, node: fx.Node) -> str:
+    return f"the output {node.name!r}{_of_module(graph, node)}"
+
+
+def _of_module(graph: NetworkGraph, node: fx.Node) -> str:
     layer = next((y for y in graph.layers if node is y.node or node in y.parts), None)
-    where = f" (of module {layer.module!r})" if layer is not None and layer.module else ""
-    return f"the output {node.name!r}{where}"
+    return f" (of module {layer.module!r})" if layer is not None and layer.module else ""
 
 
 # ---------------------------------------------------------------- what a trial shows
@@ -205,7 +216,7 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
         return _tried_backward(graph, stage, tensors, learned, leaves, microbatches)
     except _OtherDraws as error:
         return str(error)
-    except RuntimeError as error:  # parts that cannot be computed, or joined
+    except (RuntimeError, ValueError) as error:  # parts that cannot be computed, or joined
         return f"its parts cannot be computed or joined ({str(error).splitlines()[0]:.120})"
 
 

@@ -91,4 +91,4 @@ def test_draws_while_the_layers_lie_on_two_devices(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run" / "version_0" / "explain" / "epoch_1"
-    assert len(list(folder.glob("999_S_*_gradcam_layer2.png"))) == 2
+    assert len(list(folder.glob("999_S_*_gradcam_layer1.png"))) == 2

@@ -565,6 +565,22 @@ def test_a_batch_whose_samples_meet_is_not_split(code: Code, text: str) -> None:
     assert any(word in reason for word in text.split("|")), reason
 
 
+@pytest.mark.parametrize(("sizes", "splits"), [((1, 1), False), ((2, 1), True)])
+def test_batch_norm_of_one_value_per_sample_is_not_split_into_single_samples(
+    sizes: tuple[int, int], splits: bool
+) -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    for samples, parts in ((5, 3), (4, 2)):  # 2, 2 and 1; 2 and 2
+        found = captured(network, torch.randn(samples, 1, *sizes))
+        reason = why_whole(found.graph, found.leaves, parts, tried=True)
+        assert (reason is None) is (splits or samples == 4), reason
+        assert reason is None or "needs two samples, and a part has one" in reason
+    assert (
+        why_whole(captured(network.eval(), found.leaves[0]).graph, found.leaves, 4, tried=True)
+        is None
+    )
+
+
 def test_interaction_behind_a_gate_that_starts_at_zero_is_seen() -> None:
     network = Net(lambda net, x: net.a(x) + net.gate * net.a(x).mean(0))
     network.gate = nn.Parameter(torch.zeros(4))
