@@ -447,10 +447,12 @@ def test_an_option_that_is_cut_short_is_refused(tiny_cohort, capsys):
 
 def test_montage_names_the_class_of_each_row(tiny_cohort, tmp_path, monkeypatch):
     drawn: list[str] = []
-    monkeypatch.setattr(Axes, "set_ylabel", lambda self, text, **_: drawn.append(text))
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **_: drawn.append(text))
     records = survey(tiny_cohort, TASKS["ad_nc"], tmp_path / "checks.json").records
     write_montage(tmp_path / "montage.png", records)
-    assert {text.splitlines()[1] for text in drawn} == {"AD", "NC"}
+    classes = [text.splitlines()[1] for text in drawn if text.startswith("I")]
+    assert set(classes) == {"AD", "NC"}
+    assert len(classes) == 6
 
 
 TABLES: dict[str, tuple[str, Callable[[str], bytes]]] = {
