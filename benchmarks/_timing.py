@@ -54,6 +54,19 @@ class Module(LightningModule):
         return optimizer_of(self.parameters())
 
 
+def bare_trainer(strategy: Any, **options: Any) -> Trainer:
+    """A Trainer on CPUs that only trains: no logger, checkpoints, progress bar or summary."""
+    return Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 class Clock(Callback):
     """When each step starts."""
 
@@ -74,15 +87,10 @@ def train(
 ) -> list[float] | None:
     """Train on two processes. Returns the seconds of each step, on rank 0."""
     clock = Clock()
-    trainer = Trainer(
+    trainer = bare_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=2,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[clock],
     )
     trainer.fit(Module(network), inputs.loader())

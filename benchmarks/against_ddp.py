@@ -32,8 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import Clock, Module, Repeated, durations, optimizer_of
-from lightning.pytorch import Trainer
+from _timing import Clock, Module, Repeated, bare_trainer, durations, optimizer_of
 from monai.networks.nets import DenseNet121, UNet
 from rich.console import Console
 from rich.table import Table
@@ -137,15 +136,10 @@ def run_trainer(case: Case, peer: str, steps: int, out: Path) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)) if threads else 1)
     strategy = STRATEGIES[peer]()
     clock = Clock()
-    trainer = Trainer(
+    trainer = bare_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=1 if peer in ("one thread", "all threads") else 2,
         max_steps=steps + WARM_UP,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[clock],
     )
     # the automatic sizes are known after set-up only: what is shown is time per sample of a step

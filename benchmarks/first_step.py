@@ -67,8 +67,8 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
 def run(name: str, kind: str, out: Path) -> None:
     """The script of one process: train for one step, and note down when what was over."""
     import torch
-    from _timing import Module, Repeated
-    from lightning.pytorch import Callback, Trainer
+    from _timing import Module, Repeated, bare_trainer
+    from lightning.pytorch import Callback
 
     from lightning_hybrid import HybridGabraStrategy
 
@@ -84,15 +84,10 @@ def run(name: str, kind: str, out: Path) -> None:
     torch.set_num_threads(1)
     make, shape, batch = NETWORKS[name]
     clock, hybrid = Clock(), kind in KINDS[2:]
-    trainer = Trainer(
+    trainer = bare_trainer(
         strategy=HybridGabraStrategy(pipeline_parallel_size=2) if hybrid else "auto",
-        accelerator="cpu",
         devices=2 if hybrid else 1,
         max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[clock],
     )
     network = make()

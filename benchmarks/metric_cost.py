@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Clock, Module, Repeated, durations
-from lightning.pytorch import Trainer
+from _timing import Clock, Module, Repeated, bare_trainer, durations
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -58,19 +57,14 @@ class Counted(Module):
 def run(variant: str, steps: int, out: str) -> None:
     torch.manual_seed(0)
     clock = Clock()
-    trainer = Trainer(
+    trainer = bare_trainer(
         strategy=HybridGabraStrategy(
             pipeline_parallel_size=2,
             num_microbatches=2,
             allocation=[f"net.{LAYERS // 2}"],
         ),
-        accelerator="cpu",
         devices=2,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[clock],
     )
     trainer.fit(Counted(variant), Repeated((WIDTH,), BATCH, steps + WARM_UP).loader())

@@ -16,7 +16,8 @@ from pathlib import Path
 from threading import Event, Thread
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from _timing import bare_trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,15 +78,10 @@ def run(where: str, stages: int, folder: Path) -> None:
     memory = Memory()
     module = Wide(where)
     strategy = HybridGabraStrategy(pipeline_parallel_size=stages) if stages > 1 else "auto"
-    trainer = Trainer(
+    trainer = bare_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=stages,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module)
     (folder / os.environ.get("LOCAL_RANK", "0")).write_text(str(memory.end()))

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Repeated
-from lightning.pytorch import Trainer
+from _timing import Repeated, bare_trainer
 from schedules import Plain
 
 from lightning_hybrid import HybridGabraStrategy
@@ -55,16 +54,11 @@ def train(schedule: str) -> None:
     batched = {} if streamed else {"num_microbatches": MICROBATCHES}
     # a batch of a stream is as large as a micro-batch of the others
     inputs = Repeated((1, 48, 48, 48), 2 if streamed else 2 * MICROBATCHES, BATCHES)
-    trainer = Trainer(
+    trainer = bare_trainer(
         strategy=HybridGabraStrategy(pipeline_parallel_size=DEVICES, schedule=schedule, **batched),
-        accelerator="cpu",
         devices=DEVICES,
         max_epochs=1,
         accumulate_grad_batches=WINDOW if schedule == "1f1b" else 1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Plain(ResAttNet3D(18)), inputs.loader())
 

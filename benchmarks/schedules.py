@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Clock, Module, Repeated
-from lightning.pytorch import Trainer
+from _timing import Clock, Module, Repeated, bare_trainer
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy
@@ -58,16 +57,11 @@ def run(name: str, config: dict[str, Any]) -> None:
     # a sampler of `ddp` divides the samples over the processes
     steps = config["batches"] * (DEVICES if name == "ddp" else 1)
     inputs, clock = Repeated(shape, samples, steps), Clock()
-    trainer = Trainer(
+    trainer = bare_trainer(
         strategy=strategy_of(name, config["microbatches"]),
-        accelerator="cpu",
         devices=DEVICES,
         max_epochs=1,
         accumulate_grad_batches=WINDOW if name == "1f1b" else 1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[clock],
     )
     trainer.fit(Plain(network), inputs.loader())
