@@ -6,28 +6,40 @@ import pytest
 import torch
 from capturing import captured
 
-from benchmarks.networks import NETWORKS, Case, InTwo, compare, examine
-from lightning_hybrid.network import check, cut, network_partitions
+from benchmarks.networks import NETWORKS, InTwo, compare, examine
+from lightning_hybrid.network import NotCaptured, check, cut, network_partitions
 
-# what the libraries say of themselves
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    # what the libraries say of themselves
+    pytest.mark.filterwarnings("ignore"),
+    # five captures of SwinUNETR beside other work
+    pytest.mark.timeout(2400),
+]
 CASES = {name: case for cases in NETWORKS.values() for name, case in cases.items()}
+ROUTED = "mixture of experts, tokens routed by value"
+SMALL = "sparse gradients"  # five layers, and its two cuts both divide them badly
+SEVERAL_GRAPHS = ("SwinUNETR", "SwinUNETR, checkpointing", ROUTED)
+
+
+def test_networks_whose_python_branches_on_values_are_not_captured() -> None:
+    with pytest.raises(NotCaptured, match=r"if len\(rows\)"):
+        examine(CASES[ROUTED])
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_two_stages_compute_outputs_and_gradients_of_the_network(case: Case) -> None:
-    row = examine(case)
-    assert row.split, row
+@pytest.mark.parametrize("name", [name for name in CASES if name != ROUTED])
+def test_two_stages_compute_outputs_and_gradients_of_the_network(name: str) -> None:
+    row = examine(CASES[name])
+    assert row.split is (name != SMALL), row
     assert row.equal, row
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_three_stages_have_the_outputs_of_the_network(case: Case) -> None:
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SEVERAL_GRAPHS])
+def test_three_stages_have_the_outputs_of_the_network(name: str) -> None:
     torch.manual_seed(0)
-    network = case.make()
-    args, kwargs = case.arguments(3)
+    network = CASES[name].make()
+    args, kwargs = CASES[name].arguments(3)
     for training in (True, False):
         found = captured(network.train(training), *args, **kwargs)
         partitions = network_partitions(found.graph)
