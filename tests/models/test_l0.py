@@ -42,8 +42,10 @@ def trained(cohort, seed: int) -> tuple[ResAttNetClassifier, ADNIDataModule]:
         augment=False,
         cache_dir=cohort / "cache",
     )
+    # with 8 channels in its layer Grad-CAM, whose weights are means over the volume, points in two
+    # of five networks only (docs/measurements.md)
     model = ResAttNetClassifier(
-        widths=[8, 16, 16, 16], stem_pool=False, learning_rate=0.02, lr_schedule="cosine"
+        widths=[16, 16, 16, 16], stem_pool=False, learning_rate=0.02, lr_schedule="cosine"
     )
     trainer = Trainer(
         accelerator="cpu",
