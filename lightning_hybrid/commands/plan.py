@@ -103,10 +103,16 @@ def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
             "samples/s": short(shape.samples_per_s),
             "speed-up": f"{study.speed_up(shape):.2f}",
             "bubble": f"{shape.bubble:.1%}",
-            "memory": "fits" if shape.fits else f"lacks {shape.lacking_bytes / 1e9:.2f} GB",
+            "memory": _memory(shape),
         }
         for shape in [*seen.values()][:_SHOWN]
     ]
+
+
+def _memory(shape: Shape) -> str:
+    if not shape.fits:
+        return f"lacks {shape.lacking_bytes / 1e9:.2f} GB"
+    return "fits, computed again" if shape.recompute else "fits"
 
 
 def _print_runners_up(console: Console, study: Study, shapes: Sequence[Shape]) -> None:

@@ -7,6 +7,8 @@ per second and not by the time of a step.
 
 First all shapes are cut by `balanced`, then the fastest ones with v = 1 by the dynamic programme of
 `chains`, where it is quick. The ranks of a replica are neighbours, in the order of the devices.
+Where stages do not fit, a shape is tried once more with stages that run their forward again for the
+backward and hold the activations of one micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +92,8 @@ class Shape:
     """What found the cuts: `balanced` or `dynamic`."""
     lacking_bytes: float = 0.0
     """What the fullest device lacks; 0: it fits."""
+    recompute: bool = False
+    """Whether stages run their forward again for the backward."""
 
     @property
     def fits(self) -> bool:
@@ -107,6 +111,7 @@ class Shape:
             f"{self.replicas} replica{'s' * (self.replicas > 1)} x {self.devices_per_replica} "
             f"stage{'s' * (self.devices_per_replica > 1)}{loop}, "
             f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+            f"{', activations computed again' * self.recompute}"
         )
 
 
@@ -137,8 +142,13 @@ def rank_shapes(
             parts = parts_of(batch // microbatches)
             if devices > len(parts.names):
                 continue
-            problem = problem_of(parts, cluster, devices, microbatches, links)
-            found += _cut(problem, count // devices, batch)
+            for recompute in (False, True):
+                problem = problem_of(parts, cluster, devices, microbatches, links, recompute)
+                shapes = [*_cut(problem, count // devices, batch, recompute)]
+                found += shapes
+                # one device, or one micro-batch, would hold as much as before
+                if devices == 1 or microbatches == 1 or all(shape.fits for shape in shapes):
+                    break
     found.sort(key=_rank)
     chains = [k for k, s in enumerate(found) if s.stages_per_device == 1 < s.devices_per_replica]
     for number in chains[:_REFINED]:
@@ -159,14 +169,15 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
     raise PlanError(
         f"the network does not fit in any shape on these devices; nearest is {nearest}, where a "
         f"device lacks {nearest.lacking_bytes / 1e9:.3g} GB. What helps: more or larger devices, "
-        "a smaller batch, an optimizer with less state, or recomputation of activations"
+        "a smaller batch, or an optimizer with less state"
     )
 
 
 def plan_of(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
     parts = parts_of(batch // shape.microbatches)
-    problem = problem_of(parts, cluster, shape.devices_per_replica, shape.microbatches)
+    devices, recompute = shape.devices_per_replica, shape.recompute
+    problem = problem_of(parts, cluster, devices, shape.microbatches, recompute=recompute)
     return Plan(
         replicas=shape.replicas,
         stages=len(shape.ends),
@@ -181,14 +192,15 @@ def plan_of(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch:
             names=parts.names,
             layers=parts.layers,
             parameters=parts.parameters,
-            loads=[f + b for f, b in zip(parts.forward_s, parts.backward_s)],
+            loads=[f + b for f, b in zip(problem.forward_s, problem.backward_s)],
             cut_bytes=parts.output_bytes[:-1],
-            memory_bytes=parts.memory_bytes(shape.microbatches),
+            memory_bytes=parts.memory_bytes(1 if recompute else shape.microbatches),
             gradient_bytes=parts.gradient_bytes,
         ),
         predicted_step_s=shape.step_s,
         objective="step",
         allocation=shape.search,
+        recompute=recompute,
     )
 
 
@@ -198,8 +210,12 @@ def problem_of(
     devices: int,
     microbatches: int,
     links: Links | None = None,
+    recompute: bool = False,
 ) -> StepProblem:
     """The step of replicas with so many devices each, on all devices of a cluster.
+
+    With `recompute` a backward takes a forward more; of all micro-batches a device then keeps the
+    inputs (at most what crosses the widest cut), and the activations of one.
 
     All replicas wait for each other, so a ``pp_rank`` is as fast and as large as its smallest
     device, and a link as slow as its slowest.
@@ -208,16 +224,21 @@ def problem_of(
     replicas = count // devices
     speeds = cluster.relative_speeds
     limits = cluster.memory_limits
+    backward_s, in_flight = parts.backward_s, microbatches
+    if recompute:
+        backward_s = tuple(f + b for f, b in zip(parts.forward_s, parts.backward_s))
+        in_flight, kept = 1, microbatches * max(parts.output_bytes[:-1], default=0)
+        limits = limits and tuple(max(0.0, limit - kept) for limit in limits)
     return StepProblem(
         forward_s=parts.forward_s,
-        backward_s=parts.backward_s,
+        backward_s=backward_s,
         cut_bytes=parts.output_bytes[:-1],
         speeds=[min(speeds[k::devices]) for k in range(devices)],
         links=links or links_of(cluster, devices),
         microbatches=microbatches,
         reduce_s=_reduce_s(parts, cluster, devices, replicas),
         step_s=parts.step_s,
-        memory=() if limits is None else parts.memory_bytes(microbatches),
+        memory=() if limits is None else parts.memory_bytes(in_flight),
         memory_limits=() if limits is None else [min(limits[k::devices]) for k in range(devices)],
     )
 
@@ -266,9 +287,11 @@ def _reduce_s(
     return (times[0], *(time - waits for time in times[1:]))
 
 
-def _cut(problem: StepProblem, replicas: int, batch: int) -> Iterator[Shape]:
+def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> Iterator[Shape]:
     devices = problem.m
-    for turns in range(1, 1 + (_MOST_TURNS if devices > 1 else 1)):
+    # a device keeps inputs for each of its stages, so there recomputation is for single ones
+    looped = devices > 1 and not recompute
+    for turns in range(1, 1 + (_MOST_TURNS if looped else 1)):
         order = [*range(1, devices), 0] * turns
         if len(order) > problem.n:
             return
@@ -276,7 +299,8 @@ def _cut(problem: StepProblem, replicas: int, batch: int) -> Iterator[Shape]:
         if ends is None:  # show what lacks
             ends = balanced_ends(_unlimited(problem), order)
         if ends is not None:
-            yield _shape(problem, ends, order, replicas, batch, "balanced")
+            shape = _shape(problem, ends, order, replicas, batch, "balanced")
+            yield replace(shape, recompute=recompute)
 
 
 def _refined(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int) -> Shape:
@@ -285,14 +309,16 @@ def _refined(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch
     parts = parts_of(batch // shape.microbatches)
     if devices * len(parts.names) > _QUICK:
         return shape
-    problem = problem_of(parts, cluster, devices, shape.microbatches)
+    again = shape.recompute
+    problem = problem_of(parts, cluster, devices, shape.microbatches, recompute=again)
     try:
         ends, step_s = best_chain(problem, shape.devices)
     except PlanError:
         return shape
     if shape.fits and step_s >= shape.step_s:
         return replace(shape, search="dynamic")  # no chain is faster
-    return _shape(problem, ends, shape.devices, shape.replicas, batch, "dynamic")
+    refined = _shape(problem, ends, shape.devices, shape.replicas, batch, "dynamic")
+    return replace(refined, recompute=again)
 
 
 def _shape(

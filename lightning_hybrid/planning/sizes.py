@@ -361,25 +361,35 @@ class _Prediction:
             latency_s=machine.message_s,
             reduce_s=reduce_s,
             step_s=step_s,
-            memory_limits=(limits := cluster.memory_limits) and limits[: sizes.stages],
             input_part_s=parts.input_part_s,
             contiguous=search.contiguous,
             seed=search.seed,
         )
+        limits = cluster.memory_limits and cluster.memory_limits[: sizes.stages]
         recompute = search.recompute if sizes.stages > 1 else False
-        return plan_within_memory(recompute, partial(self._plan_with, make, parts, sizes))
+        plan_with = partial(self._plan_with, make, parts, sizes, limits)
+        return plan_within_memory(recompute, plan_with)
 
     def _plan_with(
-        self, make: Callable[..., Plan], parts: Parts, sizes: Sizes, recompute: bool
+        self,
+        make: Callable[..., Plan],
+        parts: Parts,
+        sizes: Sizes,
+        limits: tuple[int, ...] | None,
+        recompute: bool,
     ) -> Plan:
         here = parts.recomputed() if recompute else parts
         in_flight = 1 if recompute or sizes.stages == 1 else sizes.microbatches
+        if recompute and limits is not None:  # the inputs of all micro-batches are kept
+            kept = sizes.microbatches * round(max(parts.cut_bytes))
+            limits = tuple(max(0, limit - kept) for limit in limits)
         plan = plan_by_schedule(
             self._search.schedule,
             lambda name: make(
                 backward_s=here.backward_s,
                 weight_part_s=here.weight_part_s,
                 memory_bytes=here.memory_bytes(in_flight),
+                memory_limits=limits,
                 schedule=name,
             ),
             contiguous=self._search.contiguous,

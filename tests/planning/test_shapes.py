@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_hybrid.errors import PlanError
@@ -83,6 +85,28 @@ def test_what_does_not_fit_is_never_the_fastest() -> None:
     assert all(not shape.fits for shape in shapes if shape.devices_per_replica == 1)
     whole = next(s for s in shapes if s.devices_per_replica == 1 and s.microbatches == 1)
     assert whole.lacking_bytes == pytest.approx(320e6 + 48e6 - 250e6)
+
+
+def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() -> None:
+    two = cluster(2, memory=250e6)  # half the network: 160 MB, and 4 MB a sample
+    best = fastest(rank_shapes(parts_of, two, 64))
+    assert best.recompute
+    assert not any(s.recompute for s in rank_shapes(parts_of, cluster(2), 64))
+    assert all(s.microbatches > 1 for s in rank_shapes(parts_of, two, 64) if s.recompute)
+
+    def slower(samples: int) -> Parts:
+        return replace(parts_of(samples), backward_s=(3e-3 * samples,) * 8)
+
+    same = [
+        s
+        for s in rank_shapes(slower, cluster(2), 64)
+        if (s.ends, s.microbatches) == (best.ends, best.microbatches)
+    ]
+    assert best.step_s == pytest.approx(same[0].step_s)
+    plan = plan_of(best, parts_of, two, 64)
+    assert plan.recompute
+    assert max(row.memory_bytes for row in plan.rows) <= 250e6
+    assert "computed again" in plan.describe()
 
 
 def test_where_nothing_fits_the_error_says_what_lacks() -> None:

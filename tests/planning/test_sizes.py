@@ -157,7 +157,8 @@ def test_one_device_that_is_faster_is_named() -> None:
 
 
 def test_what_fits_only_with_activations_computed_again_is_told_so() -> None:
-    parts = layers(4, 25 * MS, 1 * MB, 100 * MB)  # 416 MB of which 400 grow with the batch
+    wide = layers(4, 25 * MS, 1 * MB, 100 * MB)  # 416 MB of which 400 grow with the batch
+    parts = replace(wide, cut_bytes=(10 * MB,) * 3)
     devices = tuple(replace(d, memory_bytes=150 * 10**6) for d in machine().devices)
     small = replace(machine(), devices=devices)
     assert not choose(machine(), [Network(parts)], batch=8).best.recompute
@@ -167,3 +168,5 @@ def test_what_fits_only_with_activations_computed_again_is_told_so() -> None:
     assert "computed again" in choice.describe()
     with pytest.raises(PlanError, match="memory"):
         choose(small, [Network(parts)], batch=8, search=Search(recompute=False))
+    with pytest.raises(PlanError, match="memory"):  # 158 MB with the inputs that are kept
+        choose(small, [Network(wide)], batch=8)
