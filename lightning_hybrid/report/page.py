@@ -19,6 +19,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .
 div.wide { overflow-x: auto; }
 th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); }
 th.left, td.left { text-align: left; }
+td:not(.left) { white-space: nowrap; }
 p.quiet { color: var(--quiet); max-width: 52rem; margin: .3rem 0; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; display: block; }
 svg text { fill: var(--ink); } svg text.quiet { fill: var(--quiet); }
