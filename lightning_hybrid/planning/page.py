@@ -185,8 +185,8 @@ def _memory(plan: Plan, limits: Sequence[float] | None) -> str:
     what = "Parameters, gradients, optimizer state, and the activations of all micro-batches"
     if plan.recompute:
         what = (
-            "Parameters, gradients, optimizer state, and the activations of one micro-batch; beside "
-            "them stages keep the inputs of all"
+            "Parameters, gradients, optimizer state, and the activations of one micro-batch; beside"
+            " them stages keep the inputs of all"
         )
     line = "." if limits is None else "; the red line is what the device has."
     return paragraph(what + line) + draw_bars(bars, "memory of each device")
