@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 
 def backward_reaches(ctx: Any, index: int) -> bool:
@@ -54,3 +55,15 @@ def dual_level() -> int:
 def functorch_level() -> int:
     """How many transforms of functions (``vmap``, ``grad``) are being applied at this moment."""
     return int(torch._C._functorch.maybe_current_level() or 0)
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a transform of functions, which has no memory of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Inside, no transform of functions is being applied: tensors have memory, and can travel."""
+    with temporarily_clear_interpreter_stack():
+        yield
