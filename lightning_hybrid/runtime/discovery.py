@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid._torch.autograd import backwards_as_ever, own_saved_tensors
 from lightning_hybrid._torch.capture import without_mode
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
 from lightning_hybrid.comm.mesh import Mesh
@@ -286,6 +286,7 @@ class Discovery:
                 stack.callback(self._options.progress.over)
             stack.enter_context(without_mode(Synchronised))
             stack.enter_context(own_saved_tensors())
+            stack.enter_context(backwards_as_ever())
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:
