@@ -1,5 +1,6 @@
 """Which calls are none of a network."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +45,8 @@ def test_a_parameter_that_was_replaced_for_good_is_the_networks() -> None:
     assert network.reasons == [None]
 
 
+# torch's own use of TorchScript, when forward-mode derivatives are first used
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_call_inside_of_a_transform_or_on_dual_numbers_is_none() -> None:
     network = Asks()
     torch.func.vmap(network)(X)
