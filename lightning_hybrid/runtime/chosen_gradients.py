@@ -19,6 +19,7 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.places import place_now
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
 from lightning_hybrid.runtime.gradients import ReplicaGradients
+from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.tensors.deferred import is_deferred
 
 Gradient = Tensor | None
@@ -61,7 +62,8 @@ class ChosenGradients:
             options: further ones.
 
         Raises:
-            NetworkError: of a weight of a network that is whole on no rank.
+            NetworkError: of a weight of a network that is whole on no rank, or whose gradients come
+            later.
             RuntimeError: the outputs do not depend on one of the inputs, and must.
         """
         chosen = {id(tensor) for tensor in inputs}
@@ -78,12 +80,8 @@ class ChosenGradients:
                 **options,
             )
         weights = {id(weight): weight for network in networks for weight in network.weights()}
-        if any(map(is_deferred, weights.values())):
-            raise NetworkError(
-                f"Gradients of single weights ({place_now()}) of {networks[0].name or 'self'!r}, "
-                "which was made in configure_model: no rank has them all. Make the network in "
-                "__init__, or read parameter.grad after a backward."
-            )
+        for network in networks:
+            _check(network)
         others = _without(weights, chosen) if accumulate_grad else weights
         reached = (*inputs, *(network.leaf for network in networks))
         # a weight of another rank among the inputs has torch take tensors as they are
@@ -114,6 +112,20 @@ class ChosenGradients:
                 "allow_unused=True if this is the desired behavior."
             )
         return found
+
+
+def _check(network: DrivenNetwork) -> None:
+    what = f"Gradients of single weights ({place_now()}) of network {network.name or 'self'!r}"
+    schedule = STREAMED.get(network.placement.schedule)
+    if schedule is not None and schedule.delayed:
+        raise NetworkError(
+            f"{what} arise some steps later under schedule={schedule.name!r}. Use schedule='gpipe'."
+        )
+    if any(map(is_deferred, network.weights())):
+        raise NetworkError(
+            f"{what}, which was made in configure_model: no rank has them all. Make the network in "
+            "__init__, or read parameter.grad after a backward."
+        )
 
 
 def _without(weights: Mapping[int, Tensor], chosen: set[int]) -> Mapping[int, Tensor]:

@@ -502,3 +502,20 @@ class TransformsTheNetwork(Row):
             dual = self.net(torch.autograd.forward_ad.make_dual(x, x.cos()))
             tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
         return usual + slope.square().mean() + slopes.square().mean() + tangent.square().mean()
+
+
+class HasASparseBuffer(Row):
+    """The graph of a graph network: constant, sparse, and computed with on the driver."""
+
+    fast = True
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+
+    def build(self) -> None:
+        super().build()
+        graph = torch.eye(16).double() + torch.diag(torch.ones(15), 1).double()
+        self.register_buffer("graph", graph.to_sparse(), persistent=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        assert isinstance(self.graph, Tensor)
+        near = self.graph.to_dense()[: len(x), : len(x)].to_sparse()
+        return super().loss(torch.sparse.mm(near, x), y)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.autograd import run_backwards_by
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.runtime.chosen_gradients import ChosenGradients
 
 
@@ -33,7 +34,13 @@ class Call(torch.autograd.Function):
 def network() -> Iterator[Any]:
     weight = nn.Parameter(torch.tensor(2.0))
     leaf = torch.zeros((), requires_grad=True)
-    network: Any = SimpleNamespace(name="net", leaf=leaf, weight=weight, weights=lambda: [weight])
+    network: Any = SimpleNamespace(
+        name="net",
+        leaf=leaf,
+        weight=weight,
+        weights=lambda: [weight],
+        placement=SimpleNamespace(schedule="gpipe"),
+    )
     gradients: Any = SimpleNamespace(kept_local=nullcontext, settle=lambda: None)
     run_backwards_by(ChosenGradients([network], gradients))
     yield network
@@ -64,3 +71,9 @@ def test_a_backward_for_a_weight_gives_other_leaves_no_gradient(network: Any) ->
     )
     assert network.weight.grad == 3
     assert x.grad is None
+
+
+def test_gradients_that_come_later_are_refused(network: Any) -> None:
+    network.placement.schedule = "pipedream"
+    with pytest.raises(NetworkError, match=r"of network 'net' arise some steps later.*'pipedream'"):
+        torch.autograd.grad(2 * network.weight, network.weight)
