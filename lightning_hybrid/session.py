@@ -18,6 +18,7 @@ from lightning_hybrid._lightning import (
     move_data_to_device,
     rank_zero_info,
 )
+from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.coming import ComingBatches
 from lightning_hybrid.comm.collectives import broadcast_object
@@ -117,6 +118,7 @@ class DriverSession:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
         if self._run.world.coordinates.ranks_per_replica == 1:  # one device knows all of it
             return
+        run_backwards_by(self._driver.chosen_gradients)
         optimizers = self._driver.optimizers
         # clipping by a norm needs the gradients of all stages
         vars(self._run.precision).update(
@@ -128,6 +130,7 @@ class DriverSession:
 
     def _release(self) -> None:
         """Undo :meth:`_intercept`."""
+        run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
         vars(self._run.precision).pop("clip_grad_by_value", None)
         vars(self._run.accelerator).pop("get_device_stats", None)
@@ -315,6 +318,7 @@ class DriverSession:
             with suppress(Exception):  # the first error is what counts
                 self._driver.salvage()
         self._driver.abort(self._failure)
+        run_backwards_by(None)
 
 
 class WorkerSession:

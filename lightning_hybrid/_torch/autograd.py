@@ -1,10 +1,12 @@
 """Autograd: what the running backward will do, and what code around a call has asked of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 
 def backward_reaches(ctx: Any, index: int) -> bool:
@@ -16,6 +18,36 @@ def backward_reaches(ctx: Any, index: int) -> bool:
     """
     node = ctx.next_functions[index][0]
     return node is not None and torch._C._will_engine_execute_node(node)
+
+
+# what `torch.autograd.grad` and `Tensor.backward` both call, by this name; there is no public place
+_BACKWARD = "_engine_run_backward"
+_run: Callable[..., Any] = getattr(torch.autograd, _BACKWARD)
+
+
+def run_backwards_by(handler: Callable[..., Any] | None) -> None:
+    """Have a handler run every backward pass, of `torch.autograd.grad` and ``backward`` alike.
+
+    Args:
+        handler: called with the function that runs autograd, and its arguments; ``None``: as ever.
+    """
+    setattr(torch.autograd, _BACKWARD, _run if handler is None else partial(handler, _run))
+
+
+@contextmanager
+def backwards_as_ever() -> Iterator[None]:
+    """Inside, there is no handler: for code of ours that differentiates a network."""
+    handled = getattr(torch.autograd, _BACKWARD)
+    setattr(torch.autograd, _BACKWARD, _run)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, _BACKWARD, handled)
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs this code, in the backward of a node or in a hook."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def graph_is_kept() -> bool:
@@ -54,3 +86,15 @@ def dual_level() -> int:
 def functorch_level() -> int:
     """How many transforms of functions (``vmap``, ``grad``) are being applied at this moment."""
     return int(torch._C._functorch.maybe_current_level() or 0)
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a transform of functions, which has no memory of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Inside, no transform of functions is being applied: tensors have memory, and can travel."""
+    with temporarily_clear_interpreter_stack():
+        yield

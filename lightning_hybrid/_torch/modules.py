@@ -1,5 +1,6 @@
 """Modules: their tables of tensors and of hooks."""
 
+import sys
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.utils import stateless
 
 __all__ = ["BatchNorm"]
 
@@ -14,6 +16,19 @@ __all__ = ["BatchNorm"]
 def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Where a module keeps its parameters and its buffers; ``setattr`` refuses other types."""
     return module._parameters, module._buffers
+
+
+def in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` is under way: it lends a module other tensors.
+
+    It puts them into the module's tables and leaves no other mark; the call stack tells.
+    """
+    code, frame = stateless._functional_call.__code__, sys._getframe()
+    while frame.f_code is not code:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def check_dimensions(norm: BatchNorm, value: Tensor) -> None:

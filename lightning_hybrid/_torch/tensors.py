@@ -9,13 +9,16 @@ from torch import Tensor
 # writers of subclasses ("Extending PyTorch") under this name
 from torch._C import DisableTorchFunctionSubclass as as_they_are
 
+# switches it on again, inside of the other
+from torch._C import _EnableTorchFunction as as_the_user_sees_them
+
 # tensors with shapes and no memory; torch.export uses them, there is no public way to do so
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # hears of every operation below autograd; torch documents it and has no public place for it
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "as_they_are"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "as_the_user_sees_them", "as_they_are"]
 
 # one call for many tensors, which is what torch's own optimizers use; there is no public name
 _copy_each = torch._foreach_copy_
@@ -24,6 +27,12 @@ _copy_each = torch._foreach_copy_
 def version(tensor: Tensor) -> int:
     """How often a tensor, or what shares its memory, was written to; autograd compares it too."""
     return tensor._version
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors in one place are equal; others are taken to differ."""
+    dense = one.layout is other.layout is torch.strided and one.device == other.device
+    return dense and torch.equal(one, other)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

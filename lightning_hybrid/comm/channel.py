@@ -137,8 +137,13 @@ class Channel:
             data = self._receive(torch.empty(frame[-1], dtype=torch.uint8)).numpy().tobytes()
         return decode(frame, data)
 
-    def _receive_tensors(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    def _receive_tensors(
+        self, specs: dict[str, TensorSpec | Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, spec in specs.items():
+            if isinstance(spec, Tensor):
+                yield name, spec
+                continue
             tensor = spec.empty(torch.device("cpu"))
             yield name, self._receive(tensor) if tensor.numel() else tensor
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.messages import Message, Tensors
@@ -61,7 +62,8 @@ _LAYOUTS = {kind: _Layout.of(number, kind) for number, kind in enumerate(MESSAGE
 def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
     """A message as a frame, the pickled bytes behind it, and the tensors behind those.
 
-    Tensors whose memory is not here yet stay as they are: the sender makes them one by one.
+    Tensors whose memory is not here yet stay as they are: the sender makes them one by one. A
+    sparse one (the graph of a graph network is a buffer) is among the pickled bytes, whole.
     """
     layout = _LAYOUTS[type(message)]
     values = [int(getattr(message, name)) for name in layout.integers]
@@ -69,10 +71,15 @@ def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
     named = dict(getattr(message, _TENSORS)) if layout.tensors else {}
     data = b""
     if named or not _are_defaults(rest, layout.defaults):
-        specs = {name: TensorSpec.of(tensor) for name, tensor in named.items()}
+        specs = {n: TensorSpec.of(t) if _is_dense(t) else t for n, t in named.items()}
         data = pickle.dumps((rest, specs), protocol=5)
     values += [0] * (_INTEGERS - len(values))
-    return [layout.number, *values, len(data)], data, [*named.values()]
+    dense = [tensor for tensor in named.values() if _is_dense(tensor)]
+    return [layout.number, *values, len(data)], data, dense
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _are_defaults(values: Sequence[Any], defaults: Sequence[Any]) -> bool:
@@ -89,12 +96,12 @@ class Parts:
     Attributes:
         kind: its class.
         values: its fields.
-        specs: of its tensors.
+        specs: of its tensors; a sparse one itself.
     """
 
     kind: type[Message]
     values: dict[str, Any]
-    specs: dict[str, TensorSpec]
+    specs: dict[str, TensorSpec | Tensor]
 
     def message(self, tensors: Tensors) -> Message:
         """The message; ``tensors`` takes the tensors off the wire."""

@@ -75,6 +75,11 @@ def unwatch(module: nn.Module) -> None:
         module.__dict__["forward"] = before.own
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether calls of ``module`` go to a handler."""
+    return isinstance(module.__dict__.get("forward"), Watch)
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The ``forward`` of a module as the user has it: on the instance, else that of its class."""
     found = module.__dict__.get("forward")

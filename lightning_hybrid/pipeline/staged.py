@@ -149,7 +149,7 @@ def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> No
             tensor = tensors[name]
             if is_deferred(tensor):
                 continue
-            if tensor.shape == value.shape:
+            if tensor.shape == value.shape and value.layout is torch.strided:
                 tensor.copy_(value)
-            else:  # a buffer that has grown
+            else:  # a buffer that has grown, or that holds places as well as values
                 tensor.data = value.to(tensor.device, tensor.dtype)

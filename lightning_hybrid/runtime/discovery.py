@@ -9,7 +9,8 @@ A module whose Python cannot be captured as one graph (it prints, or branches on
 Python as ever, on the driver, and the modules that it calls are looked at in its place; if
 none of them is large enough, it becomes a chain of graphs, of which the large ones are cut. A
 network that is cut already and is then called in a way that cannot be captured, or that does not
-suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right.
+suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right. So
+does a call on other weights than the network's own (:mod:`lightning_hybrid.runtime.aside`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid._torch.autograd import backwards_as_ever, own_saved_tensors
 from lightning_hybrid._torch.capture import without_mode
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
 from lightning_hybrid.comm.mesh import Mesh
@@ -32,7 +33,7 @@ from lightning_hybrid.network import (
     network_partitions,
 )
 from lightning_hybrid.network.capture import kind_of
-from lightning_hybrid.network.find import candidates, own_forward, unwatch, watch
+from lightning_hybrid.network.find import candidates, is_watched, own_forward, unwatch, watch
 from lightning_hybrid.network.following import CannotFollow
 from lightning_hybrid.network.stage import compute_whole
 from lightning_hybrid.pipeline.batchnorm import Synchronised
@@ -40,6 +41,7 @@ from lightning_hybrid.pipeline.staged import tensors_of
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.adoption import Adoption, why_not_cut
 from lightning_hybrid.runtime.announcements import Announcements
+from lightning_hybrid.runtime.aside import Aside
 from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found import FoundNetwork, count, indented, inside, layers
@@ -81,6 +83,8 @@ class Discovery:
         self._opened: dict[str, str] = {}  # modules that run their own Python, and why
         # what a hook makes on this rank alone, the others do not have
         self._shared = {name: kind_of(value) for name, value in tensors_of(module).items()}
+        self._aside = Aside(module)
+        self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how
         self._logging_later = LoggingLater(module)
         self._watched: dict[str, nn.Module] = {}
         self._ranks = mesh.coordinates.ranks_per_replica
@@ -99,11 +103,17 @@ class Discovery:
         Raises:
             NetworkNotFoundError: no watched module was called, or none of them can be cut.
         """
+        if self._options.automatic and not self.found:
+            for name, reason in self._called_aside.items():
+                self._keep(name, self._watched[name], reason)
         if not self.found:
             why = "".join(
                 f"\n{name or 'self'!r} cannot be captured as one graph:\n{reason}"
                 for name, reason in self._opened.items()
-            ) + "".join(f"\n{name or 'self'!r} {reason}" for name, reason in self._kept.items())
+            ) + "".join(
+                f"\n{name or 'self'!r} {reason}"
+                for name, reason in {**self._called_aside, **self._kept}.items()
+            )
             what = "that can be cut" if why else "with parameters"
             raise NetworkNotFoundError(
                 f"No call of a module {what} was seen in a whole step of "
@@ -129,12 +139,21 @@ class Discovery:
         # a part that several networks share is known under one of its names
         modules = set(map(id, module.modules()))
         inner = {n: m for n, m in self._watched.items() if inside(n, name) or id(m) in modules}
+        watched = {n: m for n, m in inner.items() if is_watched(m)}
         for candidate in inner.values():
             unwatch(candidate)
         forward = own_forward(module)
         if self._ranks == 1:
             self._adopt_whole(name, module, forward)
             return module.forward(*arguments, **keywords)
+        aside = self._aside.reason(module)
+        if aside is not None:
+            self._called_aside[name] = aside
+            try:
+                return forward(*arguments, **keywords)
+            finally:
+                self._watch(watched)  # look again
+        self._called_aside.pop(name, None)
         if self._is_kept_unseen(name, module):
             return forward(*arguments, **keywords)
         found = self._prepare(name, module, forward, whole=True)
@@ -233,6 +252,8 @@ class Discovery:
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """A call of a network that is cut."""
+        if self._aside.reason(found.module) is not None:
+            return found.forward(*arguments, **keywords)
         try:
             return self._captured(found, arguments, keywords)
         except NotCaptured as error:
@@ -265,6 +286,7 @@ class Discovery:
                 stack.callback(self._options.progress.over)
             stack.enter_context(without_mode(Synchronised))
             stack.enter_context(own_saved_tensors())
+            stack.enter_context(backwards_as_ever())
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:

@@ -84,6 +84,7 @@ class DrivenNetwork(StagedNetwork):
         batches: that it is trained on.
 
     Attributes:
+        leaf: what autograd's graph has in the place of the parameters.
         stream: its calls that run ahead.
     """
 
@@ -115,8 +116,8 @@ class DrivenNetwork(StagedNetwork):
         self._dropped: deque[int] = deque()
         # Tells "do parameters want gradients?": not a leaf (torch.autograd.grad refuses those),
         # and a view, which keeps nothing and so survives any number of backward passes.
-        leaf = torch.zeros((), requires_grad=True)
-        self._anchor = leaf.view_as(leaf)
+        self.leaf = torch.zeros((), requires_grad=True)
+        self._anchor = self.leaf.view_as(self.leaf)
         self._early_numbers: dict[CallKey, int] = {}  # of keys that workers have heard of
         self.stream: Calls = EachInTurn()
         schedule = STREAMED.get(placement.schedule)
@@ -151,6 +152,10 @@ class DrivenNetwork(StagedNetwork):
         """The parameters and buffers that the network's stages own, here and on workers."""
         named = tensors_of(self.module)
         return [named[name] for name in self.owned_names]
+
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters that the network's stages own, here and on workers."""
+        return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]
 
     def anchor(self) -> Tensor | None:
         """What stands for the parameters in autograd's graph; ``None``: all are frozen."""

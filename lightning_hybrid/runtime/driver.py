@@ -35,6 +35,7 @@ from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.process.faults import read_fault
 from lightning_hybrid.runtime.borrowing import Borrowing
+from lightning_hybrid.runtime.chosen_gradients import ChosenGradients
 from lightning_hybrid.runtime.commands import Commands, Workers
 from lightning_hybrid.runtime.deferred_weights import (
     share_optimizers,
@@ -76,6 +77,7 @@ class Driver:
         remote: what the workers own, as the user's code sees it.
         weights: of all stages.
         gradients: likewise.
+        chosen_gradients: runs backward passes.
         optimizers: the user's.
         calls: of networks in this step.
     """
@@ -119,6 +121,7 @@ class Driver:
         self.optimizers = DrivenOptimizers(
             module, self._names, device, self.commands, self._ownership, self.gradients, say
         )
+        self.chosen_gradients = ChosenGradients(self._networks, self.gradients)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         self._synchronized = True  # in the last step
 

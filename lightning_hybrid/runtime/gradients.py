@@ -1,5 +1,8 @@
 """Gradients of one replica, from its backward passes to what the optimizers use."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from lightning_hybrid.comm.protocol import Reduce
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.runtime.borrowing import Borrowing
@@ -49,6 +52,18 @@ class ReplicaGradients:
     def note(self, network: int, *, averaged: bool) -> None:
         """A backward has added to the gradients of the network of this number."""
         self._unsettled.note(network, averaged=averaged)
+
+    @contextmanager
+    def kept_local(self) -> Iterator[None]:
+        """Inside, a backward pass leaves what each replica has found, and nothing to average."""
+        synchronize, networks = self.synchronize, set(self._unsettled.networks)
+        self.synchronize = False
+        self.settle()
+        try:
+            yield
+        finally:
+            self.synchronize = synchronize
+            self._unsettled.networks = networks
 
     def before_backward(self) -> None:
         """`loss.backward()` comes. Without stages its gradients are final as they come."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_hybrid._torch.autograd import is_wrapped
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import HybridError
@@ -111,7 +112,9 @@ def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
 
     Inside of a graph it stays as it is: there a view counts its changes for the parameter too.
     """
-    if type(result) is Tensor and not result.requires_grad and result.layout is torch.strided:
+    if type(result) is not Tensor or is_wrapped(result):
+        return result
+    if not result.requires_grad and result.layout is torch.strided:
         address = result.untyped_storage().data_ptr()
         for proxy in proxies:
             if address and address == proxy.untyped_storage().data_ptr():

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.modules import tables
-from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._torch.tensors import as_they_are, same_numbers
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.emptied import emptied
 from lightning_hybrid.tensors.kind import Kind
@@ -237,15 +238,16 @@ class RemoteTensors:
             remote.seen = age
         if remote.seen == age:
             return
-        self.flush()
-        wanted = [remote]
-        if self._reads[kind]:
-            wanted = [r for r in self._tensors[kind].values() if r.seen != age]
-            if kind is Kind.GRADIENT:
-                wanted = [r for r in wanted if r is remote or r.name in self._gradients.known]
-        self._reads[kind] += 1
-        with torch.no_grad():
-            self._fetch(wanted)
+        with outside_of_transforms():
+            self.flush()
+            wanted = [remote]
+            if self._reads[kind]:
+                wanted = [r for r in self._tensors[kind].values() if r.seen != age]
+                if kind is Kind.GRADIENT:
+                    wanted = [r for r in wanted if r is remote or r.name in self._gradients.known]
+            self._reads[kind] += 1
+            with torch.no_grad():
+                self._fetch(wanted)
 
     def read_all(self, names: Iterable[str]) -> None:
         """Have these parameters here as the owners have them."""
@@ -291,7 +293,9 @@ class RemoteTensors:
             return
         values = self._owners.give(stale[0].kind, [r.name for r in stale])
         for remote in stale:
-            remote.value.copy_(values[remote.name])
+            # a graph may have saved it, and autograd refuses what was written to since
+            if not same_numbers(remote.value, values[remote.name]):
+                remote.value.copy_(values[remote.name])
             remote.seen = self._age[remote.kind]
             remote.settle()
 

@@ -95,3 +95,14 @@ def test_tensors_are_not_pickled() -> None:
     assert len(data) < 1000
     assert [tensor.shape for tensor in tensors] == [value.shape for value in values.values()]
     assert decode(frame, data).specs["b"] == TensorSpec((2,), torch.float32)
+
+
+def test_a_sparse_tensor_travels_in_the_message_among_dense_ones() -> None:
+    tensors = {"a": torch.ones(2), "graph": torch.eye(3).to_sparse(), "b": torch.zeros(3)}
+    frame, data, dense = encode(TakeWeights(tensors.items()))
+    assert [tensor.tolist() for tensor in dense] == [[1, 1], [0, 0, 0]]
+    specs = decode(frame, data).specs
+    assert list(specs) == ["a", "graph", "b"]
+    graph = specs["graph"]
+    assert isinstance(graph, torch.Tensor)
+    assert torch.equal(graph.to_dense(), torch.eye(3))

@@ -322,3 +322,50 @@ class CallsAPartOfTheNetwork(Row):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x, y) + self.net.first(x).square().mean()
+
+
+class WeighsLossesByTheirGradients(Row):
+    """`torch.autograd.grad` of two losses by one weight, of each stage (VQGAN's weight)."""
+
+    fast = True
+    shapes = EVERY
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        output = self.net(x)
+        one, two = nn.functional.cross_entropy(output, y), output.square().mean()
+        for layer in (self.net.first, self.net.third):
+            by_one, by_two = (
+                torch.autograd.grad(loss, layer.weight, retain_graph=True)[0] for loss in (one, two)
+            )
+            two = two * by_one.norm() / (by_two.norm() + 1)
+        return one + two
+
+
+class WeighsLossesWhileAccumulating(WeighsLossesByTheirGradients):
+    """What earlier batches have left is neither in these gradients nor lost."""
+
+    options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+
+class ChoosesWhatGetsGradients(_Manual):
+    """`backward(inputs=...)`, and gradients of all weights, put together by hand (PCGrad)."""
+
+    fast = True
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        output = self.net(x)
+        one, two = nn.functional.cross_entropy(output, y), output.square().mean()
+        weights = [p for p in self.net.parameters() if p.dim() == 2]
+        (0.5 * one).backward(inputs=weights[::2], retain_graph=True)
+        everything = list(self.net.parameters())
+        found = torch.autograd.grad(two, everything, retain_graph=True)
+        self.seen.append([g.norm().item() for g in found])
+        self.seen.append([p.grad is None for p in everything])
+        (0.1 * one).backward(inputs=[*weights, output], retain_graph=True)
+        self.manual_backward(0.2 * one)
+        for parameter, gradient in zip(everything, found):
+            parameter.grad = parameter.grad + gradient
+        self.optimizers().step()
+        self.optimizers().zero_grad()

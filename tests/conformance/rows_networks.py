@@ -454,3 +454,68 @@ class TiesWeights(Row):
 
     def build(self) -> None:
         self.net = self.Net()
+
+
+class LendsWeights(Row):
+    """`torch.func.functional_call`: a step ahead (MAML) and a running mean, after a usual call."""
+
+    fast = True
+    shares = True  # such a call runs on the driver
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        usual = super().loss(x, y)
+        return usual + self.lent(x, y)
+
+    def lent(self, x: Tensor, y: Tensor) -> Tensor:
+        own = dict(self.net.named_parameters())
+        ahead = {name: p - 0.1 * p.detach().sin() for name, p in own.items()}
+        mean = {name: p.detach() * 0.9 for name, p in own.items() if "third" not in name}
+        with torch.no_grad():
+            target = torch.func.functional_call(self.net, mean, (x,)).softmax(1)
+        output = torch.func.functional_call(self.net, ahead, (x,))
+        return cross_entropy(output, y) + cross_entropy(output, target)
+
+
+class LendsWeightsAtFirst(LendsWeights):
+    """The first call of all is on other weights, those of another network."""
+
+    def build(self) -> None:
+        self.net, self.other = Layers(), nn.ModuleDict({"net": Layers()})
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        others = dict(self.other["net"].named_parameters())
+        first = cross_entropy(torch.func.functional_call(self.net, others, (x,)), y)
+        return first + super().loss(x, y)
+
+
+class TransformsTheNetwork(Row):
+    """`torch.func.jvp`, `vmap`, `jacrev` over the network; also with dual numbers."""
+
+    fast = True
+    shares = True  # such a call runs on the driver
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        _, slope = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))
+        usual = super().loss(x, y)
+        slopes = torch.func.vmap(torch.func.jacrev(self.net))(x)
+        with torch.autograd.forward_ad.dual_level():
+            dual = self.net(torch.autograd.forward_ad.make_dual(x, x.cos()))
+            tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
+        return usual + slope.square().mean() + slopes.square().mean() + tangent.square().mean()
+
+
+class HasASparseBuffer(Row):
+    """The graph of a graph network: constant, sparse, and computed with on the driver."""
+
+    fast = True
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+
+    def build(self) -> None:
+        super().build()
+        graph = torch.eye(16).double() + torch.diag(torch.ones(15), 1).double()
+        self.register_buffer("graph", graph.to_sparse(), persistent=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        assert isinstance(self.graph, Tensor)
+        near = self.graph.to_dense()[: len(x), : len(x)].to_sparse()
+        return super().loss(torch.sparse.mm(near, x), y)

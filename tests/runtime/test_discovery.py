@@ -87,6 +87,35 @@ def test_a_small_network_before_a_large_one_stays_on_the_driver(automatic: bool)
         watched.module["net"](hidden)
 
 
+def lend(watched: Watched) -> Tensor:
+    net = watched.module["net"]
+    made = {name: p.detach() * 2 for name, p in net.named_parameters()}
+    output: Tensor = torch.func.functional_call(net, made, (X,))
+    return output
+
+
+def test_a_call_on_other_weights_computes_with_these_and_is_not_taken_for_the_networks() -> None:
+    network = large()
+    made = {name: p.detach() * 2 for name, p in network.named_parameters()}
+    expected = torch.func.functional_call(network, made, (X,))
+    watched = Watched(automatic=True, net=network)
+    assert torch.equal(lend(watched), expected)
+    with pytest.raises(PlanError, match="asked for a plan of net"):
+        watched.module["net"](X)
+
+
+def test_a_network_that_is_only_called_on_other_weights_stays_on_the_driver_or_is_refused() -> None:
+    watched = Watched(automatic=True, net=large())
+    lend(watched)
+    watched.networks.require()
+    [line] = watched.lines
+    assert "'net' (Sequential) is called on other weights than its own" in line
+    watched = Watched(automatic=False, net=large())
+    lend(watched)
+    with pytest.raises(NetworkNotFoundError, match=r"'net' is called on other weights than its ow"):
+        watched.networks.require()
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
