@@ -67,7 +67,9 @@ class ChosenGradients:
             RuntimeError: the outputs do not depend on one of the inputs, and must.
         """
         chosen = {id(tensor) for tensor in inputs}
-        networks = [n for n in self._networks if not chosen.isdisjoint(map(id, n.weights()))]
+        # in nearly every step nothing is chosen, and all weights need not be looked at
+        candidates = self._networks if chosen else ()
+        networks = [n for n in candidates if not chosen.isdisjoint(map(id, n.weights()))]
         if not networks or is_in_backward():  # stages take gradients of their weights there
             return run(
                 outputs,
