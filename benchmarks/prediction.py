@@ -142,15 +142,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs.csv"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = list(rows(arguments.steps))
+    found: list[Row] = []
+    for row in rows(arguments.steps):
+        found.append(row)
+        print(*row.values(), flush=True)
+        with arguments.out.open("w", newline="") as file:  # a run that is cut short leaves its rows
+            writer = csv.DictWriter(file, found[0])
+            writer.writeheader()
+            writer.writerows(found)
     if not found:  # not rank 0
         return
-    for row in found:
-        print(*row.values())
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0])
-        writer.writeheader()
-        writer.writerows(found)
     report(found)
     command(["fit-model", str(arguments.out)])
 
