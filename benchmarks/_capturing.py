@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.network import Capture, NetworkGraph, Stage, StageCode
-from lightning_hybrid.network.check import run
-from lightning_hybrid.network.find import own_forward
 from lightning_hybrid.network.stage import cut_at
+from lightning_hybrid.network.stage_check import run
+from lightning_hybrid.network.watched_calls import own_forward
 
 
 def capture(network: nn.Module, *args: Any, **kwargs: Any) -> tuple[NetworkGraph, list[Tensor]]:

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.allocation import allocate
 from lightning_hybrid.network import count, cut, make_stages, network_partitions
-from lightning_hybrid.planning.parts import capture_call
+from lightning_hybrid.planning.partition_costs import capture_call
 from models import ResAttNet3D
 
 WARM_UP = 3

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import bare_trainer
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,15 +43,20 @@ class Module(LightningModule):
 def train() -> None:
     torch.manual_seed(0)
     volumes = TensorDataset(torch.randn(36, 1, 48, 48, 48), torch.arange(36) % 2)
-    trainer = bare_trainer(
+    trainer = Trainer(
         strategy=HybridGabraStrategy(
             data_parallel_size=2,
             pipeline_parallel_size=2,
             num_microbatches=3,
             allocation=["net.layer3"],
         ),
+        accelerator="cpu",
         devices=4,
         max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Module(), DataLoader(volumes, batch_size=6))
 

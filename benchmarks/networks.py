@@ -48,7 +48,7 @@ from lightning_hybrid.network import (
     make_stages,
     network_partitions,
 )
-from lightning_hybrid.network.find import own_forward
+from lightning_hybrid.network.watched_calls import own_forward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "conformance"))
 import rows_zoo as zoo

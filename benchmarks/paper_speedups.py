@@ -25,8 +25,8 @@ from rich.table import Table
 
 from lightning_hybrid.network import count, network_partitions
 from lightning_hybrid.planning.chains import best_chain
-from lightning_hybrid.planning.description import ClusterDescription
-from lightning_hybrid.planning.parts import capture_call
+from lightning_hybrid.planning.cluster_description import ClusterDescription
+from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.speedup import speedup
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from models import ResAttNet3D

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.pipeline.early import DelayedWeights
+from lightning_hybrid.pipeline.early_forwards import DelayedWeights
+from lightning_hybrid.planning.automatic_choices import AUTO
 from lightning_hybrid.planning.cluster import given_speeds
-from lightning_hybrid.planning.fastest import AUTO
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings
 from lightning_hybrid.planning.search import Method

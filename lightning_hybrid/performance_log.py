@@ -11,7 +11,7 @@ first step's end, in which networks are traced, measured and cut.
                              tensor, times the replicas)
 ``hybrid/bubble``            share of the time of a replica's stages in which they run neither
                              forward nor backward: waiting, but also loading, losses, optimizers
-``hybrid/speedup``           Eq. 14, see :func:`lightning_hybrid.pipeline.performance.speedup`
+``hybrid/speedup``           Eq. 14, see :func:`lightning_hybrid.pipeline.busy_time.speedup`
 ===========================  ======================================================================
 
 The last two need stages. The plan goes to the same loggers as hyper-parameters.
@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid._lightning import TensorBoardLogger, Trainer
-from lightning_hybrid.pipeline.performance import bubble, speedup
+from lightning_hybrid.pipeline.busy_time import bubble, speedup
 from lightning_hybrid.planning.plan import Plan
 
 

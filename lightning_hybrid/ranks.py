@@ -19,17 +19,17 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import ask_strategy_whether_distributed
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.hosts import choose_interface
+from lightning_hybrid.comm.network_interface import choose_interface
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
+from lightning_hybrid.process.device_survey import survey
 from lightning_hybrid.process.joining import Everyone, Meeting, gather, join
 from lightning_hybrid.process.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
 )
-from lightning_hybrid.process.survey import survey
 from lightning_hybrid.world import NoWorld, Phase, World
 
 NAMES = {

@@ -99,7 +99,7 @@ def refuse_streaming(run: Run) -> None:
     """What does not go together with forwards that begin before their batch has its turn.
 
     What only the network's first call tells is refused then: see
-    :mod:`lightning_hybrid.runtime.stream`.
+    :mod:`lightning_hybrid.runtime.streamed_calls`.
 
     Args:
         run: that is about to begin.

@@ -16,7 +16,7 @@ from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.network import cached, measure, why_whole
-from lightning_hybrid.network.splitting import fits
+from lightning_hybrid.network.batch_splitting import fits
 from lightning_hybrid.planning.memory import ASSUMED_TENSORS
 from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
 from lightning_hybrid.progress import StartProgress, display_of

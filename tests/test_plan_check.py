@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hybrid import plan_check
-from lightning_hybrid.measurement import BusyMeter
+from lightning_hybrid.device_times import BusyMeter
 from lightning_hybrid.plan_check import FIRST, WINDOW, WINDOWS, PlanCheck, planned_busy_s
 from lightning_hybrid.planning.plan import Plan, StagePlan
 

@@ -19,9 +19,9 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.config import Config
+from lightning_hybrid.device_times import Measurement
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.measurement import Measurement
-from lightning_hybrid.process.results import Snapshot, collect_results
+from lightning_hybrid.process.run_results import Snapshot, collect_results
 from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.run import Run
 from lightning_hybrid.session import DriverSession, WorkerSession

@@ -21,9 +21,9 @@ value never gets worse. It stops after `generations`, or when the best value rea
 import numpy as np
 
 from lightning_hybrid.allocation.chromosomes import Genes, Settings, roulette
+from lightning_hybrid.allocation.contiguous_chromosomes import Runs
+from lightning_hybrid.allocation.free_chromosomes import Labels
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
-from lightning_hybrid.allocation.labels import Labels
-from lightning_hybrid.allocation.runs import Runs
 
 _SMALL = 100_000
 """Assignments of a problem that is always searched to the end."""

@@ -37,8 +37,8 @@ genes and crossover recombines them.
 import numpy as np
 
 from lightning_hybrid.allocation.chromosomes import Settings, roulette, stretch
+from lightning_hybrid.allocation.free_chromosomes import Labels
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
-from lightning_hybrid.allocation.labels import Labels
 from lightning_hybrid.errors import AllocationError
 
 _RESTARTS = 50

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 
 
 @dataclass(frozen=True)

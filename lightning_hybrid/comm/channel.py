@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.frames import FRAME, Parts, decode, encode, ready
 from lightning_hybrid.comm.messages import Leaving, Message, StillAlive
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.transport import Transfer, Wire
 from lightning_hybrid.errors import HybridError
 

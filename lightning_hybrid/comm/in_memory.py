@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.lines import Lines
+from lightning_hybrid.comm.replica_channels import Lines
 from lightning_hybrid.comm.transport import Transfer, Wire, connection_lost
 
 TIMEOUT_S = 30.0

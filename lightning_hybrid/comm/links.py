@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.channel import Channel
-from lightning_hybrid.comm.lines import Lines
 from lightning_hybrid.comm.messages import Word
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.replica_channels import Lines
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.transport import Transfer, Wire
 from lightning_hybrid.errors import HybridError
 

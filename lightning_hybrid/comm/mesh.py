@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lightning_hybrid._torch.distributed import set_timeout
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.hosts import chosen_interface
-from lightning_hybrid.comm.lines import Lines
+from lightning_hybrid.comm.network_interface import chosen_interface
+from lightning_hybrid.comm.replica_channels import Lines
 from lightning_hybrid.comm.transport import Group, GroupWire, Wire
 
 # One rank may prepare data for hours while the others wait for it before a run.

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 
 Tensors = Iterable[tuple[str, Tensor]]
 """Named tensors. The receiver gets an iterator that takes them off the wire one by one."""

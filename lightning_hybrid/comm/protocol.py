@@ -25,7 +25,7 @@ from lightning_hybrid.comm.messages import (
     Tensors,
 )
 from lightning_hybrid.network import StageCode
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.remote_kind import Kind
 
 Hyperparameters = dict[str, Any]
 """A parameter group of an optimizer; its parameters by name."""
@@ -85,7 +85,8 @@ class Forward(Command):
     Attributes:
         network: number of the network.
         call: number of the call.
-        draw: decides the random numbers; see :func:`lightning_hybrid.pipeline.random.draw_number`.
+        draw: decides the random numbers; see
+            :func:`lightning_hybrid.pipeline.random_numbers.draw_number`.
         key: number of the call's key.
         exchange: headers travel with the activations.
         uses_rng: the generators' state travels with the activations.

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hybrid.comm.probe import LARGE_BYTES, Spread
+from lightning_hybrid.comm.link_probe import LARGE_BYTES, Spread
 from lightning_hybrid.commands.terminal import terminal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.process.checkup import Checkup, check_up

@@ -10,8 +10,8 @@ from rich.table import Table
 from lightning_hybrid.commands.study import Study, add_study_options, device_counts, make_study
 from lightning_hybrid.commands.terminal import short, terminal
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.page import Section, plan_page
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.plan_page import Section, plan_page
 from lightning_hybrid.planning.shapes import Shape, fastest, plan_of
 from lightning_hybrid.report import draw_curves, paragraph, table
 

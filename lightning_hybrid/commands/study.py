@@ -19,9 +19,9 @@ from lightning_hybrid.commands.target import (
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import network_partitions
 from lightning_hybrid.network.measure import device_name
-from lightning_hybrid.planning.description import ClusterDescription
+from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.memory import optimizer_bytes
-from lightning_hybrid.planning.parts import counted_parts, measured_parts
+from lightning_hybrid.planning.partition_costs import counted_parts, measured_parts
 from lightning_hybrid.planning.shapes import PartsOf, Shape, rank_shapes
 
 KINDS = ("data parallel", "pipeline", "hybrid")

@@ -32,11 +32,11 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.network.cumulative import captured_averages
-from lightning_hybrid.network.describe import describe
+from lightning_hybrid.network.cumulative_batchnorm import captured_averages
 from lightning_hybrid.network.graph import NetworkGraph
-from lightning_hybrid.network.recurrent import captured_recurrence
-from lightning_hybrid.network.rewritten import captured_classes
+from lightning_hybrid.network.graph_from_dynamo import describe
+from lightning_hybrid.network.recurrent_layers import captured_recurrence
+from lightning_hybrid.network.rewritten_functions import captured_classes
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 """Computes the outputs of a graph from its arguments."""

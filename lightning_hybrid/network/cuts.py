@@ -7,7 +7,7 @@ from torch import fx
 
 from lightning_hybrid._torch.graphs import is_enter_autocast
 from lightning_hybrid.network.graph import Layer, NetworkGraph
-from lightning_hybrid.network.places import place_of
+from lightning_hybrid.network.source_places import place_of
 
 
 class Cuts:

@@ -88,7 +88,7 @@ class Leaf:
 
 @dataclass(eq=False)
 class NetworkGraph:
-    """A captured network. Made by :func:`lightning_hybrid.network.describe.describe`.
+    """A captured network. Made by :func:`lightning_hybrid.network.graph_from_dynamo.describe`.
 
     Attributes:
         network: the module.

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.network.check import fresh
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import PartitionProfile, Profile, parameter_bytes
 from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
+from lightning_hybrid.network.stage_check import fresh
 from lightning_hybrid.tensors.deferred import value_of
 
 Clock = Callable[[], float]

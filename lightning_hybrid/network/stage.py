@@ -14,12 +14,12 @@ from lightning_hybrid._torch.graphs import exit_autocast, set_gradients
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.checkpointing import close_region, has_region
-from lightning_hybrid.network.code import GraphCode
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
+from lightning_hybrid.network.mode_regions import Open, open_at
 from lightning_hybrid.network.partition import NetworkPartition
-from lightning_hybrid.network.recurrent import RECURRENT
-from lightning_hybrid.network.regions import Open, open_at
+from lightning_hybrid.network.recurrent_layers import RECURRENT
+from lightning_hybrid.network.stage_code import GraphCode
 from lightning_hybrid.tensors.deferred import materialize
 
 

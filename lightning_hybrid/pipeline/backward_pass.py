@@ -11,9 +11,9 @@ from lightning_hybrid.comm.links import Arriving
 from lightning_hybrid.comm.messages import Pattern
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.network.split_backward import WeightPart, input_part
-from lightning_hybrid.pipeline.ahead import Ahead
 from lightning_hybrid.pipeline.calls import Call, Gradients, Recipe, Values
-from lightning_hybrid.pipeline.random import (
+from lightning_hybrid.pipeline.early_receives import Ahead
+from lightning_hybrid.pipeline.random_numbers import (
     generators_of_microbatch,
     set_random_state,
 )

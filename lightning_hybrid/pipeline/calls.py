@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.comm.call_key import CallKey
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 
 Values = list[Tensor]
 Gradients = list[Tensor | None]
@@ -53,7 +53,8 @@ class Call:
 
     Attributes:
         number: counts the calls of the network.
-        draw: decides the random numbers; see :func:`lightning_hybrid.pipeline.random.draw_number`.
+        draw: decides the random numbers; see
+            :func:`lightning_hybrid.pipeline.random_numbers.draw_number`.
         exchange: headers travel with the activations.
         uses_rng: the generators' state travels with the activations.
         traffic: of each stage of this rank.
@@ -61,7 +62,7 @@ class Call:
             backward.
         states: of the generators behind the last stage, where that one is here and they travel.
         ahead: it runs before its turn on all stages but the last; see
-            :mod:`lightning_hybrid.pipeline.early`.
+            :mod:`lightning_hybrid.pipeline.early_forwards`.
     """
 
     number: int

@@ -25,7 +25,7 @@ from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.backward_pass import BackwardPass
 from lightning_hybrid.pipeline.calls import Call, Gradients, Traffic, Values
 from lightning_hybrid.pipeline.forward_pass import ForwardPass
-from lightning_hybrid.pipeline.lists import Todo, lists_of
+from lightning_hybrid.pipeline.instruction_lists import Todo, lists_of
 from lightning_hybrid.pipeline.rank_stages import RankStages
 
 

@@ -8,10 +8,10 @@ import torch
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm.links import Arriving
 from lightning_hybrid.comm.messages import Header
-from lightning_hybrid.comm.specs import TensorSpec
-from lightning_hybrid.pipeline.ahead import Ahead
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.pipeline.calls import Call, Values
-from lightning_hybrid.pipeline.random import (
+from lightning_hybrid.pipeline.early_receives import Ahead
+from lightning_hybrid.pipeline.random_numbers import (
     generators_of_microbatch,
     microbatch_seed,
     random_state,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_hybrid.pipeline.performance import Stopwatch
+from lightning_hybrid.pipeline.busy_time import Stopwatch
 
 VARIABLE = "LIGHTNING_HYBRID_TRACE"
 

@@ -18,8 +18,8 @@ from lightning_hybrid.network import (
     find_boundary,
     measure,
 )
+from lightning_hybrid.planning.automatic_choices import AUTO, plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.fastest import AUTO, plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Method, Objective, plan_stages

@@ -13,8 +13,8 @@ from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.looped_placements import best_loop
 from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.planning.rows import stage_rows
-from lightning_hybrid.planning.splits import Halves, best_split_chain, split_chain
+from lightning_hybrid.planning.split_backwards import Halves, best_split_chain, split_chain
+from lightning_hybrid.planning.stage_rows import stage_rows
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 from lightning_hybrid.planning.streamed_time import batch_s

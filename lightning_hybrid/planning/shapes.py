@@ -21,9 +21,9 @@ import numpy as np
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.chains import best_chain
-from lightning_hybrid.planning.description import ClusterDescription, Level
+from lightning_hybrid.planning.cluster_description import ClusterDescription, Level
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.rows import stage_rows
+from lightning_hybrid.planning.stage_rows import stage_rows
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 
 _MOST_TURNS = 3

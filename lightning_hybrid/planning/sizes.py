@@ -16,8 +16,8 @@ from functools import cache, partial
 from typing import Literal
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.automatic_choices import plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
-from lightning_hybrid.planning.fastest import plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.probe import (
+from lightning_hybrid.comm.link_probe import (
     PairProbe,
     Spread,
     probe_all_reduce,
@@ -26,8 +26,8 @@ from lightning_hybrid.comm.probe import (
 )
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import TOLERANCE, Device
-from lightning_hybrid.planning.description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.planning.speed import look_at
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.device_speed import look_at
 
 _ALL_PAIRS = 8
 """Up to so many ranks every pair is measured; beyond, neighbours and one pair for two hosts."""

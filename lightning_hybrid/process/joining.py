@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.hosts import bound_to
 from lightning_hybrid.comm.mesh import GroupHandle, Mesh, make_world
+from lightning_hybrid.comm.network_interface import bound_to
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.process.survey import measure_links
+from lightning_hybrid.process.device_survey import measure_links
 
 _STORE_TIMEOUT = timedelta(minutes=10)
 # Gloo says that an operation is over a moment before its thread has let go of it. A script that

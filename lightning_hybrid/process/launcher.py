@@ -37,7 +37,7 @@ from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.process.faults import GRACE_S, is_hearsay, is_loss
-from lightning_hybrid.process.results import Results
+from lightning_hybrid.process.run_results import Results
 from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2

@@ -21,16 +21,16 @@ from lightning_hybrid.network import (
     find_boundary,
     why_whole,
 )
-from lightning_hybrid.network.following import CannotFollow, follow
-from lightning_hybrid.network.places import place_of
+from lightning_hybrid.network.matching_cuts import CannotFollow, follow
+from lightning_hybrid.network.source_places import place_of
 from lightning_hybrid.network.stage import cut_at
 from lightning_hybrid.pipeline.batchnorm import Synchronised
-from lightning_hybrid.pipeline.staged import borrowed_parameters
+from lightning_hybrid.pipeline.staged_network import borrowed_parameters
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.found import FoundNetwork, count
+from lightning_hybrid.runtime.found_network import FoundNetwork, count
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
 from lightning_hybrid.schedules import STREAMED

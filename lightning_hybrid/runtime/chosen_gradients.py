@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hybrid._torch.autograd import is_in_backward
 from lightning_hybrid._torch.tensors import as_the_user_sees_them
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network.places import place_now
+from lightning_hybrid.network.source_places import place_now
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.schedules import STREAMED

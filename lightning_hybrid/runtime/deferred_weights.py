@@ -21,7 +21,7 @@ from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.pipeline.staged import tensors_of
+from lightning_hybrid.pipeline.staged_network import tensors_of
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.tensors.deferral import has_loaded

@@ -10,7 +10,8 @@ Python as ever, on the driver, and the modules that it calls are looked at in it
 none of them is large enough, it becomes a chain of graphs, of which the large ones are cut. A
 network that is cut already and is then called in a way that cannot be captured, or that does not
 suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right. So
-does a call on other weights than the network's own (:mod:`lightning_hybrid.runtime.aside`).
+does a call on other weights than the network's own
+(:mod:`lightning_hybrid.runtime.driver_only_calls`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,24 +34,30 @@ from lightning_hybrid.network import (
     network_partitions,
 )
 from lightning_hybrid.network.capture import kind_of
-from lightning_hybrid.network.find import candidates, is_watched, own_forward, unwatch, watch
-from lightning_hybrid.network.following import CannotFollow
+from lightning_hybrid.network.matching_cuts import CannotFollow
 from lightning_hybrid.network.stage import compute_whole
+from lightning_hybrid.network.watched_calls import (
+    candidates,
+    is_watched,
+    own_forward,
+    unwatch,
+    watch,
+)
 from lightning_hybrid.pipeline.batchnorm import Synchronised
-from lightning_hybrid.pipeline.staged import tensors_of
+from lightning_hybrid.pipeline.staged_network import tensors_of
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.adoption import Adoption, why_not_cut
 from lightning_hybrid.runtime.announcements import Announcements
-from lightning_hybrid.runtime.aside import Aside
-from lightning_hybrid.runtime.chunks import call_in_chunks
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.found import FoundNetwork, count, indented, inside, layers
+from lightning_hybrid.runtime.driver_only_calls import Aside
+from lightning_hybrid.runtime.found_network import FoundNetwork, count, indented, inside, layers
 from lightning_hybrid.runtime.logging_later import LoggingLater
+from lightning_hybrid.runtime.microbatch_reference import call_in_chunks
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
 from lightning_hybrid.tensors.deferred import materialize
-from lightning_hybrid.tensors.emptied import NoMemory, watched
-from lightning_hybrid.tensors.hollow import Hollow
+from lightning_hybrid.tensors.emptied_tensors import NoMemory, watched
+from lightning_hybrid.tensors.hollow_network import Hollow
 
 
 class Discovery:

@@ -15,13 +15,13 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import StageCode, make_stages
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
-from lightning_hybrid.pipeline.staged import (
+from lightning_hybrid.pipeline.stage_options import StageOptions
+from lightning_hybrid.pipeline.staged_network import (
     borrowed_parameters,
     own_buffers,
     own_parameters,
     tensors_of,
 )
-from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.deferred_weights import (

@@ -17,21 +17,21 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.protocol import Backward, Forward, Free
 from lightning_hybrid.comm.signals import signals_deferred
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.network import NetworkGraph, StageCode
 from lightning_hybrid.pipeline.calls import Call, Gradients, Values
 from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.random import random_state, set_random_state
-from lightning_hybrid.pipeline.staged import StagedNetwork, tensors_of
+from lightning_hybrid.pipeline.random_numbers import random_state, set_random_state
+from lightning_hybrid.pipeline.staged_network import StagedNetwork, tensors_of
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.specialization import Numbers, Specialization
 from lightning_hybrid.runtime.step_calls import StepCalls
-from lightning_hybrid.runtime.stream import Batches, Calls, EachInTurn, Stream
+from lightning_hybrid.runtime.streamed_calls import Batches, Calls, EachInTurn, Stream
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
-from lightning_hybrid.tensors.kind import Kind
 from lightning_hybrid.tensors.proxy import read_now
+from lightning_hybrid.tensors.remote_kind import Kind
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.network import StageCode
-from lightning_hybrid.pipeline.performance import Stopwatch
+from lightning_hybrid.pipeline.busy_time import Stopwatch
 from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
-from lightning_hybrid.pipeline.staged import (
+from lightning_hybrid.pipeline.stage_options import StageOptions
+from lightning_hybrid.pipeline.staged_network import (
     tensors_of,
 )
-from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.process.faults import read_fault
 from lightning_hybrid.runtime.borrowing import Borrowing
@@ -47,8 +47,8 @@ from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.step_calls import StepCalls
-from lightning_hybrid.runtime.stream import Batches, NoBatches
-from lightning_hybrid.runtime.unsettled import Unsettled
+from lightning_hybrid.runtime.streamed_calls import Batches, NoBatches
+from lightning_hybrid.runtime.unsettled_gradients import Unsettled
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.tensors.deferred import is_deferred, materialize

@@ -9,7 +9,7 @@ from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.step_calls import StepCalls
-from lightning_hybrid.runtime.unsettled import Unsettled
+from lightning_hybrid.runtime.unsettled_gradients import Unsettled
 
 
 class ReplicaGradients:

@@ -20,10 +20,10 @@ from lightning_hybrid.network import (
     NotCaptured,
     network_partitions,
 )
-from lightning_hybrid.network.find import candidates, own_forward, unwatch, watch
 from lightning_hybrid.network.stage import compute_whole
+from lightning_hybrid.network.watched_calls import candidates, own_forward, unwatch, watch
 from lightning_hybrid.runtime.adoption import why_not_cut
-from lightning_hybrid.runtime.found import indented, inside
+from lightning_hybrid.runtime.found_network import indented, inside
 
 
 @dataclass(frozen=True)

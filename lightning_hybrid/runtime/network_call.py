@@ -18,7 +18,7 @@ from lightning_hybrid._torch.autograd import (
 )
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NetworkGraph
-from lightning_hybrid.network.places import place_now
+from lightning_hybrid.network.source_places import place_now
 from lightning_hybrid.pipeline.calls import Gradients
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
 from lightning_hybrid.runtime.specialization import Specialization

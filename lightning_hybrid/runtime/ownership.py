@@ -15,8 +15,8 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.runtime.commands import Workers
-from lightning_hybrid.runtime.unsettled import Unsettled
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.runtime.unsettled_gradients import Unsettled
+from lightning_hybrid.tensors.remote_kind import Kind
 
 
 class Ownership:

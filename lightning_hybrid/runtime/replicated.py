@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
-from lightning_hybrid.pipeline.staged import tensors_of
+from lightning_hybrid.pipeline.staged_network import tensors_of
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.tensors.deferred import is_deferred
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.network import NetworkGraph
-from lightning_hybrid.network.splitting import fits
+from lightning_hybrid.network.batch_splitting import fits
 
 Numbers = tuple[tuple[int | float, ...], ...]
 """Per micro-batch, what the graph's numbers are."""

@@ -35,16 +35,16 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.comm.signals import signals_ignored
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.network import Stage
+from lightning_hybrid.pipeline.busy_time import Stopwatch
 from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.performance import Stopwatch
 from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
-from lightning_hybrid.pipeline.staged import (
+from lightning_hybrid.pipeline.stage_options import StageOptions
+from lightning_hybrid.pipeline.staged_network import (
     StagedNetwork,
     names_of,
     own_buffers,
     own_parameters,
 )
-from lightning_hybrid.pipeline.stages import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers

@@ -17,7 +17,7 @@ from lightning_hybrid.comm.protocol import (
     TakeGradients,
     TakeWeights,
 )
-from lightning_hybrid.pipeline.staged import StagedNetwork, tensors_of, write_tensors
+from lightning_hybrid.pipeline.staged_network import StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.runtime.deferred_weights import Takeover
 
 

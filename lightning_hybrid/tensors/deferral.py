@@ -30,8 +30,8 @@ from lightning_hybrid.tensors.deferred import (
     offload,
     show,
 )
+from lightning_hybrid.tensors.initialization_tape import Tape, View, memory_for
 from lightning_hybrid.tensors.intercepted import ordinary
-from lightning_hybrid.tensors.tape import Tape, View, memory_for
 
 
 def has_loaded(tensor: Any) -> bool:

@@ -29,10 +29,10 @@ from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, same_numbers
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.tensors.emptied import emptied
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.emptied_tensors import emptied
 from lightning_hybrid.tensors.proxy import make_plain, make_proxy
 from lightning_hybrid.tensors.remote_gradients import RemoteGradients
+from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.remote_source import Remote, RemoteStore
 
 _KINDS = (Kind.PARAMETER, Kind.BUFFER)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.tensors.kind import Kind
 from lightning_hybrid.tensors.proxy import make_proxy, source_of
+from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.remote_source import Remote, RemoteStore, Table
 
 

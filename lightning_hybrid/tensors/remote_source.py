@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import version
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.remote_kind import Kind
 
 
 class RemoteStore(Protocol):

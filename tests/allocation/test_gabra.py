@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import allocate
 from lightning_hybrid.allocation.chromosomes import Settings
+from lightning_hybrid.allocation.contiguous_chromosomes import Runs
 from lightning_hybrid.allocation.exact import solve_exactly
+from lightning_hybrid.allocation.free_chromosomes import Labels
 from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.allocation.knapsack import Problem, make_problem
-from lightning_hybrid.allocation.labels import Labels
-from lightning_hybrid.allocation.runs import Runs
 from lightning_hybrid.errors import AllocationError
 
 FOLDER = Path(import_module("lightning_hybrid.allocation").__file__ or "").parent
@@ -182,7 +182,10 @@ def imported(name: str) -> set[str]:
 
 def test_gabra_knows_no_exact_solver() -> None:
     names = imported("gabra")
-    assert {"lightning_hybrid.allocation.runs", "lightning_hybrid.allocation.labels"} <= names
+    assert {
+        "lightning_hybrid.allocation.contiguous_chromosomes",
+        "lightning_hybrid.allocation.free_chromosomes",
+    } <= names
     assert not [name for name in names if "exact" in name or "scipy" in name or "merging" in name]
 
 

@@ -32,7 +32,7 @@ from lightning_hybrid.comm.protocol import (
     TakeWeights,
     ZeroGrad,
 )
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 
 SPEC = TensorSpec((2, 3), torch.float64, requires_grad=True)
 KEY = CallKey(0, ((SPEC,),), ((1,),), True, True, (True,), Precision.current(torch.device("cpu")))

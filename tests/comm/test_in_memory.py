@@ -8,7 +8,7 @@ from lightning_hybrid.comm.in_memory import MemoryReplica, memory_channels
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.transport import ConnectionLost
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.mesh import Mesh, make_world
 from lightning_hybrid.comm.messages import Answer, Message, Status
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.errors import RemoteError
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 from lightning_hybrid.comm import messages, protocol
 from lightning_hybrid.comm.messages import Message
 from lightning_hybrid.comm.protocol import MESSAGES, Command, Reduce
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.remote_kind import Kind
 
 FAMILIES = {Message, Command, protocol.OptimizerCommand, messages.Word}
 DEFINED = {

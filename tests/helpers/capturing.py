@@ -20,9 +20,9 @@ from lightning_hybrid.network import (
     make_stages,
     network_partitions,
 )
-from lightning_hybrid.network.check import run
-from lightning_hybrid.network.find import own_forward
-from lightning_hybrid.tensors.hollow import Hollow
+from lightning_hybrid.network.stage_check import run
+from lightning_hybrid.network.watched_calls import own_forward
+from lightning_hybrid.tensors.hollow_network import Hollow
 
 Boundaries = Callable[[Sequence[NetworkPartition]], Sequence[int]]
 """Chooses the partitions that stages begin with."""

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.in_memory import MemoryReplica
 from lightning_hybrid.network import Capture, NetworkGraph, cut, make_stages, network_partitions
-from lightning_hybrid.network.check import run
-from lightning_hybrid.network.find import own_forward
-from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.network.stage_check import run
+from lightning_hybrid.network.watched_calls import own_forward
+from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.runtime.driven_network import Placement
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.network_call import NetworkCall
-from lightning_hybrid.runtime.stream import Batches
+from lightning_hybrid.runtime.streamed_calls import Batches
 from lightning_hybrid.runtime.worker import Worker
-from lightning_hybrid.tensors.hollow import Hollow
+from lightning_hybrid.tensors.hollow_network import Hollow
 
 PLAIN = StageOptions()
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.tensors.kind import Kind
 from lightning_hybrid.tensors.remote import RemoteTensors
+from lightning_hybrid.tensors.remote_kind import Kind
 
 
 class Owner:

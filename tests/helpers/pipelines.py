@@ -12,11 +12,11 @@ from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.in_memory import MemoryReplica
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.protocol import Backward
-from lightning_hybrid.comm.specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.pipeline.calls import Call, Traffic
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.pipeline.replicas import ReplicaGroup
-from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.in_memory import memory_channels
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Command, GiveWeights
-from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.runtime.worker import Worker
 
 GRADIENTS = {"weight": torch.full((2, 3), 3.0), "bias": torch.tensor([4.0, -1.0])}

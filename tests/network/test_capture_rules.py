@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NotCaptured, Stage, cut, network_partitions, why_whole
 from lightning_hybrid.network.cuts import Cuts
-from lightning_hybrid.network.regions import open_at
+from lightning_hybrid.network.mode_regions import open_at
 from lightning_hybrid.network.stage import cut_at
 
 X = torch.linspace(-1, 1, 20).view(5, 4)
@@ -373,7 +373,7 @@ def test_code_runs_in_a_process_that_does_not_know_the_network(tmp_path: Path) -
 
 
 def test_a_function_that_has_no_name_is_refused_by_name() -> None:
-    from lightning_hybrid.network.code import qualified_name
+    from lightning_hybrid.network.stage_code import qualified_name
 
     with pytest.raises(NetworkError, match=r"calls <function .*lambda.*cannot find by its name"):
         qualified_name(lambda x: x)

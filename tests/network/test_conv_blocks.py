@@ -14,8 +14,8 @@ from lightning_hybrid.network import (
     make_stages,
     network_partitions,
 )
-from lightning_hybrid.network.check import run
 from lightning_hybrid.network.cuts import Cuts
+from lightning_hybrid.network.stage_check import run
 from models import ResAttNet3D
 
 

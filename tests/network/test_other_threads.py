@@ -13,8 +13,8 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from lightning_hybrid._torch import capture
 from lightning_hybrid._torch.capture import capture_settings
 from lightning_hybrid._torch.exchanged import Exchanged
-from lightning_hybrid.network.cumulative import captured_averages
-from lightning_hybrid.network.recurrent import captured_recurrence
+from lightning_hybrid.network.cumulative_batchnorm import captured_averages
+from lightning_hybrid.network.recurrent_layers import captured_recurrence
 
 
 class Layers(nn.Module):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage, cut, make_stages, network_partitions
-from lightning_hybrid.network.check import run
+from lightning_hybrid.network.stage_check import run
 
 CPU = torch.device("cpu")
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

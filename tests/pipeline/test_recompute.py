@@ -9,7 +9,7 @@ from capturing import graph_of
 from torch import Tensor, nn
 
 from lightning_hybrid.network import Stage, cut, make_stages, network_partitions
-from lightning_hybrid.pipeline.random import random_state, set_random_state
+from lightning_hybrid.pipeline.random_numbers import random_state, set_random_state
 from lightning_hybrid.pipeline.recompute import again, forward
 
 X = torch.randn(4, 3, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import network_partitions
 from lightning_hybrid.planning.cluster import Device, make_cluster
-from lightning_hybrid.planning.parts import capture_call
+from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.shapes import (
     Parts,
     fastest,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hybrid.comm.probe import PairProbe, Spread
+from lightning_hybrid.comm.link_probe import PairProbe, Spread
 from lightning_hybrid.planning.cluster import Device
-from lightning_hybrid.planning.description import ClusterDescription
+from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.process.checkup import Checkup, Facts
 
 ROOT = Path(__file__).parents[2]

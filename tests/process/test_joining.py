@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
-from lightning_hybrid.planning.speed import look_at
+from lightning_hybrid.planning.device_speed import look_at
 from lightning_hybrid.process import joining
 from lightning_hybrid.process.joining import Everyone, Joined, Meeting, forget, gather, join
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.announcements import Announcements
-from lightning_hybrid.runtime.found import FoundNetwork
+from lightning_hybrid.runtime.found_network import FoundNetwork
 
 PLAN = Plan(replicas=1, stages=2, microbatches=4, schedule="gpipe", cuts=("1",))
 

@@ -11,7 +11,7 @@ from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Check, Free, Report, Step
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.remote_kind import Kind
 
 
 class Proxies:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.pipeline.staged import tensors_of
+from lightning_hybrid.pipeline.staged_network import tensors_of
 from lightning_hybrid.runtime.deferred_weights import refuse_tied
 from lightning_hybrid.tensors.deferral import Deferral
 

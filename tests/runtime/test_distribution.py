@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.runtime.distribution import Distribution
 from lightning_hybrid.runtime.driven_network import Placement
 

@@ -12,7 +12,7 @@ from lightning_hybrid.comm.protocol import Free, Reduce
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.step_calls import StepCalls
-from lightning_hybrid.runtime.unsettled import Unsettled
+from lightning_hybrid.runtime.unsettled_gradients import Unsettled
 
 
 class Notes:

@@ -14,8 +14,8 @@ from lightning_hybrid.comm.protocol import (
     TakeWeights,
 )
 from lightning_hybrid.runtime.ownership import Ownership
-from lightning_hybrid.runtime.unsettled import Unsettled
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.runtime.unsettled_gradients import Unsettled
+from lightning_hybrid.tensors.remote_kind import Kind
 
 ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
 

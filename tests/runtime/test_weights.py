@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.ownership import Ownership
-from lightning_hybrid.runtime.unsettled import Unsettled
+from lightning_hybrid.runtime.unsettled_gradients import Unsettled
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.tensors.remote import RemoteTensors
 

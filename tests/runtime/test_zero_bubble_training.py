@@ -13,8 +13,12 @@ from driven import Model, Replica, let_go
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline import backward_pass, forward_pass
-from lightning_hybrid.pipeline.random import draw_number, generators_of_microbatch, microbatch_seed
-from lightning_hybrid.pipeline.stages import StageOptions
+from lightning_hybrid.pipeline.random_numbers import (
+    draw_number,
+    generators_of_microbatch,
+    microbatch_seed,
+)
+from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules import zero_bubble
 

@@ -9,7 +9,7 @@ from owned_elsewhere import World
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.remote_kind import Kind
 
 
 def test_a_parameter_stays_the_same_object_and_its_looks_ask_nobody(world: World) -> None:

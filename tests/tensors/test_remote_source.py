@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.tensors.kind import Kind
+from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.remote_source import Remote
 
 

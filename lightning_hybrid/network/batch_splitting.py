@@ -1,0 +1,386 @@
+"""Whether a batch may go through a network in parts.
+
+What the graph shows is asked first: sizes that are used as numbers, results that do not follow the
+batch, writes, random numbers. What it cannot show (``x - x.mean(0)``) is tried: the captured graph,
+in the mode in which it was captured, on the whole batch and on its parts, with the same random
+numbers and with parameters that are a little off, so that a gate that starts at zero is open.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator
+from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
+from lightning_hybrid._torch.tensors import TorchDispatchMode
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.network.graph import Layer, NetworkGraph
+from lightning_hybrid.network.stage import Stage, cut_at
+from lightning_hybrid.network.stage_check import fresh
+from lightning_hybrid.tensors.deferred import is_deferred
+
+MICROBATCH_STATISTICS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+)
+"""Buffers of batch normalisation, whose statistics are those of a micro-batch by agreement."""
+
+
+def why_whole(
+    graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int, *, tried: bool
+) -> str | None:
+    """Why a batch must go through the network as a whole; ``None``: it may be split.
+
+    Args:
+        graph: the captured network.
+        leaves: the tensors of a call; see `NetworkGraph.bind`.
+        microbatches: into how many parts, as in `torch.Tensor.chunk`.
+        tried: whether the network is here, so that it can be tried.
+    """
+    return _shown(graph, leaves, microbatches) or (
+        _tried(graph, leaves, microbatches) if tried else None
+    )
+
+
+def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bool:
+    """Whether the captured graph is right for parts of these sizes."""
+    parts = graph.split(leaves, microbatches)
+    if _lacks_a_sample(graph, parts) is not None:
+        return False
+    return all(graph.guards_allow(graph.sizes(part)) for part in parts)
+
+
+def _lacks_a_sample(graph: NetworkGraph, parts: Sequence[Sequence[Tensor]]) -> fx.Node | None:
+    """An operation that needs two samples, where a part has one."""
+    alone = any(graph.batch_of(part) == 1 for part in parts)
+    return graph.needs_two_samples if alone else None
+
+
+# ---------------------------------------------------------------- what the graph shows
+
+
+def _shown(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
+    if graph.is_static or graph.batch_of(leaves) is None:
+        return "its code was captured for one batch size only"
+    reason = _of_results(graph)
+    if reason is not None:
+        return reason
+    for layer in graph.layers:
+        reason = _of_layer(graph, layer)
+        if reason is not None:
+            return reason
+    if not fits(graph, leaves, microbatches):
+        if (node := _lacks_a_sample(graph, graph.split(leaves, microbatches))) is not None:
+            return f"{node.name!r}{_of_module(graph, node)} needs two samples, and a part has one"
+        return "its code takes another way for other batch sizes"
+    return None
+
+
+def _of_results(graph: NetworkGraph) -> str | None:
+    for node in graph.tensor_outputs:
+        if not graph.info[node].batched:
+            return f"{_place(graph, node)} does not have the batch as its first dimension"
+    given = {leaf.node for leaf in graph.leaves if leaf.number}
+    for node in graph.scalar_outputs:
+        # a number that follows from given ones alone (a counter) is the same in all parts
+        if not all(one in given or graph.is_scalar(one) for one in graph.behind(node)):
+            return f"{_place(graph, node)} is read from a tensor"
+    for leaf in graph.written_leaves:
+        if not leaf.batched:
+            return f"{leaf.node.name} is changed in place"
+    return None
+
+
+def _of_layer(graph: NetworkGraph, layer: Layer) -> str | None:
+    where = f"{layer.module}.{layer.name}".removeprefix(".")
+    other = [name for name in layer.written if not _is_statistic(graph.network, name)]
+    if other:
+        return f"it changes {other[0]!r}"
+    if not layer.effects.known:
+        return f"what {where!r} does depends on values"
+    if layer.effects.random and not _follows_batch(graph, layer):
+        return f"{where!r} draws random numbers that are not of one sample each"
+    for argument, number in _numbers_taken(layer.node):
+        if _has_batch(graph, number) and not _is_size_argument(layer.node, argument):
+            return f"{where!r} computes with the batch size"
+    return None
+
+
+def _follows_batch(graph: NetworkGraph, layer: Layer) -> bool:
+    """Whether the batch's size is among those of the result, in any dimension."""
+    examples = [n.meta.get("example_value") for n in (layer.node, *layer.parts)]
+    sizes = [size for e in examples if isinstance(e, Tensor) for size in e.shape]
+    return any(is_symbolic(size) and graph.symbol in symbols_in(size) for size in sizes)
+
+
+def _is_statistic(network: nn.Module, name: str) -> bool:
+    owner, _, key = name.rpartition(".")
+    return key in MICROBATCH_STATISTICS and isinstance(network.get_submodule(owner), BatchNorm)
+
+
+def _has_batch(graph: NetworkGraph, node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    return is_symbolic(example) and graph.symbol in symbols_in(example)
+
+
+def _numbers_taken(node: fx.Node) -> Iterator[tuple[int | str, fx.Node]]:
+    """The scalars among the arguments of an operation, with their positions or names."""
+    places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    for place, value in places:
+        found: list[fx.Node] = []
+        fx.node.map_arg(value, found.append)
+        for one in found:
+            if one.meta.get("scalar") or one.meta.get("number"):
+                yield place, one
+
+
+_SHAPING = {
+    *("view", "reshape", "expand", "repeat", "unflatten", "broadcast_to", "new_zeros", "new_ones"),
+    *("new_empty", "new_full", "zeros", "ones", "empty", "full", "rand", "randn", "tile"),
+    *("_vmap_increment_nesting", "_remove_batch_dim"),
+    *("view_as", "resize", "split", "chunk", "tensor_split", "narrow", "bernoulli", "normal"),
+}
+_FILLED_WITH = {"new_full": (2, "fill_value"), "full": (1, "fill_value")}
+
+
+def _is_size_argument(node: fx.Node, place: int | str) -> bool:
+    """Whether an operation takes a number as a size, and not to compute with it."""
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    if node.target is operator.getitem:
+        return False
+    if higher_order_name(node.target) is not None:
+        return True  # what is done with it inside, the trial shows
+    if name == "randint":  # its bounds are plain arguments, its size is a tuple
+        return place == "size" or (isinstance(place, int) and isinstance(node.args[place], tuple))
+    return name in _SHAPING and place not in _FILLED_WITH.get(name, ())
+
+
+def _place(graph: NetworkGraph, node: fx.Node) -> str:
+    return f"the output {node.name!r}{_of_module(graph, node)}"
+
+
+def _of_module(graph: NetworkGraph, node: fx.Node) -> str:
+    layer = next((y for y in graph.layers if node is y.node or node in y.parts), None)
+    return f" (of module {layer.module!r})" if layer is not None and layer.module else ""
+
+
+# ---------------------------------------------------------------- what a trial shows
+
+
+def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
+    state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
+    if any(is_deferred(state[name]) for name in graph.used):
+        return None
+    code = cut_at(graph, [])[0]
+    here = next((t.device for t in leaves), torch.device("cpu"))
+    stage = Stage(code, graph.network, here)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [_a_little_off(state[name], generator, here) for name in code.tensors]
+    draws = _SameDraws()
+
+    def once(part: Sequence[Tensor], start: int | None, size: int) -> list[Any]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_StatisticsAside())
+            stack.enter_context(draws.of_rows(start, size))
+            numbers = graph.values_of_numbers(graph.sizes(part))
+            own = [tensor.clone() for tensor in tensors] if graph.written else tensors
+            return stage.run_with(own, fresh(graph, part), numbers)
+
+    batch = graph.batch_of(leaves) or 1
+    try:
+        whole = once(leaves, None, batch)
+        parts, start = [], 0
+        for part in graph.split(leaves, microbatches):
+            size = graph.batch_of(part) or 0
+            parts.append(once(part, start, size))
+            start += size
+        tensors_out = range(len(graph.tensor_outputs))
+        pairs = [(whole[n], torch.cat([part[n] for part in parts])) for n in tensors_out]
+        for node, (one, other) in zip(graph.tensor_outputs, pairs):
+            if not _close(one, other):
+                return f"{_place(graph, node)} depends on how the batch is split"
+        learned = [isinstance(state[name], nn.Parameter) for name in code.tensors]
+        return _tried_backward(graph, stage, tensors, learned, leaves, microbatches)
+    except _OtherDraws as error:
+        return str(error)
+    except (RuntimeError, ValueError) as error:  # parts that cannot be computed, or joined
+        return f"its parts cannot be computed or joined ({str(error).splitlines()[0]:.120})"
+
+
+def _tried_backward(
+    graph: NetworkGraph,
+    stage: Stage,
+    tensors: Sequence[Tensor],
+    learned: Sequence[bool],
+    leaves: Sequence[Tensor],
+    microbatches: int,
+) -> str | None:
+    """The same for gradients, where a backward is the user's own code.
+
+    Each part gets its rows of the random numbers of the whole batch here too.
+    """
+    if not any(map(_has_own_backward, graph.graph.nodes)):
+        return None
+    with torch.inference_mode(False):  # what an evaluation gives can't be saved for a backward
+        leaves = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
+    weights = [
+        tensor.detach().clone().requires_grad_(is_learned and tensor.is_floating_point())
+        for tensor, is_learned in zip(tensors, learned)
+    ]
+    wanted = [weight for weight in weights if weight.requires_grad]
+
+    draws = _SameDraws()
+
+    def gradients(part: Sequence[Tensor], start: int | None, size: int) -> list[Tensor | None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_StatisticsAside())
+            stack.enter_context(draws.of_rows(start, size))
+            numbers = graph.values_of_numbers(graph.sizes(part))
+            outputs = stage.run_with(weights, fresh(graph, part), numbers)
+            rooted = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+            starts = [_weights_of_samples(output, (start or 0) + 1) for output in rooted]
+            if not rooted or not wanted:
+                return []
+            return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
+
+    whole, start = gradients(leaves, None, graph.batch_of(leaves) or 1), 0
+    sums: list[Tensor | None] = [None] * len(whole)
+    for part in graph.split(leaves, microbatches):
+        size = graph.batch_of(part) or 0
+        found = gradients(part, start, size)
+        sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
+        start += size
+    for one, other in zip(whole, sums):
+        if one is not None and other is not None and not _close(one, other):
+            return "gradients depend on how the batch is split"
+    return None
+
+
+def _weights_of_samples(output: Tensor, first: int) -> Tensor:
+    """A gradient of an output in which each sample has a weight of its own, rising from ``first``.
+
+    With equal weights a mean over some samples would be like that over others.
+    """
+    weights = torch.arange(first, first + len(output), dtype=output.dtype, device=output.device)
+    return weights.view(-1, *[1] * (output.dim() - 1)).expand_as(output)
+
+
+def _has_own_backward(node: fx.Node) -> bool:
+    return higher_order_name(node.target) == "autograd_function_apply" or is_custom_operator(
+        node.target
+    )
+
+
+def _a_little_off(value: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+    """A copy with noise, so that nothing is zero by initialisation."""
+    copy = value.detach().to(device, copy=True)
+    if not isinstance(value, nn.Parameter) or not copy.is_floating_point() or not copy.numel():
+        return copy
+    noise = torch.randn(copy.shape, generator=generator, dtype=torch.float32)
+    spread = copy.float().std().item() if copy.numel() > 1 else 0.0
+    return copy.add_(noise.to(device, copy.dtype), alpha=0.1 * (spread or 0.5))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = torch.finfo(one.dtype).eps ** 0.5
+    scale = one.abs().nan_to_num(0.0, 0.0).max().item() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+class _StatisticsAside(TorchFunctionMode):
+    """Batch normalisation mixes samples by agreement: here it takes what it has learned."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return self._affine(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _affine(
+        value: Tensor,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        channels = value.shape[1]
+        mean = value.new_zeros(channels) if mean is None else mean
+        variance = value.new_ones(channels) if variance is None else variance
+        return F.batch_norm(value, mean, variance, weight, bias, False, momentum, eps)
+
+
+class _OtherDraws(Exception):
+    """The parts draw other random numbers than the whole."""
+
+
+class _SameDraws:
+    """Random numbers drawn once for the whole batch; the parts get their rows of them."""
+
+    def __init__(self) -> None:
+        self._drawn: list[list[Tensor]] = []
+
+    def of_rows(self, start: int | None, size: int) -> TorchDispatchMode:
+        """A mode for the whole batch (``start`` is ``None``), or for some of its rows."""
+        return _Drawing(self._drawn, start, size)
+
+
+class _Drawing(TorchDispatchMode):
+    def __init__(self, drawn: list[list[Tensor]], start: int | None, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn, self._start, self._size, self._count = drawn, start, size, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        results = [tensor for _, tensor in tensors_in(result)]
+        if self._start is None:
+            self._drawn.append([tensor.clone() for tensor in results])
+            return result
+        if self._count >= len(self._drawn):
+            raise _OtherDraws("it draws more random numbers for a part than for the whole batch")
+        for tensor, whole in zip(results, self._drawn[self._count]):
+            tensor.copy_(self._rows(whole, tensor, func))
+        self._count += 1
+        return result
+
+    def _rows(self, whole: Tensor, part: Tensor, func: Any) -> Tensor:
+        """The draws of this part's samples, the batch being the outer half of a dimension.
+
+        (Where it is not, other samples' draws are taken, and the results will differ.)
+        """
+        other = [d for d, (a, b) in enumerate(zip(whole.shape, part.shape)) if a != b]
+        if len(other) != 1 or whole.dim() != part.dim() or part.shape[other[0]] % self._size:
+            raise _OtherDraws(f"{func} draws random numbers that are not of one sample each")
+        each = part.shape[other[0]] // self._size
+        start = (self._start or 0) * each
+        if start + each * self._size > whole.shape[other[0]]:
+            raise _OtherDraws(f"{func} draws random numbers that are not of one sample each")
+        return whole.narrow(other[0], start, each * self._size)

@@ -1,0 +1,310 @@
+"""From TorchDynamo's graph to a :class:`~lightning_hybrid.network.graph.NetworkGraph`."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hybrid._torch.symbols import guards_of, is_symbolic, symbols_in, value_with
+from lightning_hybrid.network.annotate import Annotations, annotate
+from lightning_hybrid.network.checkpointing import open_only_region
+from lightning_hybrid.network.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
+from lightning_hybrid.network.stage_code import stable
+
+
+def describe(
+    module: fx.GraphModule,
+    network: nn.Module,
+    names: Sequence[str | None],
+    given: set[int],
+    values: Sequence[Any],
+) -> NetworkGraph:
+    """Describe what TorchDynamo has captured.
+
+    Args:
+        module: from TorchDynamo, with an example value for each node.
+        network: the module that was captured.
+        names: per placeholder, the name of the parameter or buffer that it is in this call.
+        given: identities of the tensors among the arguments of the call.
+        values: what the placeholders are in this call.
+    """
+    return _Describing(module, network, names, given, values).graph()
+
+
+class _Describing:
+    """Builds one `NetworkGraph`."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        network: nn.Module,
+        names: Sequence[str | None],
+        given: set[int],
+        values: Sequence[Any],
+    ) -> None:
+        open_only_region(module)
+        self.graph_ = module.graph
+        self.network, self.values, self.given = network, values, given
+        self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.place = {node: index for index, node in enumerate(self.placeholders)}
+        self.tensors = {n: name for n, name in zip(self.placeholders, names) if name is not None}
+        self.attributes = {
+            str(n.target): _attribute(module, str(n.target))
+            for n in module.graph.nodes
+            if n.op == "get_attr"
+        }
+        self.module_names = {str(id(part)): name for name, part in network.named_modules()}
+        # (the weights of a parametrized layer are made by modules inside it)
+        modules = network.named_modules()
+        self.childless = {
+            name for name, part in modules if {*dict(part.named_children())} <= {_MAKES_WEIGHTS}
+        }
+        self.symbol = self._batch_symbol()
+        self.info: dict[fx.Node, TensorInfo] = {}
+        self.guards = guards_of(
+            [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
+        )
+
+    def graph(self) -> NetworkGraph:
+        for node in self.graph_.nodes:
+            self._look_at(node)
+        effects = annotate(self.graph_, self.attributes)
+        layers = self._layers(effects)
+        leaves = self._leaves()
+        output = next(n for n in self.graph_.nodes if n.op == "output")
+        outputs = output.args[0]
+        outputs = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
+        return NetworkGraph(
+            self.network,
+            self.graph_,
+            layers,
+            self.tensors,
+            leaves,
+            tuple(n for n in self.graph_.nodes if n.meta.get("number")),
+            outputs,
+            tuple(leaf for leaf in leaves if effects.memory.get(leaf.node) in effects.written),
+            effects.memory,
+            self.symbol,
+            self._batch(leaves),
+            self.attributes,
+            self.place,
+            self.info,
+            self._fingerprint(),
+            self.guards,
+            torch.is_grad_enabled(),
+        )
+
+    def _batch_symbol(self) -> Any:
+        """The size of dimension 0 of the first argument that is a tensor, where it is free."""
+        for node in self.placeholders:
+            value = self.values[self.place[node]]
+            if id(value) in self.given and isinstance(value, Tensor) and value.dim():
+                size = node.meta["example_value"].shape[0]
+                if not is_symbolic(size):
+                    return None
+                symbols = symbols_in(size)
+                return symbols[0] if len(symbols) == 1 else None
+        return None
+
+    def _batch(self, leaves: Sequence[Leaf]) -> int | None:
+        for leaf in leaves:
+            if leaf.batched:
+                return int(self.values[self.place[leaf.node]].shape[0])
+        return None
+
+    def _look_at(self, node: fx.Node) -> None:
+        example = node.meta.get("example_value")
+        if isinstance(example, Tensor):
+            self.info[node] = self._info(example)
+        elif node.op in ("call_function", "call_method") and _is_scalar(node, example):
+            node.meta["scalar"] = True
+            node.meta["number"] = self._is_number(example)
+        elif node.op == "placeholder":
+            node.meta["number"] = self._is_size(node)
+
+    def _info(self, example: Tensor) -> TensorInfo:
+        if example.layout is not torch.strided or example.is_nested:
+            return TensorInfo((), example.dtype, batched=False, free=False, is_strided=False)
+        sizes = list(example.shape)
+        batched = bool(sizes) and self._is_batch(sizes[0])
+        batched = batched and not any(self._depends(size) for size in sizes[1:])
+        known = [value_with(size, {}, hint=True) for size in sizes]
+        return TensorInfo(
+            tuple(size or 0 for size in known), example.dtype, batched, None not in known
+        )
+
+    def _is_batch(self, size: Any) -> bool:
+        return self.symbol is not None and is_symbol(size) and symbols_in(size) == [self.symbol]
+
+    def _depends(self, size: Any) -> bool:
+        return self.symbol is not None and is_symbolic(size) and self.symbol in symbols_in(size)
+
+    def _is_size(self, node: fx.Node) -> bool:
+        """A number among the placeholders that is the size of a tensor of the call."""
+        example = node.meta.get("example_value")
+        return is_symbolic(example) and set(symbols_in(example)) <= self._size_symbols()
+
+    def _is_number(self, example: Any) -> bool:
+        if not is_symbolic(example):
+            return isinstance(example, int | float | bool)
+        symbols = set(symbols_in(example))
+        return symbols <= self._size_symbols() and value_with(example, {}, hint=True) is not None
+
+    def _size_symbols(self) -> set[Any]:
+        if not hasattr(self, "_symbols"):
+            self._symbols = {
+                symbol
+                for node in self.placeholders
+                if isinstance(example := node.meta.get("example_value"), Tensor)
+                for size in example.shape
+                if is_symbol(size)  # else a call does not tell its value
+                for symbol in symbols_in(size)
+            }
+        return self._symbols
+
+    def _layers(self, effects: Annotations) -> tuple[Layer, ...]:
+        parts: dict[fx.Node, list[fx.Node]] = {}
+        owner: dict[fx.Node, fx.Node] = {}
+        heads: list[fx.Node] = []
+        for node in self.graph_.nodes:
+            if node.op not in ("call_function", "call_method") or node.meta.get("scalar"):
+                continue
+            source = node.args[0] if node.args else None
+            takes_part = (
+                node.target is operator.getitem
+                and isinstance(source, fx.Node)
+                and (source not in self.info and source in owner)
+            )
+            if takes_part and isinstance(source, fx.Node):
+                owner[node] = owner[source]
+                parts[owner[source]].append(node)
+            else:
+                owner[node] = node
+                parts[node] = []
+                heads.append(node)
+        parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
+        layers = [self._layer(n, tuple(parts[n]), effects, parameters) for n in heads]
+        # No cut stands between a switch and the layer beside it. Those of autocast and no_grad
+        # go with the layer before, since each stage switches them for itself; others (vmap) with
+        # the layer after.
+        for index, layer in enumerate(layers):
+            if index and self._switches(layer) and layer.effects.ambient:
+                layers[index] = _beside(layer, layers[index - 1])
+        for index, layer in reversed(list(enumerate(layers[:-1]))):
+            if self._switches(layer) and not layer.effects.ambient:
+                layers[index] = _beside(layer, layers[index + 1])
+        return tuple(layers)
+
+    def _switches(self, layer: Layer) -> bool:
+        return layer.node not in self.info and not layer.node.all_input_nodes
+
+    def _layer(
+        self,
+        node: fx.Node,
+        parts: tuple[fx.Node, ...],
+        effects: Annotations,
+        parameters: set[str],
+    ) -> Layer:
+        module = self._module_of(node)
+        names = {self.tensors[n] for n in node.all_input_nodes if n in self.tensors}
+        written = {
+            name for n, name in self.tensors.items() if effects.memory[n] in effects.of[node].writes
+        }
+        return Layer(
+            node.name,
+            node,
+            parts,
+            module,
+            module in self.childless,
+            frozenset(names & parameters),
+            frozenset(names - parameters),
+            frozenset(written),
+            effects.of[node],
+        )
+
+    def _module_of(self, node: fx.Node) -> str:
+        for key in reversed(list(node.meta.get("nn_module_stack") or ())):
+            name: str | None = self.module_names.get(str(key).split("@")[0])
+            if name is not None:
+                return name.partition(f".{_MAKES_WEIGHTS}.")[0]
+        # a region that is checkpointed says it by its weights alone
+        used = [self.tensors[n].split(".")[:-1] for n in node.all_input_nodes if n in self.tensors]
+        common = itertools.takewhile(lambda column: len({*column}) == 1, zip(*used))
+        return ".".join(column[0] for column in common)
+
+    def _leaves(self) -> tuple[Leaf, ...]:
+        leaves = []
+        for node in self.placeholders:
+            if node in self.tensors or node.meta.get("number"):
+                continue
+            if node in self.info:
+                # what the arguments do not hold (a mask kept as an attribute) may be split as well:
+                # its size is the batch's only if the code has compared the two
+                leaves.append(Leaf(node, self.info[node].batched))
+            else:
+                leaves.append(Leaf(node, False, number=True))
+                node.meta["scalar"] = False
+        return tuple(leaves)
+
+    def _fingerprint(self) -> str:
+        lines = []
+        for node in self.graph_.nodes:
+            shape = self.info.get(node)
+            target = node.target if isinstance(node.target, str) else stable(node.target)
+            if node.op == "placeholder":
+                target = self.tensors.get(node, "")
+            lines.append(
+                f"{node.name} {node.op} {target} {stable(node.args)} "
+                f"{stable(dict(node.kwargs))} {shape}"
+            )
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+_MAKES_WEIGHTS = "parametrizations"
+
+
+def _beside(layer: Layer, other: Layer) -> Layer:
+    return replace(layer, module=other.module, is_module=other.is_module)
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+_ARITHMETIC = {
+    *(vars(operator)[name] for name in operator.__all__ if "item" not in name),
+    *(getattr(builtins, name) for name in ("min", "max", "int", "float", "bool", "abs", "round")),
+    builtins.len,
+    builtins.getattr,
+    torch.Size,
+    torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite,
+    torch.sym_sqrt,
+    *(function for function in vars(math).values() if callable(function)),
+}  # fmt: skip
+_LOOKS = {"size", "item", "dim", "numel", "stride", "__len__", "storage_offset"}
+
+
+def _is_scalar(node: fx.Node, example: Any) -> bool:
+    """Whether a call is arithmetic that can be done again wherever it is needed."""
+    if example is None or not isinstance(
+        example, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool | torch.Size
+    ):
+        return False
+    if node.op == "call_method":
+        return node.target in _LOOKS
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and bool(source.meta.get("scalar"))
+    return node.target in _ARITHMETIC

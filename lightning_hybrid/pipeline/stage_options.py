@@ -1,0 +1,71 @@
+"""What a rank knows of its stages before they run."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lightning_hybrid.comm.links import Links
+from lightning_hybrid.comm.transport import Group
+from lightning_hybrid.network import Stage
+from lightning_hybrid.network.split_backward import HookWatch
+from lightning_hybrid.pipeline.early_forwards import DelayedWeights, EarlyForwards
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How the stages of a run compute, the same on all ranks.
+
+    Attributes:
+        compiled: by ``torch.compile``.
+        statistics: the group over which batch normalisation takes its statistics; ``None``: each
+            replica by itself.
+        delayed_weights: what the backward of a batch computes with under a delayed schedule.
+        shrink: what gradients are multiplied with at every cut that they cross.
+    """
+
+    compiled: bool = False
+    statistics: Group = None
+    delayed_weights: DelayedWeights = "stash"
+    shrink: float = 1.0
+
+
+@dataclass
+class OwnedStage:
+    """A stage of this rank.
+
+    Attributes:
+        number: of the stage in the network.
+        specializations: the part of the network that it is, in each of its graphs (see
+            :class:`CallKey`); the first one is enough to begin with.
+        links: to its neighbours.
+        is_last: whether it is the network's last stage.
+        label: what tells it from other stages of the rank in a trace.
+        early: its forwards that run before their turn.
+        splits: whether its backward is split; not any more once a forward has hooked what it
+            computes.
+    """
+
+    number: int
+    specializations: list[Stage]
+    links: Links
+    is_last: bool
+    label: str
+    early: EarlyForwards
+    splits: bool = False
+
+    @contextmanager
+    def looks_for_hooks(self) -> Iterator[None]:
+        """Around a forward whose backward may be split."""
+        if not self.splits:
+            yield
+            return
+        with HookWatch() as watch:
+            yield
+        self.splits = not watch.seen
+        if watch.seen:
+            warnings.warn(
+                f"Stage {self.number} goes back in one from now on, as under schedule='gpipe': its "
+                "forward hooks what it computes (register_hook, retain_grad, grad_fn).",
+                stacklevel=2,
+            )

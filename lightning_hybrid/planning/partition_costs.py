@@ -1,0 +1,189 @@
+"""What the partitions of a network cost: counted for devices on paper, or measured on this one."""
+
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.network import (
+    Capture,
+    NetworkGraph,
+    NetworkPartition,
+    NotCaptured,
+    Profile,
+    cached,
+    count,
+    measure,
+)
+from lightning_hybrid.network.measure import clock_of
+from lightning_hybrid.network.watched_calls import own_forward
+from lightning_hybrid.planning.shapes import Parts, PartsOf
+
+
+class _Seen(Exception):
+    """The graph is known, so the call need not be computed."""
+
+
+def capture_call(
+    network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[NetworkGraph, list[Tensor]]:
+    """The graph of a call of a network, and the tensors that the call brings.
+
+    Nothing is computed: modules and tensors may be on the `meta` device.
+
+    Raises:
+        PlanError: the network cannot be captured as one graph, or computes nothing.
+    """
+    found: list[tuple[NetworkGraph, list[Tensor]]] = []
+
+    def note(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+        found.append((graph, graph.bind(values)))
+        raise _Seen
+
+    try:
+        Capture(network, own_forward(network), note)(tuple(args), dict(kwargs))
+    except _Seen:
+        return found[0]
+    except NotCaptured as error:
+        raise PlanError(_refusal(type(network).__name__, error.reason)) from error
+    raise PlanError(f"the call of {type(network).__name__} computes nothing with tensors")
+
+
+_GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
+
+
+def _refusal(name: str, reason: str) -> str:
+    """In one line why a call was not captured: its own error, or what is in the way."""
+    got = _GOT.search(reason)
+    if got is not None:
+        return f"{name} cannot be called with these inputs: {' '.join(got[2].split())}"
+    lines = [" ".join(line.split()) for line in reason.splitlines() if line.strip()]
+    where = next((line for line in reversed(lines) if line.startswith("File ")), "")
+    return (
+        f"{name} cannot be captured as one graph: {lines[0]}{f' ({where})' if where else ''}. "
+        "Name a part of it that can be, or train with sizes given: it may still run as a chain of "
+        "graphs"
+    )
+
+
+def counted_parts(
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    flops_per_s: float,
+    state_bytes: Mapping[str, int],
+) -> PartsOf:
+    """Costs from counted operations at a given rate; nothing runs.
+
+    Times and sizes are taken to be proportional to the size of a micro-batch, and a backward to be
+    two forwards. The optimizer step is not counted.
+
+    Args:
+        graph: of the network.
+        partitions: of the graph.
+        flops_per_s: of the device.
+        state_bytes: what the optimizer will keep, by name of parameter.
+    """
+    profile = count(graph, partitions).with_optimizer(partitions, state_bytes)
+
+    @cache
+    def parts_of(samples: int) -> Parts:
+        scale = samples / profile.batch
+        return _parts(graph, partitions, profile, scale, scale / flops_per_s, ())
+
+    return parts_of
+
+
+def measured_parts(
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    leaves: Sequence[Tensor],
+    device: torch.device,
+    optimizer: Optimizer,
+    state_bytes: Mapping[str, int],
+    advance: Callable[[int, int], None] | None = None,
+) -> PartsOf:
+    """Costs measured on this device, at each size of the micro-batch that is asked for.
+
+    Args:
+        graph: of the network.
+        partitions: of the graph.
+        leaves: the tensors of `NetworkGraph.bind` for a whole batch.
+        device: where to measure.
+        optimizer: of the network's parameters; a step of it is timed.
+        state_bytes: what it keeps, by name of parameter.
+        advance: hears which partition is measured, from 1, and how many there are.
+    """
+    batch = graph.batch_of(leaves) or 1
+    rate_s = _step_s_per_element(optimizer, device)
+
+    @cache
+    def parts_of(samples: int) -> Parts:
+        mine = graph.split(leaves, batch // samples)[0]
+        profile = cached(
+            lambda: measure(graph, partitions, mine, device=device, advance=advance),
+            graph,
+            partitions,
+            mine,
+            device,
+        ).with_optimizer(partitions, state_bytes)
+        sizes = _elements(graph, partitions)
+        return _parts(graph, partitions, profile, 1.0, 1.0, [rate_s * size for size in sizes])
+
+    return parts_of
+
+
+def _step_s_per_element(optimizer: Optimizer, device: torch.device) -> float:
+    """Seconds of an optimizer step for one element of a parameter; the parameters do not change."""
+    clock = clock_of(device)
+    groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    parameters = [p for group in groups for p in group]
+    elements: int = sum(p.numel() for p in parameters)
+    if not elements:
+        return 0.0
+    kept = [p.detach().clone() for p in parameters]
+    times: list[float] = []
+    for _ in range(4):  # the first one makes the state
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        start = clock()
+        optimizer.step()
+        times.append(clock() - start)
+    with torch.no_grad():
+        for p, value in zip(parameters, kept):
+            p.copy_(value)  # weight decay
+            p.grad = None
+    return statistics.median(times[1:]) / elements
+
+
+def _elements(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> list[int]:
+    sizes = {name: p.numel() for name, p in graph.network.named_parameters()}
+    return [sum(sizes[name] for name in partition.parameters) for partition in partitions]
+
+
+def _parts(
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    profile: Profile,
+    size: float,
+    unit_s: float,
+    step_s: Sequence[float],
+) -> Parts:
+    rows = profile.partitions
+    return Parts(
+        names=tuple(row.name for row in rows),
+        layers=tuple(len(partition.layers) for partition in partitions),
+        parameters=tuple(_elements(graph, partitions)),
+        forward_s=tuple(unit_s * row.forward for row in rows),
+        backward_s=tuple(unit_s * row.backward for row in rows),
+        step_s=tuple(step_s),
+        output_bytes=tuple(round(size * row.output_bytes) for row in rows),
+        gradient_bytes=tuple(row.gradient_bytes for row in rows),
+        kept_bytes=tuple(row.memory_bytes(0) for row in rows),
+        activation_bytes=tuple(round(size * row.activation_bytes) for row in rows),
+    )

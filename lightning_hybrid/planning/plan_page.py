@@ -1,0 +1,233 @@
+"""The page of a plan: its table, a step of every device, loads, memory, the network with its cuts.
+
+What is known only where a plan is made (runners-up, speed-ups for other numbers of devices) is
+added by the caller.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.traced_step import Work, measured_step
+from lightning_hybrid.planning.units import spell
+from lightning_hybrid.report import (
+    Bar,
+    Piece,
+    Span,
+    draw_bars,
+    draw_strip,
+    draw_timeline,
+    page,
+    paragraph,
+    table,
+)
+from lightning_hybrid.schedules import SCHEDULES, Kind, make_schedule
+
+_MOST_LANES = 32
+_KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.WEIGHT: "weight",
+    Kind.REDUCE: "reduce",
+}
+Section = tuple[str, str]
+"""Heading, and content in HTML."""
+
+
+def plan_page(
+    plan: Plan,
+    trace: str | Path | None = None,
+    *,
+    title: str = "Plan",
+    notes: Sequence[str] = (),
+    limits: Sequence[float] | None = None,
+    more: Sequence[Section] = (),
+) -> str:
+    """The page as HTML, with nothing from elsewhere.
+
+    Args:
+        plan: What to show.
+        trace: Folder of the trace of its run; None: that of the environment, if it has one.
+        title: Of the page.
+        notes: Sentences below the title.
+        limits: Bytes that each device of a replica can hold.
+        more: Sections at the end.
+
+    Raises:
+        PlanError: the trace is of something else.
+    """
+    head = plan.describe().splitlines()[:2]
+    summary = "".join(paragraph(text) for text in (*head, *notes)) + _stages(plan)
+    return page(
+        title,
+        [
+            ("The plan", summary),
+            ("One step", _timelines(plan, measured_step(plan, trace))),
+            ("Load", _loads(plan)),
+            ("Memory", _memory(plan, limits)),
+            ("The network and its cuts", _network(plan)),
+            *more,
+        ],
+    )
+
+
+def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
+    """A step of each device of a replica, as simulated; empty where no times are known."""
+    times = [(row.forward_s, row.backward_s) for row in plan.rows]
+    if not times or any(None in pair for pair in times) or plan.schedule not in SCHEDULES:
+        return {}
+    rows = plan.rows
+    timeline = simulate(
+        make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split),
+        [row.forward_s or 0.0 for row in rows],
+        [row.backward_s or 0.0 for row in rows],
+        weight_s=[row.weight_s or 0.0 for row in rows],
+        devices=plan.devices,
+        send_s=[row.send_s or 0.0 for row in rows[:-1]],
+        latency_s=[row.latency_s or 0.0 for row in rows[:-1]],
+        reduce_s=[row.reduce_s or 0.0 for row in rows],
+    )
+    spans: dict[int, list[Span]] = {device: [] for device in plan.devices}
+    for event in timeline.events:
+        kind = _KINDS.get(event.instruction.kind)
+        if kind is None or event.end_s <= event.start_s:
+            continue
+        what = "all-reduce" if kind == "reduce" else f"{kind} of {event.instruction.microbatch}"
+        spans[plan.devices[event.stage]].append(
+            Span(
+                start_s=event.start_s,
+                end_s=event.end_s,
+                kind=kind,
+                label="" if kind == "reduce" else str(event.instruction.microbatch),
+                hint=f"stage {event.stage}: {what}, {event.end_s - event.start_s:.3g} s",
+            )
+        )
+    for device, found in spans.items():
+        step_s = sum(row.step_s or 0.0 for row in rows if row.device == device)
+        start_s = max((span.end_s for span in found), default=0.0)
+        if step_s:
+            hint = f"optimizer step, {step_s:.3g} s"
+            found.append(Span(start_s=start_s, end_s=start_s + step_s, kind="step", hint=hint))
+    return {_name(plan, device): spans[device] for device in _devices(plan)}
+
+
+def _timelines(plan: Plan, measured: Sequence[Work]) -> str:
+    predicted = predicted_lanes(plan)
+    lanes: dict[str, list[Span]] = {_name(plan, device): [] for device in _devices(plan)}
+    for work in measured:
+        lanes[_name(plan, work.device)].append(
+            Span(
+                start_s=work.start_s,
+                end_s=work.end_s,
+                kind=work.kind,
+                label=str(work.microbatch),
+                hint=f"{work.kind} of {work.microbatch}, {work.end_s - work.start_s:.3g} s",
+            )
+        )
+    both = [span for found in (predicted, lanes) for spans in found.values() for span in spans]
+    end_s = max((span.end_s for span in both), default=0.0)
+    text = ""
+    if predicted:
+        text += paragraph("Predicted. Numbers are micro-batches; gaps are waiting.")
+        text += draw_timeline(_first(predicted), "one step, predicted", end_s if measured else None)
+        if len(predicted) > _MOST_LANES:
+            text += paragraph(f"The first {_MOST_LANES} of {len(predicted)} devices of a replica.")
+    if measured:
+        length_s = max(work.end_s for work in measured)
+        text += paragraph(
+            f"Measured: from the first forward to the last backward of a step of median length of "
+            f"the first replica, {length_s:.4g} s."
+        )
+        text += draw_timeline(_first(lanes), "one step, measured", end_s)
+    return text
+
+
+def _first(lanes: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
+    return dict(list(lanes.items())[:_MOST_LANES])
+
+
+def _stages(plan: Plan) -> str:
+    rows = [
+        {name: f"{v:.1%}" if name == "load" else _plain(v) for name, v in row.items()}
+        for row in plan.table()
+    ]
+    return table(rows, left=["partitions"])
+
+
+def _plain(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:,}"
+
+
+def _loads(plan: Plan) -> str:
+    bars = []
+    for device in _devices(plan)[:_MOST_LANES]:
+        mine = [row.load for row in plan.rows if row.device == device]
+        if mine:
+            parts = [(f"c{device % 8}", load) for load in mine]
+            bars.append(
+                Bar(name=_name(plan, device), parts=parts, text=f"{sum(mine):.1%} of the network")
+            )
+    return draw_bars(bars, "share of the computation of each device") if bars else ""
+
+
+def _memory(plan: Plan, limits: Sequence[float] | None) -> str:
+    if not plan.rows or any(row.memory_bytes is None for row in plan.rows):
+        return ""
+    bars = []
+    for device in _devices(plan)[:_MOST_LANES]:
+        held = sum(row.memory_bytes or 0 for row in plan.rows if row.device == device)
+        limit = None if limits is None else limits[device]
+        text = _bytes(held) + ("" if limit is None else f" of {_bytes(limit)}")
+        parts = [(f"c{device % 8}", float(held))]
+        bars.append(Bar(name=_name(plan, device), parts=parts, text=text, limit=limit))
+    what = "Parameters, gradients, optimizer state, and the activations of all micro-batches"
+    if plan.recompute:
+        what = (
+            "Parameters, gradients, optimizer state, and the activations of one micro-batch; beside"
+            " them stages keep the inputs of all"
+        )
+    line = "." if limits is None else "; the red line is what the device has."
+    return paragraph(what + line) + draw_bars(bars, "memory of each device")
+
+
+def _network(plan: Plan) -> str:
+    if not plan.rows:
+        return ""
+    pieces = []
+    for stage, (row, following) in enumerate(pairwise([*plan.rows, None])):
+        if row is None:
+            continue
+        # how a stage's load divides over its partitions is not kept: they are drawn alike
+        each = row.load / max(1, len(row.partitions))
+        cut = ""
+        if following is not None and row.cut_bytes is not None:
+            cut = _bytes(row.cut_bytes)
+        pieces.append(
+            Piece(
+                name=f"stage {stage}",
+                load=row.load,
+                device=row.device,
+                partitions=[(name, each) for name in row.partitions],
+                cut=cut,
+            )
+        )
+    text = paragraph(
+        "Stages in the order of the network, as wide as their load, in the colours of their "
+        "devices; below each cut what crosses it for a micro-batch, in either direction."
+    )
+    return text + draw_strip(pieces, "the network and its cuts")
+
+
+def _devices(plan: Plan) -> list[int]:
+    """Devices of a replica in the order of their first stages."""
+    return list(dict.fromkeys(plan.devices))
+
+
+def _name(plan: Plan, device: int) -> str:
+    return f"device {device}" + (" (driver)" if device == 0 and plan.stages > 1 else "")
+
+
+def _bytes(size: float) -> str:
+    return spell("memory", float(f"{size:.3g}"))

@@ -1,0 +1,170 @@
+"""All ranks look at their devices at the same time, and hear what the others have seen.
+
+What they see is kept for as long as the process: a script that trains several times plans each time
+with the same numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import log2
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.comm.collectives import gather_objects, meet
+from lightning_hybrid.comm.links import link_stages
+from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm.transport import UNKNOWN_PEER, Group, start, wait
+from lightning_hybrid.planning.cluster import (
+    Cluster,
+    Device,
+    given_speeds,
+    make_cluster,
+    unequal_twins,
+    with_second_look,
+)
+from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
+from lightning_hybrid.planning.sizes import Machine
+
+LINK_BYTES = 4 * 2**20
+"""What is sent to see how fast a link is."""
+LINK_REPEATS = 4
+_MESSAGE_S = {"gloo": 2e-4, "nccl": 5e-5}
+"""What the Python around a message between two stages takes, on both sides together."""
+_UNMEASURED = {"nccl": (2e10, 1e10, 1e-4)}
+"""Taken for granted where links are not measured before there are stages: bytes/s of a link and of
+an all-reduce, seconds of an empty all-reduce."""
+
+
+def survey(
+    world: Group,
+    device: torch.device,
+    replicas: int,
+    stages: int,
+    given: Sequence[float] | None,
+) -> Cluster:
+    """Look at the devices of all ranks; every rank calls this together.
+
+    Args:
+        world: group of all ranks.
+        device: of this rank.
+        replicas: number of replicas.
+        stages: number of stages.
+        given: relative speeds of the ranks; None: measure them.
+    """
+    return make_cluster(_devices(world, device, given), replicas, stages, given)
+
+
+def _devices(world: Group, device: torch.device, given: Sequence[float] | None) -> list[Device]:
+    """What all ranks say of their devices."""
+    if given is not None:
+        return gather_objects(world, look_at(device))
+    meet(world)  # those on one host must feel each other
+    devices = gather_objects(world, look_at(device, measure_speed(device)))
+    if not unequal_twins(devices):
+        return devices
+    meet(world)
+    again = gather_objects(world, look_at(device, measure_speed(device, long=True)))
+    return with_second_look(devices, again)
+
+
+class _Seen:
+    """What this process has seen, and of which group and device."""
+
+    machine: Machine | None = None
+    key: tuple[object, ...] = ()
+
+
+def look_around(
+    world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
+) -> Machine:
+    """What is known of a machine before there are any sizes; every rank calls this together.
+
+    Args:
+        world: gloo over all ranks.
+        device: of this rank.
+        backend: of the tensors between ranks, ``"gloo"`` or ``"nccl"``.
+        given: relative speeds of the ranks; None: measure them.
+    """
+    key = world.size(), device, backend, given
+    if _Seen.machine is None or _Seen.key != key:
+        _Seen.machine, _Seen.key = _look_around(world, device, backend, given), key
+    return _Seen.machine
+
+
+def _look_around(
+    world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
+) -> Machine:
+    devices = _devices(world, device, given)
+    exchange = _UNMEASURED.get(backend) or _exchange(world, device)
+    bandwidth, reduce_bandwidth, reduce_s = exchange
+    return Machine(
+        devices=tuple(devices),
+        capacity=None if given is None else given_speeds(given, len(devices)),
+        bandwidth_bytes_per_s=bandwidth,
+        message_s=_MESSAGE_S[backend] + reduce_s,
+        reduce_bytes_per_s=reduce_bandwidth,
+        reduce_s=reduce_s,
+        update_s_per_byte=update_s_per_byte(device),
+        overlaps=device.type != "cpu",
+    )
+
+
+def _exchange(world: Group, device: torch.device) -> tuple[float, float, float]:
+    """Bytes/s of a link while all are in use, of an all-reduce, and seconds of an empty one."""
+    size, rank = world.size(), world.rank()
+    load = torch.zeros(LINK_BYTES // 4, device=device)
+    other = torch.empty_like(load)
+
+    def pass_on() -> None:
+        arrives = start(world.recv, [other], (rank - 1) % size, 0, peer=UNKNOWN_PEER)
+        leaves = start(world.send, [load], (rank + 1) % size, 0, peer=UNKNOWN_PEER)
+        wait(arrives, UNKNOWN_PEER)
+        wait(leaves, UNKNOWN_PEER)
+
+    def reduce(tensor: Tensor) -> None:
+        wait(start(world.allreduce, [tensor], peer=UNKNOWN_PEER), UNKNOWN_PEER)
+
+    link_s = _best_s(world, pass_on)
+    empty_s = _best_s(world, lambda: reduce(load[:1]))
+    whole_s = _best_s(world, lambda: reduce(load))
+    slowest = gather_objects(world, (link_s, whole_s, empty_s))
+    link_s, whole_s, empty_s = map(max, zip(*slowest))
+    return LINK_BYTES / link_s, LINK_BYTES / max(whole_s - empty_s, 1e-9), empty_s
+
+
+def _best_s(world: Group, action: Callable[[], None]) -> float:
+    """The least time of some, since a busy machine only ever makes one longer."""
+    best_s = float("inf")
+    for _ in range(1 + LINK_REPEATS):
+        meet(world)
+        start_s = perf_counter()
+        action()
+        best_s = min(best_s, perf_counter() - start_s)
+    return best_s
+
+
+def measure_links(mesh: Mesh, cluster: Cluster, device: torch.device) -> Cluster:
+    """Note what the slowest link carries when all are in use; all ranks together.
+
+    The best of a few times counts, since a busy machine only ever makes one longer, and a power
+    of two at that, so that a plan does not change from run to run. Over gloo only: NCCL makes a
+    communicator at the first use of a link, in an order that all neighbours must agree on.
+    """
+    if mesh.coordinates.ranks_per_replica == 1 or mesh.backend != "gloo":
+        return cluster
+    [links] = link_stages(mesh, mesh.coordinates.chain, device).values()
+    load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
+    best_s = float("inf")
+    for _ in range(LINK_REPEATS):
+        arrival = links.previous.post([TensorSpec.of(load)])
+        meet(mesh.world)
+        start_s = perf_counter()
+        links.next.send([load])
+        arrival.wait()
+        links.next.flush()
+        best_s = min(best_s, perf_counter() - start_s)
+    slowest = min(gather_objects(mesh.world, LINK_BYTES / best_s))
+    return replace(cluster, bandwidth_bytes_per_s=2.0 ** round(log2(slowest)))

@@ -1,0 +1,64 @@
+"""`schedule="auto"` takes the exact schedule with the shortest step."""
+
+from typing import Any
+
+import pytest
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.automatic_choices import MARGIN, plan_by_schedule
+from lightning_hybrid.planning.plan import Plan
+
+
+class Planner:
+    """Plans with given times by schedule; none for those left out."""
+
+    def __init__(self, **step_s: float) -> None:
+        self.step_s, self.asked = step_s, [""][1:]
+
+    def __call__(self, name: str) -> Plan:
+        self.asked.append(name)
+        if name not in self.step_s:
+            raise PlanError("no such plan")
+        return Plan(
+            replicas=1,
+            stages=2,
+            microbatches=2,
+            schedule=name,
+            cuts=("b",),
+            predicted_step_s=self.step_s[name],
+        )
+
+
+def chosen(planner: Planner, schedule: str = "auto", **how: Any) -> str:
+    how = {"contiguous": True, "measured": True} | how
+    return plan_by_schedule(schedule, planner, **how).schedule
+
+
+def test_the_shorter_step_is_taken() -> None:
+    assert chosen(Planner(gpipe=1.0, zero_bubble=0.8)) == "zero_bubble"
+    assert chosen(Planner(gpipe=1.0, looped=0.8), contiguous=False) == "looped"
+    assert chosen(Planner(gpipe=1.0, zero_bubble=1.2)) == "gpipe"
+
+
+def test_what_saves_less_than_a_prediction_is_worth_is_not_taken() -> None:
+    assert chosen(Planner(gpipe=1.0, zero_bubble=1.01 - MARGIN)) == "gpipe"
+
+
+def test_what_cannot_be_placed_is_not_taken() -> None:
+    assert chosen(Planner(gpipe=1.0), contiguous=False) == "gpipe"
+    with pytest.raises(PlanError):
+        chosen(Planner())
+
+
+def test_nothing_is_chosen_by_counts_and_no_streamed_schedule_ever() -> None:
+    planner = Planner(gpipe=1.0, zero_bubble=0.1)
+    assert chosen(planner, measured=False) == "gpipe"
+    for contiguous in (True, False):
+        chosen(planner, contiguous=contiguous)
+    assert set(planner.asked) <= {"gpipe", "zero_bubble", "looped"}
+
+
+def test_a_schedule_that_was_asked_for_is_taken() -> None:
+    planner = Planner(gpipe=1.0, looped=9.0)
+    assert chosen(planner, "looped") == "looped"
+    assert planner.asked == ["looped"]

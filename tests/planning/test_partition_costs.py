@@ -1,0 +1,69 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.network import network_partitions
+from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.BatchNorm1d(32), nn.Linear(32, 8))
+
+
+def test_a_network_without_memory_is_captured_and_counted() -> None:
+    with torch.device("meta"):
+        graph, leaves = capture_call(network(), (torch.empty(6, 16),), {})
+    parts = counted_parts(graph, network_partitions(graph), 1e9, {})(6)
+    assert leaves[0].is_meta
+    assert parts.parameters == (16 * 32 + 32 + 64, 32 * 8 + 8)
+    # two operations for each multiplication and addition, and one for each element of the rest
+    matrix, light = 2 * 6 * 16 * 32, 6 * 32
+    assert matrix <= parts.forward_s[0] * 1e9 <= matrix + 4 * light
+    assert parts.output_bytes[0] == 6 * 32 * 4
+    assert parts.gradient_bytes == tuple(4 * size for size in parts.parameters)
+
+
+def test_counted_costs_are_proportional_to_the_micro_batch() -> None:
+    with torch.device("meta"):
+        graph, _ = capture_call(network(), (torch.empty(6, 16),), {})
+    parts_of = counted_parts(graph, network_partitions(graph), 1e9, {"0.weight": 100})
+    whole, third = parts_of(6), parts_of(2)
+    assert third.forward_s == pytest.approx([f / 3 for f in whole.forward_s])
+    assert third.output_bytes[0] == whole.output_bytes[0] // 3
+    assert third.kept_bytes == whole.kept_bytes == (100 + 2 * 4 * 608, 2 * 4 * 264)
+
+
+def test_capturing_runs_nothing() -> None:
+    module = network()
+    capture_call(module, (torch.randn(6, 16),), {})
+    assert module.get_buffer("2.num_batches_tracked") == 0
+
+
+def test_measuring_changes_no_weight(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LIGHTNING_HYBRID_CACHE", str(tmp_path))
+    module = network()
+    before = [p.clone() for p in module.parameters()]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    graph, leaves = capture_call(module, (torch.randn(6, 16),), {})
+    parts_of = measured_parts(
+        graph, network_partitions(graph), leaves, torch.device("cpu"), optimizer, {}
+    )
+    parts = parts_of(3)
+    assert all(seconds > 0 for seconds in (*parts.forward_s, *parts.backward_s, *parts.step_s))
+    assert all(map(torch.equal, before, module.parameters()))
+    assert parts.output_bytes[0] == 3 * 32 * 4
+
+
+def test_a_network_that_cannot_be_captured_is_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return y if float(y.detach().numpy().sum()) > 0 else -y
+
+    with pytest.raises(PlanError, match="Odd cannot be captured as one graph"):
+        capture_call(Odd(), (torch.randn(2, 4),), {})

@@ -1,0 +1,56 @@
+"""What a run returns on its driver it returns on the workers, if there can be a copy of it."""
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_hybrid.process.run_results import Snapshot, adopt_results, collect_results
+
+
+class OneWay(Exception):
+    """Python pickles it, and cannot make it again: its class wants two arguments."""
+
+    def __init__(self, step: int, where: str) -> None:
+        super().__init__(f"{where} of step {step}")
+
+
+def trainer_of(module: LightningModule) -> Trainer:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    return trainer
+
+
+def on_a_worker(returned: Any) -> Any:
+    """What ``trainer.predict`` returns on a worker if it returns this on its driver."""
+    trainer = trainer_of(LightningModule())
+    results = collect_results(trainer, returned, Snapshot(trainer))
+    return pickle.loads(pickle.dumps(results)).value()
+
+
+def test_plain_values_are_copied() -> None:
+    found = on_a_worker([{"logits": torch.arange(3), "name": "x"}, None])
+    assert found[0]["logits"].tolist() == [0, 1, 2]
+    assert found[0]["name"] == "x"
+    assert found[1] is None
+
+
+@pytest.mark.parametrize("returned", [[threading.Lock()], [lambda: 1], [OneWay(3, "x")]])
+def test_what_cannot_be_copied_is_none_with_a_warning(returned: list[Any]) -> None:
+    with pytest.warns(UserWarning, match=r"None on this one.*(Lock|lambda|pickle|OneWay)"):
+        assert on_a_worker(returned) is None
+
+
+def test_an_attribute_that_cannot_be_copied_stays_what_it_is_on_each_rank() -> None:
+    driver, worker = trainer_of(LightningModule()), trainer_of(LightningModule())
+    before = Snapshot(worker)
+    module: Any = driver.lightning_module
+    module.error, module.lock, module.seen = OneWay(3, "x"), threading.Lock(), [1, 2]
+    adopt_results(worker, collect_results(driver, None, Snapshot(worker)), before)
+    found: Any = worker.lightning_module
+    assert found.seen == [1, 2]
+    assert not hasattr(found, "error")
+    assert not hasattr(found, "lock")
