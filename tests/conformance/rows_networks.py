@@ -508,6 +508,7 @@ class HasASparseBuffer(Row):
     """The graph of a graph network: constant, sparse, and computed with on the driver."""
 
     fast = True
+    control = False  # `ddp` cannot send sparse buffers
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
 
     def build(self) -> None:
