@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def backward_reaches(ctx: Any, index: int) -> bool:
@@ -95,6 +96,9 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """Inside, no transform of functions is being applied: tensors have memory, and can travel."""
-    with temporarily_clear_interpreter_stack():
+    """Inside, no transform of functions is being applied: tensors have memory, and can travel.
+
+    Nor do modes of the user's see what is done.
+    """
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield

@@ -65,6 +65,17 @@ def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
         tensor._post_accumulate_grad_hooks = late
 
 
+def is_hooked(tensor: torch.Tensor) -> bool:
+    """Whether there are functions that may change a gradient before it is added to others."""
+    return bool(tensor._backward_hooks)
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
+    """The functions that hear of the gradient of a parameter; there is no public way to ask."""
+    tables = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hook for table in tables for hook in (table or {}).values()]
+
+
 def is_fake(value: Any) -> bool:
     """Whether a tensor has a shape and no memory, and no other mode looks at it."""
     return type(value) is FakeTensor

@@ -6,7 +6,7 @@ a training step in its steady state pickles nothing (:mod:`lightning_hybrid.comm
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TypeVar
 
@@ -55,6 +55,7 @@ class Channel:
 
         Raises:
             ConnectionLost: the peer is gone.
+            Exception: a tensor cannot be made ready; the peer has taken zeros for it.
         """
         tensors = _tensors_of(message)
         with self._lock:
@@ -158,4 +159,23 @@ def _tensors_of(message: Message) -> Iterator[Tensor]:
     head = [torch.tensor(frame)]
     if data:
         head.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return chain(head, (ready(tensor) for tensor in tensors if tensor.numel()))
+    return chain(head, _made_ready(tensors))
+
+
+def _made_ready(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """As many as the head has promised: after an error zeros, and then the error.
+
+    The peer would take the next message for the missing bytes, and never hear of the error.
+    """
+    failure: Exception | None = None
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        try:
+            travels = ready(tensor)
+        except Exception as error:
+            failure = failure or error
+            travels = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        yield travels
+    if failure is not None:
+        raise failure

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.autograd import backwards_as_ever, own_saved_tensors
 from lightning_hybrid._torch.capture import without_mode
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
+from lightning_hybrid._torch.tensors import as_they_are, gradient_hooks
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError
 from lightning_hybrid.network import (
@@ -58,6 +59,7 @@ from lightning_hybrid.runtime.network_options import NetworkOptions
 from lightning_hybrid.tensors.deferred import materialize
 from lightning_hybrid.tensors.emptied_tensors import NoMemory, watched
 from lightning_hybrid.tensors.hollow_network import Hollow
+from lightning_hybrid.tensors.proxy import hook_refused
 
 
 class Discovery:
@@ -90,6 +92,7 @@ class Discovery:
         self._opened: dict[str, str] = {}  # modules that run their own Python, and why
         # what a hook makes on this rank alone, the others do not have
         self._shared = {name: kind_of(value) for name, value in tensors_of(module).items()}
+        self._hooks = _hooks_of(module)
         self._aside = Aside(module)
         self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how
         self._logging_later = LoggingLater(module)
@@ -402,6 +405,7 @@ class Discovery:
             return None
         is_part = any(inside(name, outer) for outer in self._opened)
         call = self._adoption.adopt(found, graph, partitions, values, is_part=is_part)
+        self._require_hooks_of_all_ranks()
         self._cut.add(name)
         if found.whole:  # what it does not use may be called by itself
             inner = {n: m for n, m in self._watched.items() if inside(n, name) and n != name}
@@ -410,6 +414,17 @@ class Discovery:
         watch(module, name, lambda n, m, a, k: self._call(found, a, k))
         return call
 
+    def _require_hooks_of_all_ranks(self) -> None:
+        """Hooks on parameters that another rank owns now must be there as well.
+
+        Raises:
+            HybridError: one was put on here, or taken off, since the ranks parted.
+        """
+        now, away = _hooks_of(self._module), self._driver.remote.names()
+        for name in sorted(away & now.keys() & self._hooks.keys()):
+            if now[name] != self._hooks[name]:
+                raise hook_refused(name)
+
     def _others_can_be_cut(self, name: str) -> bool:
         """Whether a network beside this one is, or by its size may be, cut into stages."""
         return bool(self._cut) or any(
@@ -417,6 +432,19 @@ class Discovery:
             for other, module in self._watched.items()
             if not inside(other, name) and not inside(name, other)
         )
+
+
+def _hooks_of(module: nn.Module) -> dict[str, list[Any]]:
+    """The user's hooks on gradients, by the names of the parameters."""
+    ours = __name__.partition(".")[0] + "."
+    with as_they_are():
+        named = {name: gradient_hooks(p) for name, p in module.named_parameters()}
+    return {
+        name: [
+            hook for hook in hooks if not (getattr(hook, "__module__", "") or "").startswith(ours)
+        ]
+        for name, hooks in named.items()
+    }
 
 
 def _shares(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

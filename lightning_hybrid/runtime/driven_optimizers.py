@@ -154,6 +154,10 @@ class DrivenOptimizers:
 
     def zero_grad(self, index: int, set_to_none: bool) -> None:
         """Have the workers clear their gradients."""
+        if set_to_none:
+            groups = self._optimizers[index].param_groups
+            known = (self._names.get(id(p), "") for group in groups for p in group["params"])
+            self._commands.remote.release_gradients(known)
         self._tell(ZeroGrad(index, set_to_none))
 
     def settle(self) -> None:

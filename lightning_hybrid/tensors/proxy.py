@@ -40,7 +40,7 @@ class _Proxy(Intercepted):
         if args and isinstance(args[0], RemoteParameter):
             source = args[0]._source
             if func in _HOOKS:
-                raise _hook_refused(source.name)
+                raise hook_refused(source.name)
             if func == _GET_GRADIENT:
                 return source.gradient()
             if func in _SET_GRADIENT:
@@ -122,7 +122,8 @@ def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
     return result
 
 
-def _hook_refused(name: str) -> HybridError:
+def hook_refused(name: str) -> HybridError:
+    """What to raise where a hook cannot reach the gradient of a parameter."""
     return HybridError(
         f"A hook was put on parameter {name!r} in the middle of a run, but another rank owns it "
         "and its gradient arises there. Put hooks on parameters in __init__, setup or "

@@ -10,7 +10,8 @@ buffers become *proxies*: the same objects, of a class that intercepts every ope
 * A change in place travels back before the next command to the workers; so do changes through a
   view (seen by the version counter), through ``data`` and ``detach()`` (proxies themselves), and
   buffers that were replaced.
-* ``parameter.grad`` is a proxy on the worker's gradient; setting and clearing it travels too.
+* ``parameter.grad`` is a proxy on the worker's gradient; setting and clearing it travels too. Who
+  keeps a gradient that is cleared keeps its values.
 * A parameter may enter the graph (a penalty). Its gradient then arises on the driver and is added
   to the worker's before anything uses that.
 
@@ -282,7 +283,21 @@ class RemoteTensors:
 
     def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
+        if self._gradients.has(remote, value):
+            return  # as in `parameter.grad *= 2`: the proxy has been written to
+        self.release_gradients([remote.name])
         self._gradients.assign(remote, value)
+
+    def release_gradients(self, names: Iterable[str]) -> None:
+        """Parameters are about to lose their gradients; who has kept one keeps it as it is now."""
+        names = [name for name in names if name in self._tensors[Kind.GRADIENT]]
+        if self._gradients.kept(names):
+            self.flush()
+            with torch.no_grad(), as_they_are():
+                self._fetch(self._gradients.kept(names))
+        for name in names:
+            self._gradients.release(name)
+            self._touched.pop((Kind.GRADIENT, name), None)
 
     # -- inside
 

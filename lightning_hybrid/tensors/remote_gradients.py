@@ -6,7 +6,7 @@ They are in three places: where the owners have them; here, where the user has a
 the owner's.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -78,14 +78,17 @@ class RemoteGradients:
         if remote.name not in self.names():
             return None
         found = self._held[remote.name]
-        return make_proxy(found.value.detach(), found)
+        return found.show(lambda: make_proxy(found.value.detach(), found))
+
+    def has(self, remote: Remote, value: Tensor | None) -> bool:
+        """Whether this is the gradient of the parameter: a proxy on it."""
+        found = self._held.get(remote.name)
+        return found is not None and source_of(value) is found
 
     def assign(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
         other = source_of(value)
         if isinstance(other, Remote):
-            if (other.kind, other.name) == (Kind.GRADIENT, remote.name):
-                return  # as in `parameter.grad *= 2`: the proxy has been written to
             other.read()
         with as_they_are():
             remote.value.grad = value  # torch's own check of shape, dtype and device
@@ -112,8 +115,19 @@ class RemoteGradients:
         if values:
             self._owners.take(Kind.GRADIENT, values)
         for name in assigned:
-            self._held.pop(name, None)
+            self.release(name)
         return assigned.keys()
+
+    def kept(self, names: Iterable[str]) -> list[Remote]:
+        """Those of these gradients that code here has a proxy of at this moment."""
+        held = (self._held[name] for name in names if name in self._held)
+        return [found for found in held if found.shown is not None]
+
+    def release(self, name: str) -> None:
+        """A parameter has another gradient, or none: who has kept the old one keeps it."""
+        found = self._held.pop(name, None)
+        if found is not None:
+            found.keep()
 
     def outdate(self) -> None:
         """The owners change their gradients."""

@@ -1,7 +1,8 @@
 """One tensor of another rank, as the source of its proxies, and what is asked of its owner."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
+from weakref import ref
 
 from torch import Tensor
 
@@ -55,9 +56,10 @@ class Remote:
         written: changed by an operation that the version of ``value`` does not count.
     """
 
-    __slots__ = ("kind", "name", "seen", "table", "value", "version", "written")
+    __slots__ = ("_shown", "kind", "name", "seen", "table", "value", "version", "written")
 
     def __init__(self, table: Table, kind: Kind, name: str, value: Tensor) -> None:
+        self._shown: ref[Tensor] | None = None
         self.table, self.kind, self.name, self.value = table, kind, name, value
         self.seen: int | None = None
         self.version = version(value)
@@ -83,6 +85,23 @@ class Remote:
         """``parameter.grad = value``."""
         self.table.assign_gradient(self, value)
 
+    def show(self, make: Callable[[], Tensor]) -> Tensor:
+        """The one proxy that code here has, made if there is none."""
+        proxy = self.shown
+        if proxy is None:
+            proxy = make()
+            self._shown = ref(proxy)
+        return proxy
+
+    @property
+    def shown(self) -> Tensor | None:
+        """That proxy, as long as any code here has it."""
+        return self._shown() if self._shown is not None else None
+
+    def keep(self) -> None:
+        """The owner has it no more: proxies hold from now on what ``value`` holds."""
+        self.table = _Kept()
+
     @property
     def changed(self) -> bool:
         return self.written or (self.seen is not None and version(self.value) != self.version)
@@ -90,3 +109,23 @@ class Remote:
     def settle(self) -> None:
         """``value`` is what the owner has."""
         self.version, self.written = version(self.value), False
+
+
+class _Kept:
+    """The table of what no other rank has any more."""
+
+    def read(self, remote: Remote) -> None:
+        """It is here."""
+
+    def touch(self, remote: Remote) -> None:
+        """Nobody else wants to know."""
+
+    def enter_graph(self, remote: Remote) -> None:
+        """What arises for it is nobody else's either."""
+
+    def gradient(self, remote: Remote) -> Tensor | None:
+        """It is no parameter."""
+        return None
+
+    def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
+        """Likewise."""

@@ -73,6 +73,17 @@ def test_tensors_are_taken_one_by_one(wires: Wires) -> None:
     assert [value[0].item() for _, value in arriving] == [1, 9]
 
 
+def test_after_a_tensor_that_cannot_be_sent_the_next_message_arrives(wires: Wires) -> None:
+    here, there = ends(wires().pair())
+    values = {"a": torch.ones(3), "no memory": torch.ones(2, device="meta"), "b": torch.ones(4)}
+    with pytest.raises(NotImplementedError, match="no data"):
+        here.send(TakeWeights(values.items()))
+    here.send(Report("next"))
+    found = dict(there.receive(TakeWeights).tensors)
+    assert {name: len(value) for name, value in found.items()} == {"a": 3, "no memory": 2, "b": 4}
+    assert there.receive(Report).name == "next"
+
+
 def test_what_is_not_expected_is_refused_by_name(wires: Wires) -> None:
     here, there = ends(wires().pair())
     here.send(Status())

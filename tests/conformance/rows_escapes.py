@@ -223,6 +223,27 @@ class HooksWeights(Row):
         self.net.third.weight.register_hook(lambda gradient: gradient * 2)
 
 
+class ClampsGradientsInHooks(HooksWeights):
+    """What the hooks do to a gradient is not the sum of what they do to its parts."""
+
+    fast = True
+
+    def build(self) -> None:
+        super().build()
+        for parameter in self.net.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class HooksWeightsLater(Row):
+    """The same in a hook of Lightning, which runs on the driver alone."""
+
+    refused = ("A hook was put on parameter 'net.first.weight' in the middle of a run",)
+    fast = True
+
+    def on_fit_start(self) -> None:
+        self.net.first.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
 class LooksWhereItLooked(Row):
     """Grad-CAM: a hook keeps a feature map and, after the backward, its gradient.
 

@@ -6,6 +6,8 @@ import torch
 from suite import ONE_OF_THREE, ONE_OF_TWO, STEPS, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -502,6 +504,30 @@ class TransformsTheNetwork(Row):
             dual = self.net(torch.autograd.forward_ad.make_dual(x, x.cos()))
             tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
         return usual + slope.square().mean() + slopes.square().mean() + tangent.square().mean()
+
+
+class CountsOperations(Row):
+    """`FlopCounterMode` around a call, and a mode that doubles what layers give."""
+
+    fast = True
+    shares = True  # such a call runs on the driver
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        usual = super().loss(x, y)
+        with FlopCounterMode(display=False) as counted:
+            output = self.net(x)
+        self.seen.append(counted.get_total_flops())
+        with Doubles():
+            target = self.net(x).detach().softmax(1)
+        return usual + cross_entropy(output, target)
+
+
+class Doubles(TorchFunctionMode):
+    """Every linear layer gives the double."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
 
 
 class HasASparseBuffer(Row):

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 from rows_networks import TiesAcrossStages
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run
+from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.functional import cosine_similarity
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
@@ -185,6 +187,20 @@ class ExtraGradient(_Plain):
         for group in self.param_groups:
             for p in self.trained(group):
                 p.sub_(p.grad, alpha=group["lr"])
+
+
+class Optimistic(_Plain):
+    """Optimistic gradient descent: keeps the gradients of the step before, as they are."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.before: dict[Tensor, Tensor] = {}
+
+    def change(self) -> None:
+        for group in self.param_groups:
+            for p in self.trained(group):
+                p.sub_(2 * p.grad - self.before.get(p, 0), alpha=group["lr"])
+                self.before[p] = p.grad
 
 
 class Lookahead(Optimizer):
@@ -450,6 +466,23 @@ class LooksAhead(_Optimized):
         trainer.save_checkpoint(path)
         trainer.strategy.barrier()
         run.trainer().fit(self, ckpt_path=path, weights_only=False)
+
+
+class KeepsGradients(_Optimized):
+    """The optimizer extrapolates from the gradient before; so does a hook, which only looks."""
+
+    fast = True
+    kept: Tensor | None = None
+
+    def make(self) -> Optimizer:
+        return Optimistic(self.parameters(), lr=0.05)
+
+    def on_before_optimizer_step(self, _: Optimizer) -> None:
+        gradient = self.net.first.weight.grad
+        assert gradient is not None
+        if self.kept is not None:
+            self.seen.append(cosine_similarity(gradient.flatten(), self.kept.flatten(), dim=0))
+        self.kept = gradient
 
 
 class SearchesLines(_Optimized):

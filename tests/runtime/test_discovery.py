@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
@@ -114,6 +116,28 @@ def test_a_network_that_is_only_called_on_other_weights_stays_on_the_driver_or_i
     lend(watched)
     with pytest.raises(NetworkNotFoundError, match=r"'net' is called on other weights than its ow"):
         watched.networks.require()
+
+
+class Doubles(TorchFunctionMode):
+    """Every linear layer gives the double."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+@pytest.mark.parametrize("mode", [Doubles, lambda: FlopCounterMode(display=False)])
+def test_a_call_inside_of_a_mode_runs_in_it_and_is_not_taken_for_the_networks(mode: Any) -> None:
+    network = large()
+    with mode():
+        expected = network(X)
+    watched = Watched(automatic=False, net=network)
+    with mode():
+        assert torch.equal(watched.module["net"](X), expected)
+    with pytest.raises(NetworkNotFoundError, match=r"'net' is called inside of a mode that sees"):
+        watched.networks.require()
+    with torch.device("cpu"), pytest.raises(PlanError, match="asked for a plan of net"):
+        watched.module["net"](X)
 
 
 class Branches(nn.Module):

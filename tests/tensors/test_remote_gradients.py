@@ -47,6 +47,41 @@ def test_clearing_gradients_fetches_none(world: World) -> None:
     assert all(p.grad is None for p in world.there.parameters())
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_who_keeps_a_gradient_that_is_cleared_keeps_its_values(world: World, read: bool) -> None:
+    world.backward_there()
+    kept, before = world.here[0].weight.grad, world.there[0].weight.grad.clone()  # type: ignore[union-attr]
+    assert kept is not None
+    if read:
+        kept.sum()
+    world.here.zero_grad()
+    world.remote.flush()
+    world.backward_there()
+    now = world.there[0].weight.grad.clone()  # type: ignore[union-attr]
+    assert torch.equal(world.here[0].weight.grad + 0, now)  # type: ignore[operator]
+    assert torch.equal(kept + 0, before)
+    kept.mul_(2)
+    assert torch.equal(kept + 0, before * 2)
+    world.remote.flush()
+    assert torch.equal(world.there[0].weight.grad, now)  # type: ignore[arg-type]
+
+
+def test_gradients_are_exchanged_and_put_back(world: World) -> None:
+    world.backward_there()
+    first, last = world.there[0].bias.grad.clone(), world.there[1].bias.grad.clone()  # type: ignore[union-attr]
+    here, there = world.here[0].bias, world.here[1].bias
+    kept = here.grad
+    here.grad = there.grad
+    there.grad = kept
+    world.remote.flush()
+    assert torch.equal(world.there[0].bias.grad, last)  # type: ignore[arg-type]
+    assert torch.equal(world.there[1].bias.grad, first)  # type: ignore[arg-type]
+    kept, here.grad = here.grad, None
+    here.grad = kept
+    world.remote.flush()
+    assert torch.equal(world.there[0].bias.grad, last)  # type: ignore[arg-type]
+
+
 def test_a_penalty_adds_its_gradient_to_the_owners(world: World) -> None:
     world.backward_there()
     before = [p.grad.clone() for p in world.there.parameters()]  # type: ignore[union-attr]
