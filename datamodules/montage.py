@@ -55,11 +55,11 @@ def write_montage(path: Path, records: Sequence[ScanRecord], count: int = 6) -> 
         _draw(axes, row, 3, *_prepared(item))
         _draw(axes, row, 6, *_prepared(varied[row]))
         label = f"{record.image_id}\n{record.dx}"
-        _write(axes, -_MARGIN / 2, row + 0.5, label, fontsize=7, rotation=90)
+        axes.text(-_MARGIN / 2, row + 0.5, label, ha="center", va="center", size=7, rotation=90)
     for column in range(9):
         stage = {1: "on disk\n", 4: "prepared\n", 7: "augmented\n"}.get(column, "")
         text = stage + _PLANES[column % 3]
-        _write(axes, column + 0.5, -0.06, text, fontsize=8, va="bottom")
+        axes.text(column + 0.5, -0.06, text, ha="center", va="bottom", size=8)
     axes.set(xlim=(-_MARGIN, 9), ylim=(len(records), -_MARGIN))
     axes.set_axis_off()
     file = io.BytesIO()
@@ -94,7 +94,3 @@ def _draw(axes: Axes, row: int, column: int, values: Array, sizes: Sequence[floa
         axes.imshow(
             plane, "gray", aspect="auto", origin="lower", vmin=low, vmax=high, extent=extent
         )
-
-
-def _write(axes: Axes, x: float, y: float, text: str, va: str = "center", **options: Any) -> None:
-    axes.text(x, y, text, ha="center", va=va, **options)

@@ -101,7 +101,7 @@ class SizeChooser:
                     ],
                     batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked.seen),
                     asked=config.microbatches,
-                    most=_most_microbatches(looked),
+                    splits=_splits(looked),
                     allowed=self._allowed,
                     search=self._search(),
                 )
@@ -122,18 +122,16 @@ class SizeChooser:
         )
 
 
-def _most_microbatches(looked: LookAhead) -> int | None:
-    """1 where a network takes its batches whole; ``None``: any number."""
-    most = None
-    for seen in looked.seen:
-        batch = seen.graph.batch_of(seen.leaves) or 1
-        if batch > 1 and why_whole(seen.graph, seen.leaves, 2, tried=True) is not None:
-            return 1
-        for more in range(3, batch + 1):
-            if not fits(seen.graph, seen.leaves, more):
-                most = min(more - 1, most or batch)
-                break
-    return most
+def _splits(looked: LookAhead) -> Callable[[int], bool]:
+    """Tells whether batches may go through all networks in so many micro-batches."""
+    calls = [(seen.graph, seen.leaves) for seen in looked.seen]
+    whole = any(
+        (graph.batch_of(leaves) or 1) > 1 and why_whole(graph, leaves, 2, tried=True) is not None
+        for graph, leaves in calls
+    )
+    return lambda microbatches: (
+        not whole and all(fits(graph, leaves, microbatches) for graph, leaves in calls)
+    )
 
 
 class _Measured:

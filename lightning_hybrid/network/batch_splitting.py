@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -193,12 +193,7 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
     draws = _SameDraws()
 
     def once(part: Sequence[Tensor], start: int | None, size: int) -> list[Any]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(_StatisticsAside())
-            stack.enter_context(draws.of_rows(start, size))
+        with _trial(draws, start, size, grad=False):
             numbers = graph.values_of_numbers(graph.sizes(part))
             own = [tensor.clone() for tensor in tensors] if graph.written else tensors
             return stage.run_with(own, fresh(graph, part), numbers)
@@ -206,11 +201,7 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
     batch = graph.batch_of(leaves) or 1
     try:
         whole = once(leaves, None, batch)
-        parts, start = [], 0
-        for part in graph.split(leaves, microbatches):
-            size = graph.batch_of(part) or 0
-            parts.append(once(part, start, size))
-            start += size
+        parts = [once(*rows) for rows in _rows_of_parts(graph, leaves, microbatches)]
         tensors_out = range(len(graph.tensor_outputs))
         pairs = [(whole[n], torch.cat([part[n] for part in parts])) for n in tensors_out]
         for node, (one, other) in zip(graph.tensor_outputs, pairs):
@@ -249,12 +240,7 @@ def _tried_backward(
     draws = _SameDraws()
 
     def gradients(part: Sequence[Tensor], start: int | None, size: int) -> list[Tensor | None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(_StatisticsAside())
-            stack.enter_context(draws.of_rows(start, size))
+        with _trial(draws, start, size, grad=True):
             numbers = graph.values_of_numbers(graph.sizes(part))
             outputs = stage.run_with(weights, fresh(graph, part), numbers)
             rooted = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
@@ -263,17 +249,39 @@ def _tried_backward(
                 return []
             return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
 
-    whole, start = gradients(leaves, None, graph.batch_of(leaves) or 1), 0
+    whole = gradients(leaves, None, graph.batch_of(leaves) or 1)
     sums: list[Tensor | None] = [None] * len(whole)
-    for part in graph.split(leaves, microbatches):
-        size = graph.batch_of(part) or 0
-        found = gradients(part, start, size)
+    for rows in _rows_of_parts(graph, leaves, microbatches):
+        found = gradients(*rows)
         sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
-        start += size
     for one, other in zip(whole, sums):
         if one is not None and other is not None and not _close(one, other):
             return "gradients depend on how the batch is split"
     return None
+
+
+def _rows_of_parts(
+    graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int
+) -> Iterator[tuple[list[Tensor], int, int]]:
+    """The parts of a batch, each with the number of its first sample and of its samples."""
+    start = 0
+    for part in graph.split(leaves, microbatches):
+        size = graph.batch_of(part) or 0
+        yield part, start, size
+        start += size
+
+
+@contextmanager
+def _trial(draws: _SameDraws, start: int | None, size: int, *, grad: bool) -> Iterator[None]:
+    """Inside, a network is tried on some rows of a batch, and nothing outside hears of it."""
+    with (
+        torch.inference_mode(False),
+        torch.random.fork_rng(devices=[]),
+        torch.set_grad_enabled(grad),
+        _StatisticsAside(),
+        draws.of_rows(start, size),
+    ):
+        yield
 
 
 def _weights_of_samples(output: Tensor, first: int) -> Tensor:

@@ -191,7 +191,7 @@ def choose(
     *,
     batch: int,
     asked: int | None = None,
-    most: int | None = None,
+    splits: Callable[[int], bool] = lambda microbatches: True,
     allowed: Callable[[int, int], bool] = lambda replicas, stages: True,
     search: Search | None = None,
 ) -> Choice:
@@ -202,7 +202,7 @@ def choose(
         networks: per network, what gives its parts for a number of micro-batches; it may measure.
         batch: samples in the batch of a replica.
         asked: number of micro-batches that the user wants; None: it is chosen too.
-        most: the largest number of micro-batches that networks may be split into; None: any.
+        splits: whether batches may be split into so many micro-batches, more than one.
         allowed: whether numbers of replicas and stages may be taken.
         search: how plans are made.
 
@@ -211,7 +211,7 @@ def choose(
     """
     prediction = _Prediction(machine, networks, asked or 1, search or Search())
     count = len(machine.devices)
-    possible = [s for s in _sizes(count, batch, asked, most) if allowed(s.replicas, s.stages)]
+    possible = [s for s in _sizes(count, batch, asked, splits) if allowed(s.replicas, s.stages)]
     if not possible:
         raise PlanError(f"no numbers of replicas and stages of {count} devices are allowed here")
     known, guesses = _compared(prediction, possible)
@@ -255,15 +255,18 @@ def _rated(candidate: Candidate) -> float:
     return candidate.batch_s * (WORTHWHILE if candidate.sizes.stages == 1 else 1.0)
 
 
-def _sizes(devices: int, batch: int, asked: int | None, most: int | None) -> list[Sizes]:
+def _sizes(
+    devices: int, batch: int, asked: int | None, splits: Callable[[int], bool]
+) -> list[Sizes]:
     """All sizes that use all devices."""
     found = []
     for stages in (s for s in range(1, devices + 1) if devices % s == 0):
         numbers = [asked or 1]
         if asked is None and stages > 1:
             # slices of two samples at least, if that can be: single ones may take a slow path
-            limit = min(max(batch // 2, min(batch, 2)), most or batch)
-            numbers = [m for m in sorted({1, 2, stages, 2 * stages, 4 * stages}) if m <= limit]
+            limit = max(batch // 2, min(batch, 2))
+            tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
+            numbers = [1, *filter(splits, tried)]
         found += [Sizes(replicas=devices // stages, stages=stages, microbatches=m) for m in numbers]
     return found
 

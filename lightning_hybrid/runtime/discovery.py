@@ -50,7 +50,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.adoption import Adoption, why_not_cut
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.driver_only_calls import Aside
+from lightning_hybrid.runtime.driver_only_calls import DriverOnlyCalls
 from lightning_hybrid.runtime.found_network import FoundNetwork, count, indented, inside, layers
 from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.microbatch_reference import call_in_chunks
@@ -93,7 +93,7 @@ class Discovery:
         # what a hook makes on this rank alone, the others do not have
         self._shared = {name: kind_of(value) for name, value in tensors_of(module).items()}
         self._hooks = _hooks_of(module)
-        self._aside = Aside(module)
+        self._aside = DriverOnlyCalls(module)
         self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how
         self._logging_later = LoggingLater(module)
         self._watched: dict[str, nn.Module] = {}

@@ -17,7 +17,7 @@ from lightning_hybrid._torch.modes import users_mode
 from lightning_hybrid._torch.modules import in_functional_call, tables
 
 
-class Aside:
+class DriverOnlyCalls:
     """Tells such calls from those of a network.
 
     Args:

@@ -116,8 +116,21 @@ def test_what_no_devices_hold_is_an_error() -> None:
         choose(replace(machine(), devices=devices), [Network(WIDE)], batch=32)
 
 
+def test_only_numbers_of_micro_batches_that_a_network_takes_are_looked_at() -> None:
+    asked: list[int] = []
+
+    def splits(microbatches: int) -> bool:
+        asked.append(microbatches)
+        return microbatches == 4
+
+    network = Network(WIDE)
+    choose(machine(), [network], batch=4096, splits=splits)
+    assert set(asked) == {2, 4, 8}  # and not every number up to the batch
+    assert set(network.asked) <= {1, 4}
+
+
 def test_batches_that_must_stay_whole_stay_whole() -> None:
-    choice = choose(machine(), [Network(WIDE)], batch=32, most=1)
+    choice = choose(machine(), [Network(WIDE)], batch=32, splits=lambda microbatches: False)
     assert all(c.sizes.microbatches == 1 for c in (choice.best, *choice.others))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.runtime.driver_only_calls import Aside
+from lightning_hybrid.runtime.driver_only_calls import DriverOnlyCalls
 
 X = torch.ones(2, 3)
 
@@ -15,7 +15,7 @@ class Asks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)
-        self.aside = Aside(self)
+        self.aside = DriverOnlyCalls(self)
         self.reasons: list[str | None] = []
 
     def forward(self, x: Tensor) -> Tensor:
