@@ -65,9 +65,27 @@ def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
         tensor._post_accumulate_grad_hooks = late
 
 
-def is_hooked(tensor: torch.Tensor) -> bool:
-    """Whether there are functions that may change a gradient before it is added to others."""
-    return bool(tensor._backward_hooks)
+HookTables = tuple[dict[int, Any] | None, dict[int, Any] | None]
+"""Of a tensor: those that hear of a gradient before and after it is added to others."""
+
+
+def take_hooks(tensor: torch.Tensor) -> HookTables:
+    """Take the functions that hear of a gradient off a tensor; there is no public way to do so.
+
+    Handles by which the user removes them still do.
+    """
+    tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    # for torch ``None`` is no hooks at all, but for the second kind it keeps those that were there
+    put_hooks(tensor, (None, tables[1] and {}))
+    return tables
+
+
+def put_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
+    """Put back what :func:`take_hooks` has taken off."""
+    anything: Any = tensor  # which may be without them, though the types do not tell
+    anything._backward_hooks, late = tables
+    if late is not None:
+        anything._post_accumulate_grad_hooks = late
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:

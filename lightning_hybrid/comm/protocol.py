@@ -190,6 +190,31 @@ class Reduce(Command):
 
 
 @dataclass(frozen=True)
+class HoldHooks(Command):
+    """A backward pass begins: take the user's hooks off the weights of a network."""
+
+    in_frame = True
+    network: int
+
+
+@dataclass(frozen=True)
+class ReleaseHooks(Command):
+    """It is over: put them back and call them.
+
+    Attributes:
+        network: number of the network.
+        late: those too that wait for the gradient to be in ``weight.grad``.
+        chosen: names of the weights that the pass was for; ``None``: all.
+    """
+
+    in_frame = True
+    outdates = frozenset({Kind.GRADIENT, Kind.PARAMETER})  # a hook may step an optimizer
+    network: int
+    late: bool
+    chosen: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
 class SynchronizeBuffers(Command):
     """Give every replica the buffers of replica 0, or (``state``) those that training reads."""
 
@@ -390,6 +415,8 @@ MESSAGES: tuple[type[Message], ...] = (
     Drop,
     Skip,
     Reduce,
+    HoldHooks,
+    ReleaseHooks,
     SynchronizeBuffers,
     Share,
     TakeOptimizers,

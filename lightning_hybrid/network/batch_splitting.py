@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
-from lightning_hybrid._torch.tensors import TorchDispatchMode, as_they_are, is_hooked
+from lightning_hybrid._torch.tensors import TorchDispatchMode
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.graph import Layer, NetworkGraph
 from lightning_hybrid.network.stage import Stage, cut_at
@@ -79,10 +79,6 @@ def _shown(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
         reason = _of_layer(graph, layer)
         if reason is not None:
             return reason
-    with as_they_are():
-        hooked = (name for name, p in graph.network.named_parameters() if is_hooked(p))
-        if (name := next(hooked, None)) is not None:
-            return f"a hook on the gradient of {name!r} may do other things to those of parts"
     if not fits(graph, leaves, microbatches):
         if (node := _lacks_a_sample(graph, graph.split(leaves, microbatches))) is not None:
             return f"{node.name!r}{_of_module(graph, node)} needs two samples, and a part has one"

@@ -11,6 +11,7 @@ from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.pipeline.weight_hooks import WeightHooks
 from lightning_hybrid.tensors.deferred import is_deferred
 
 
@@ -24,6 +25,9 @@ class StagedNetwork:
         engine: this rank's stages at work.
         borrowed: names in the network of parameters that another rank owns and this one uses too:
             their values come from there, and their gradients go there.
+
+    Attributes:
+        weight_hooks: the user's, on gradients.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class StagedNetwork:
         self.keys: dict[int, CallKey] = {}
         self._traffic: dict[int, list[Traffic]] = {}
         self._parameters = list(module.parameters())
+        self.weight_hooks = WeightHooks(module)
 
     def add_key(self, key: CallKey, number: int | None = None) -> int:
         """Take in a new key.

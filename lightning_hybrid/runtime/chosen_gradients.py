@@ -8,6 +8,7 @@ have arisen; those of the other weights after ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.source_places import place_now
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
 from lightning_hybrid.runtime.gradients import ReplicaGradients
+from lightning_hybrid.runtime.held_hooks import HeldHooks
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.tensors.deferred import is_deferred
 
@@ -31,10 +33,13 @@ class ChosenGradients:
     Args:
         networks: that are cut; more may come.
         gradients: of this replica.
+        hooks: the user's, on gradients.
     """
 
-    def __init__(self, networks: Sequence[DrivenNetwork], gradients: ReplicaGradients) -> None:
-        self._networks, self._gradients = networks, gradients
+    def __init__(
+        self, networks: Sequence[DrivenNetwork], gradients: ReplicaGradients, hooks: HeldHooks
+    ) -> None:
+        self._networks, self._gradients, self._hooks = networks, gradients, hooks
 
     def __call__(
         self,
@@ -70,17 +75,20 @@ class ChosenGradients:
         # in nearly every step nothing is chosen, and all weights need not be looked at
         candidates = self._networks if chosen else ()
         networks = [n for n in candidates if not chosen.isdisjoint(map(id, n.weights()))]
-        if not networks or is_in_backward():  # stages take gradients of their weights there
-            return run(
-                outputs,
-                starts,
-                keep,
-                create_graph,
-                inputs,
-                *unused,
-                accumulate_grad=accumulate_grad,
-                **options,
-            )
+        nested = is_in_backward()  # stages take gradients of their weights there
+        if not networks or nested:
+            # gradients of other tensors alone are nothing that weights hear of
+            with nullcontext() if nested or chosen or not accumulate_grad else self._hooks():
+                return run(
+                    outputs,
+                    starts,
+                    keep,
+                    create_graph,
+                    inputs,
+                    *unused,
+                    accumulate_grad=accumulate_grad,
+                    **options,
+                )
         weights = {id(weight): weight for network in networks for weight in network.weights()}
         for network in networks:
             _check(network)
@@ -90,16 +98,17 @@ class ChosenGradients:
         with as_the_user_sees_them(), self._gradients.kept_local():
             before = _take(others.values())
             try:
-                found = run(
-                    outputs,
-                    starts,
-                    keep,
-                    create_graph,
-                    reached,
-                    *[True for _ in unused],
-                    accumulate_grad=accumulate_grad,
-                    **options,
-                )
+                with self._hooks(chosen, late=accumulate_grad):
+                    found = run(
+                        outputs,
+                        starts,
+                        keep,
+                        create_graph,
+                        reached,
+                        *[True for _ in unused],
+                        accumulate_grad=accumulate_grad,
+                        **options,
+                    )
                 self._gradients.settle()
                 if not accumulate_grad:
                     own = found[: len(inputs)]

@@ -46,6 +46,7 @@ from lightning_hybrid.network.watched_calls import (
 )
 from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.pipeline.staged_network import tensors_of
+from lightning_hybrid.pipeline.weight_hooks import is_of_the_user
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.adoption import Adoption, why_not_cut
 from lightning_hybrid.runtime.announcements import Announcements
@@ -436,15 +437,9 @@ class Discovery:
 
 def _hooks_of(module: nn.Module) -> dict[str, list[Any]]:
     """The user's hooks on gradients, by the names of the parameters."""
-    ours = __name__.partition(".")[0] + "."
     with as_they_are():
         named = {name: gradient_hooks(p) for name, p in module.named_parameters()}
-    return {
-        name: [
-            hook for hook in hooks if not (getattr(hook, "__module__", "") or "").startswith(ours)
-        ]
-        for name, hooks in named.items()
-    }
+    return {name: [hook for hook in hooks if is_of_the_user(hook)] for name, hooks in named.items()}
 
 
 def _shares(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

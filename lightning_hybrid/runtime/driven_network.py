@@ -220,7 +220,7 @@ class DrivenNetwork(StagedNetwork):
         if pattern is None:
             pattern = self._pattern_count
             self._pattern_count += 1
-        reduce = parameters and self._gradients.overlap()
+        reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
         mode = Backward(
             self.number, call.number, pattern, exchange, parameters, keep, input_gradient, reduce
         )

@@ -44,6 +44,7 @@ from lightning_hybrid.runtime.distribution import Distributed, Distribution
 from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
 from lightning_hybrid.runtime.driven_optimizers import ALL, DrivenOptimizers
 from lightning_hybrid.runtime.gradients import ReplicaGradients
+from lightning_hybrid.runtime.held_hooks import HeldHooks
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.step_calls import StepCalls
@@ -121,7 +122,8 @@ class Driver:
         self.optimizers = DrivenOptimizers(
             module, self._names, device, self.commands, self._ownership, self.gradients, say
         )
-        self.chosen_gradients = ChosenGradients(self._networks, self.gradients)
+        hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
+        self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         self._synchronized = True  # in the last step
 

@@ -25,7 +25,9 @@ from lightning_hybrid.comm.protocol import (
     ForgetFailure,
     Forward,
     Free,
+    HoldHooks,
     Reduce,
+    ReleaseHooks,
     Report,
     Share,
     Skip,
@@ -94,6 +96,8 @@ class Worker:
             Drop: self._drop,
             Skip: self._skip,
             Reduce: self._reduce,
+            HoldHooks: self._hold_hooks,
+            ReleaseHooks: self._release_hooks,
             SynchronizeBuffers: self._synchronize_buffers,
             Share: self._share_weights,
             **self._optimizers.handlers(),
@@ -265,6 +269,13 @@ class Worker:
 
     def _reduce(self, command: Reduce) -> None:
         self._networks[command.network].engine.replica_group.reduce()
+
+    def _hold_hooks(self, command: HoldHooks) -> None:
+        self._networks[command.network].weight_hooks.hold()
+
+    def _release_hooks(self, command: ReleaseHooks) -> None:
+        hooks = self._networks[command.network].weight_hooks
+        hooks.release(command.chosen, late=command.late)
 
     def _synchronize_buffers(self, command: SynchronizeBuffers) -> None:
         for network in self._networks:

@@ -17,8 +17,12 @@ DEFINED = {
     if isinstance(value, type) and issubclass(value, Message) and value not in FAMILIES
 }
 COMMANDS = sorted((m for m in DEFINED if issubclass(m, Command)), key=lambda m: m.__name__)
-CHANGES_GRADIENTS = {"Backward", "Reduce", "ZeroGrad", "ScaleGradients", "ClipValues", "Unscale"}
-CHANGES_BUFFERS, CHANGES_PARAMETERS = {"Forward", "SynchronizeBuffers"}, {"Step"}
+CHANGES_GRADIENTS = {
+    *("Backward", "Reduce", "ReleaseHooks"),
+    *("ZeroGrad", "ScaleGradients", "ClipValues", "Unscale"),
+}
+CHANGES_BUFFERS = {"Forward", "SynchronizeBuffers"}
+CHANGES_PARAMETERS = {"Step", "ReleaseHooks"}
 CHANGES = {
     Kind.GRADIENT: CHANGES_GRADIENTS,
     Kind.BUFFER: CHANGES_BUFFERS,

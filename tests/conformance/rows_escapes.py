@@ -215,8 +215,6 @@ class HooksATensor(Row):
 class HooksWeights(Row):
     """The gradients of weights in each stage are scaled, and looked at."""
 
-    equal_or_refused = ("weight", "hook")
-
     def build(self) -> None:
         super().build()
         self.net.first.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -227,11 +225,67 @@ class ClampsGradientsInHooks(HooksWeights):
     """What the hooks do to a gradient is not the sum of what they do to its parts."""
 
     fast = True
+    shapes = EVERY
 
     def build(self) -> None:
         super().build()
         for parameter in self.net.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class ClampsSumsOfGradients(Row):
+    """Hooks that hear of a gradient when it is in ``weight.grad``, over two batches."""
+
+    fast = True
+    shapes = EVERY
+    options: ClassVar = {"accumulate_grad_batches": 2}
+
+    def build(self) -> None:
+        super().build()
+        for parameter in self.net.parameters():
+            parameter.register_post_accumulate_grad_hook(self.clamp)
+
+    @staticmethod
+    def clamp(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01)
+
+
+class HearsOfTwoCallsTogether(ClampsGradientsInHooks):
+    """A hook hears of the sum of what two calls, and a penalty on all weights, give."""
+
+    fast = True
+    shapes = EVERY
+    trains = False  # that of the penalty arises on the driver
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        twice = super().loss(x, y) + super().loss(x.flip(1), y)
+        return twice + 0.1 * sum(p.square().sum() for p in self.net.parameters())
+
+
+class StepsInTheBackward(Row):
+    """An optimizer for each weight, which steps and forgets the gradient as soon as it is there."""
+
+    fast = True
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)  # with replicas each steps with its own gradients
+
+    def build(self) -> None:
+        super().build()
+        for parameter in self.net.parameters():
+            parameter.register_post_accumulate_grad_hook(self.stepper(parameter))
+
+    @staticmethod
+    def stepper(parameter: nn.Parameter) -> Any:
+        optimizer = torch.optim.Adam([parameter], lr=0.01)
+
+        def step(_: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def configure_optimizers(self) -> None:
+        return None
 
 
 class HooksWeightsLater(Row):

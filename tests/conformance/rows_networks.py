@@ -435,6 +435,16 @@ class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
+class HooksATiedWeight(TiesAcrossStages):
+    """A hook hears of the sum of what all stages give."""
+
+    fast = True
+
+    def build(self) -> None:
+        super().build()
+        self.net.first.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
 class TiesWeights(Row):
     """One matrix in two layers: both are in one stage."""
 

@@ -35,7 +35,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ran_here import LISTENERS, noting
+from tests.ran_here import LISTENERS, hear_of_gradients, noting
 
 STEPS = 6
 SEED = 7
@@ -248,13 +248,13 @@ class Witness:
                 self._known.add(id(part))
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
-                parameter.register_post_accumulate_grad_hook(partial(self._got, name))
+                hear_of_gradients(parameter, partial(self._got, name))
                 self._known.add(id(parameter))
 
     def _ran(self, name: str, *_: Any) -> None:
         self.forwards.add(name)
 
-    def _got(self, name: str, _: Tensor) -> None:
+    def _got(self, name: str) -> None:
         self.gradients.update([name])
 
 

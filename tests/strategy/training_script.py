@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from models import ResAttNet3D
-from tests.ran_here import LISTENERS, noting
+from tests.ran_here import LISTENERS, hear_of_gradients, noting
 
 CLASSES = 2
 
@@ -154,7 +154,7 @@ class Classifier(LightningModule):
             looker, weight = looked_at[0], self.net.get_parameter(looked_at[1])
             LISTENERS.append(lambda name, _: weight.sum().item() if name == looker else None)
         for name, parameter in self.net.named_parameters():
-            parameter.register_post_accumulate_grad_hook(partial(self.got_gradient, name))
+            hear_of_gradients(parameter, partial(self.got_gradient, name))
 
     def ran(self, name: str, trained: bool) -> None:
         """A module ran in this process. (In its fifth training call it is surely at work.)"""
@@ -166,7 +166,7 @@ class Classifier(LightningModule):
             Path(f"writing{os.getpid()}").rename(here)
             fault(self.config, "forward", 3)
 
-    def got_gradient(self, name: str, _: Tensor) -> None:
+    def got_gradient(self, name: str) -> None:
         self.gradients.update([name])
         if self.gradients[name] == 10:
             fault(self.config, "backward", 3)

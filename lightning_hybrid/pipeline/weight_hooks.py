@@ -1,0 +1,107 @@
+"""Hooks on the gradients of weights, which hear of each backward pass once, as on one device.
+
+The gradient of a weight comes in pieces: of each micro-batch and call of the network, of a penalty,
+of other ranks that use the weight too. Autograd calls a hook for each piece; the user's shall hear
+of their sum, which they may change (`Tensor.register_hook`) or use up
+(`Tensor.register_post_accumulate_grad_hook`). So before a backward pass every rank takes the hooks
+off its weights, and puts aside the gradients that are there already; when all pieces are there it
+puts the hooks back and calls them.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.tensors import (
+    HookTables,
+    as_they_are,
+    gradient_hooks,
+    put_hooks,
+    take_hooks,
+)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What was taken off one weight."""
+
+    name: str
+    weight: nn.Parameter
+    hooks: HookTables
+    gradient: Tensor | None
+
+
+class WeightHooks:
+    """Those of the user's on the weights of one network, on one rank.
+
+    Args:
+        module: the network.
+
+    Attributes:
+        held: whether they are taken off now.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = list(module.named_parameters())
+        self._taken: list[_Held] = []
+        self.held = False
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        with as_they_are():
+            return any(any(map(is_of_the_user, gradient_hooks(p))) for _, p in self._weights)
+
+    def hold(self) -> None:
+        """A backward pass begins."""
+        self.held = True
+        with as_they_are():
+            for name, weight in self._weights:
+                if any(map(is_of_the_user, gradient_hooks(weight))):
+                    self._taken.append(_Held(name, weight, take_hooks(weight), weight.grad))
+                    weight.grad = None
+
+    def release(self, chosen: Collection[str] | None = None, *, late: bool = True) -> None:
+        """It is over, and all pieces of its gradients are here.
+
+        Args:
+            chosen: names of the weights that the pass was for; ``None``: all.
+            late: call the hooks that wait for the sum to be in ``weight.grad`` too.
+
+        Raises:
+            Exception: of a hook.
+        """
+        taken, self._taken, self.held = self._taken, [], False
+        with as_they_are():
+            for held in taken:
+                put_hooks(held.weight, held.hooks)
+            arisen = [(held, held.weight.grad) for held in taken]
+            for held in taken:
+                held.weight.grad = held.gradient
+        with torch.no_grad():  # and a hook sees the weights of other ranks as all of its code does
+            for held, gradient in reversed(arisen):  # backward begins at the last layers
+                if gradient is not None:
+                    _add(held, gradient, heard=chosen is None or held.name in chosen, late=late)
+
+
+def _add(held: _Held, gradient: Tensor, *, heard: bool, late: bool) -> None:
+    weight, (before, after) = held.weight, held.hooks
+    for hook in [*(before or {}).values()] if heard else ():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    if weight.grad is None:
+        weight.grad = gradient
+    elif weight.grad.layout is gradient.layout is torch.strided:
+        weight.grad += gradient  # who has kept it sees the sum, as autograd does it
+    else:
+        weight.grad = weight.grad + gradient
+    for hook in [*(after or {}).values()] if heard and late else ():
+        if hook(weight) is not None:
+            raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+
+
+def is_of_the_user(hook: object) -> bool:
+    """Whether a hook on a gradient is not one of this package's."""
+    ours = __name__.partition(".")[0] + "."
+    return not (getattr(hook, "__module__", "") or "").startswith(ours)
