@@ -30,8 +30,10 @@ from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, same_numbers
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.tensors.deferred import is_deferred
 from lightning_hybrid.tensors.emptied_tensors import emptied
-from lightning_hybrid.tensors.proxy import make_plain, make_proxy
+from lightning_hybrid.tensors.living_views import in_one_memory, living, living_views
+from lightning_hybrid.tensors.proxy import RemoteTensor, make_plain, make_proxy, source_of
 from lightning_hybrid.tensors.remote_gradients import RemoteGradients
 from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.remote_source import Remote, RemoteStore
@@ -76,12 +78,18 @@ class RemoteTensors:
             here_too: names of buffers that stages of this rank use as well. A network is not cut
                 between two uses of a buffer that it changes, so these are constants: what is here
                 is what the owner has.
+
+        Raises:
+            HybridError: one shares its memory with another parameter.
         """
         self._here_too.update(here_too)
+        names = list(names)
+        _refuse_shared_memory(module, names)
         for name in names:
             owner, _, key = name.rpartition(".")
             parameters, buffers = tables(module.get_submodule(owner))
             self._open(name, buffers if parameters.get(key) is None else parameters, key)
+        self._take_in_views()
         # what this step has computed before, it has computed with ordinary tensors
         self._gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
@@ -95,6 +103,10 @@ class RemoteTensors:
     def close(self) -> None:
         """Make ordinary tensors of all proxies again."""
         _make_plain(self._tensors)
+        known = {id(remote) for kind in _KINDS for remote in self._tensors[kind].values()}
+        for view in living(RemoteTensor):
+            if id(source_of(view)) in known:
+                make_plain(view)
         for table in (self._places, self._touched, self._here_too, self._gradients):
             table.clear()
         for tensors in self._tensors.values():
@@ -323,6 +335,13 @@ class RemoteTensors:
         self._places[name] = (place, key, known)
         make_proxy(value, known)
 
+    def _take_in_views(self) -> None:
+        """What code has taken of tensors before (``data``, a state dict) shows what owners have."""
+        remotes = {id(r.value): r for kind in _KINDS for r in self._tensors[kind].values()}
+        with as_they_are():
+            for view, value in living_views([remote.value for remote in remotes.values()]):
+                make_proxy(view, remotes[id(value)])
+
     def _send_changed(self) -> None:
         changed: dict[Kind, dict[str, Tensor]] = {}
         for (kind, name), remote in self._touched.items():
@@ -338,6 +357,23 @@ class RemoteTensors:
         for kind, values in changed.items():
             self._owners.take(kind, values)
             self._writes += 1
+
+
+def _refuse_shared_memory(module: nn.Module, names: Iterable[str]) -> None:
+    everything = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    with as_they_are():
+        found = in_one_memory({n: t for n, t in everything if not is_deferred(t)}, names)
+    if found is not None:
+        one, other = found
+        raise HybridError(
+            f"{one!r} and {other!r} are two tensors in one memory (as after `a.data = b.data`), "
+            f"and another rank is to own {one!r}. A change of it there would not change the other "
+            "here. Make them one parameter (`module.a = module.b`), which may be in several "
+            "stages, or give each its own memory (`a.data = b.data.clone()`)."
+        )
 
 
 def _make_plain(tensors: Mapping[Kind, Mapping[str, Remote]]) -> None:

@@ -48,6 +48,22 @@ class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
             self.net = self.Net().double()
 
 
+class RefusedTwoParametersInOneMemory(Row):
+    """Tied as users tie that do not know that two layers may have one parameter."""
+
+    fast = True
+    shapes = (ONE_OF_TWO,)
+    cuts: ClassVar = {2: ["net.third"]}
+    refused = ("'net.second.weight' and 'net.third.weight'", "in one memory", "module.a = module.b")
+
+    def build(self) -> None:
+        super().build()
+        self.net.third = nn.Linear(8, 8)
+
+    def on_fit_start(self) -> None:
+        self.net.third.weight.data = self.net.second.weight.data
+
+
 class RefusedSingleLayer(Row):
     fast = True
     shapes = (ONE_OF_TWO,)

@@ -1,7 +1,7 @@
 """A module whose tensors another rank owns, which here is an ordinary copy of the module."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +43,16 @@ class Owner:
 
 
 class World:
-    """A module on this rank whose tensors live in another one."""
+    """A module on this rank whose tensors live in another one.
 
-    def __init__(self) -> None:
+    Args:
+        before: called with the module before that.
+    """
+
+    def __init__(self, before: Callable[[nn.Sequential], object] = lambda _: None) -> None:
         torch.manual_seed(0)
         self.here = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        before(self.here)
         self.there = copy.deepcopy(self.here)
         with torch.no_grad():
             for tensor in self.there.parameters():
