@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, same_numbers
-from lightning_hybrid.errors import HybridError
+from lightning_hybrid.errors import HybridError, NetworkError
 from lightning_hybrid.tensors.deferred import is_deferred
 from lightning_hybrid.tensors.emptied_tensors import emptied
 from lightning_hybrid.tensors.living_views import in_one_memory, living, living_views
@@ -80,7 +80,7 @@ class RemoteTensors:
                 is what the owner has.
 
         Raises:
-            HybridError: one shares its memory with another parameter.
+            NetworkError: one shares its memory with another parameter.
         """
         self._here_too.update(here_too)
         names = list(names)
@@ -368,7 +368,7 @@ def _refuse_shared_memory(module: nn.Module, names: Iterable[str]) -> None:
         found = in_one_memory({n: t for n, t in everything if not is_deferred(t)}, names)
     if found is not None:
         one, other = found
-        raise HybridError(
+        raise NetworkError(
             f"{one!r} and {other!r} are two tensors in one memory (as after `a.data = b.data`), "
             f"and another rank is to own {one!r}. A change of it there would not change the other "
             "here. Make them one parameter (`module.a = module.b`), which may be in several "

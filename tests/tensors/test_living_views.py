@@ -8,7 +8,7 @@ import torch
 from owned_elsewhere import World
 from torch import Tensor, nn
 
-from lightning_hybrid.errors import HybridError
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.tensors.living_views import in_one_memory, living_views
 from lightning_hybrid.tensors.remote_kind import Kind
 
@@ -56,7 +56,7 @@ def test_parameters_in_one_memory_are_refused() -> None:
     def tie(module: nn.Sequential) -> None:
         module[2].weight.data = module[0].weight.data.view(3, 4)[:2]
 
-    with pytest.raises(HybridError, match=r"'0.weight' and '2.weight' are two tensors in one mem"):
+    with pytest.raises(NetworkError, match=r"'0.weight' and '2.weight' are two tensors in one mem"):
         World(tie)
 
 
