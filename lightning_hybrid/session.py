@@ -67,6 +67,7 @@ class DriverSession:
         self._coming = coming
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
+        self._changed = False  # whether weights or buffers may be others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
         self._intercept()
 
@@ -283,10 +284,14 @@ class DriverSession:
         """The Trainer is done: bring the trained weights here, and leave all as it was."""
         self._networks.close()
         went_well = self._run.trainer.state.status != TrainerStatus.INTERRUPTED
-        if went_well and self._run.fitting and self._run.world.phase is Phase.RUNNING:
-            self._driver.check()
-            self._driver.weights.broadcast_buffers()
+        # an evaluation may be in training mode, adapt batch statistics, or train at test time
+        self._changed = self._run.fitting or self._driver.weights.changed
+        if went_well and self._changed and self._run.world.phase is Phase.RUNNING:
+            if self._run.fitting:
+                self._driver.check()
+                self._driver.weights.broadcast_buffers()
             self._driver.weights.gather()
+            self._driver.remote.bring_gradients()
         self._driver.close()
         self._release()
 
@@ -298,7 +303,7 @@ class DriverSession:
         """
         results = collect_results(self._run.trainer, returned, self._run.before)
         results.plans.update(self._run.plans)
-        self._driver.end(results, weights=self._run.fitting)
+        self._driver.end(results, weights=self._changed)
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """Remember what :meth:`abort` is to tell.

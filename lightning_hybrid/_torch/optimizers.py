@@ -43,6 +43,11 @@ def runs_step_hooks(optimizer: Optimizer) -> bool:
     )
 
 
+def has_step_hook(optimizer: Optimizer, handle: Any) -> bool:
+    """Whether an optimizer still has a pre-hook of its step; one that is made anew has none."""
+    return handle.id in optimizer._optimizer_step_pre_hooks
+
+
 def order_step_hooks(optimizer: Optimizer, *, last: Any, first: Any) -> None:
     """Let the pre-hook ``last`` run after the others, the post-hook ``first`` before the others.
 

@@ -151,6 +151,8 @@ def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[
 
 def _open_modules(graph: NetworkGraph, position: int) -> int:
     """How many modules (the network itself not counted) have layers on both sides of a cut."""
+    if not 0 < position < len(graph.layers):  # a network has changed so that a stage has no layers
+        return 0
     one, other = (graph.layers[i] for i in (position - 1, position))
     before, after = _scope(one), _scope(other)
     if one.is_module and one.module == other.module:

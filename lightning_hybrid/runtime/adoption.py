@@ -191,7 +191,7 @@ class Adoption:
         is_part: bool,
     ) -> Plan:
         """The plan of replica 0, or its error, on all drivers."""
-        if name not in self._plans:
+        if not self._is_known(name, partitions):
             made: Plan | HybridError | None = None
             if self._mesh.coordinates.dp_rank == 0:
                 try:
@@ -206,6 +206,14 @@ class Adoption:
             self._plans[name] = plan
             self._announcements.planned(found, plan)
         return self._plans[name]
+
+    def _is_known(self, name: str, partitions: Sequence[NetworkPartition]) -> bool:
+        """Whether an earlier run has planned a network of this name that has these cuts."""
+        try:
+            [find_boundary(partitions, first) for first in self._plans[name].cuts]
+        except (KeyError, NetworkError):
+            return False
+        return True
 
     def _make_plan(
         self,

@@ -171,7 +171,7 @@ class DrivenNetwork(StagedNetwork):
         while self._dropped:
             self._free(self._dropped.popleft())
         graph = specialization.graph
-        self._weights.before_forward(grad=grad, written=graph.writes_parameters)
+        self._weights.before_forward(graph, grad=grad)
         # in the middle of a pass no worker could answer what its buffer is now
         leaves = [read_now(leaf) for leaf in leaves]
         slices, numbers = specialization.split(leaves)

@@ -146,6 +146,11 @@ class DrivenOptimizers:
             if link.reason:
                 refuse_deferred(link.optimizer, link.reason)
 
+    def gather_states(self) -> None:
+        """Have the states of all ranks here."""
+        for link in self._links:
+            link.gather_state()
+
     # ------------------------------------------------------------------ as counterparts of one
 
     def step(self, index: int, changed: list[Hyperparameters] | None) -> None:

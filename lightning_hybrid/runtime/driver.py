@@ -291,10 +291,13 @@ class Driver:
     def salvage(self) -> None:
         """Before :meth:`abort`: have the weights of all stages in the module, here and on workers.
 
+        The states of the optimizers come here, for a checkpoint that is written after the error.
+
         A script that catches the error finds there what its training has made, as on one device.
         """
         if self._networks:
             self.commands.tell(ForgetFailure())
+            self.optimizers.gather_states()
             self.weights.gather()
             self.weights.hand_out_all()
 

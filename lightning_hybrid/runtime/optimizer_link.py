@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hybrid._torch.optimizers import order_step_hooks, runs_step_hooks
+from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
@@ -77,20 +77,22 @@ class OptimizerLink:
         self._closed = False
         self._left = False  # closed, with states on the workers
         self._entered = ExitStack()
-        self._hooks: list[Any] = []
-        if runs_step_hooks(optimizer):
-            self._hooks = [
-                optimizer.register_step_pre_hook(self._stepping),
-                optimizer.register_step_post_hook(self._stepped),
-                optimizer.register_state_dict_post_hook(self._complete),
-                optimizer.register_load_state_dict_post_hook(lambda _: counterparts.ship()),
-                optimizer.register_state_dict_pre_hook(lambda _: self._hush()),
-            ]
+        self._hooks = self._put_hooks() if runs_step_hooks(optimizer) else []
         self._zero_grad = optimizer.zero_grad
         # on the instance, since Lightning's wrapper and its loops call it from there
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step, self._step_before = optimizer.step, vars(optimizer).get("step")
         optimizer.step = self._make_step()  # type: ignore[method-assign]
+
+    def _put_hooks(self) -> list[Any]:
+        optimizer = self.optimizer
+        return [
+            optimizer.register_step_pre_hook(self._stepping),
+            optimizer.register_step_post_hook(self._stepped),
+            optimizer.register_state_dict_post_hook(self._complete),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._counterparts.ship()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._hush()),
+        ]
 
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
         """Find out whether it steps whole, unless that is known of groups of these kinds."""
@@ -108,6 +110,11 @@ class OptimizerLink:
         state = self._state
         here = state is None or self.optimizer.state is not state or not state.away
         return here and not self._left
+
+    def gather_state(self) -> None:
+        """Have the states of all parameters here."""
+        if self._state is not None and not self.is_back:
+            self._state.arrive()
 
     def ship_quietly(self) -> None:
         """Until :meth:`shipped`, ``optimizer.state`` is what this rank has."""
@@ -190,6 +197,9 @@ class OptimizerLink:
             if self._hooks:
                 # hooks of the user's are the user's code: they see all parameters, before the
                 # step and after it
+                if not has_step_hook(optimizer, self._hooks[0]):  # `optimizer.__init__` was called
+                    self._hooks = self._put_hooks()
+                    self._counterparts.ship()
                 order_step_hooks(optimizer, last=self._hooks[0], first=self._hooks[1])
                 return self._step(*arguments, **keywords)
             changed = self._stepping(optimizer, (optimizer, *arguments), keywords)

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.protocol import SynchronizeBuffers, TakeWeights
 from lightning_hybrid.comm.signals import signals_deferred
+from lightning_hybrid.network import NetworkGraph
 from lightning_hybrid.pipeline.staged_network import tensors_of, write_tensors
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands
@@ -29,6 +31,9 @@ class Weights:
         ownership: which worker owns what.
         borrowing: of tied parameters.
         replicated: what this rank owns.
+
+    Attributes:
+        written: whether a network has changed its buffers or parameters.
     """
 
     def __init__(
@@ -47,17 +52,36 @@ class Weights:
         self._shared = frozenset(tensors_of(module))
         # what takes the place of one of these in the middle of a run is this rank's alone
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.written = False
+        self._versions = self._versions_now()
 
-    def before_forward(self, *, grad: bool, written: bool) -> None:
+    @property
+    def changed(self) -> bool:
+        """Whether they may be others than before the run, by its calls or by the user's code.
+
+        Not seen is a change through ``data`` of what this rank owns.
+        """
+        now = self._versions_now().items()
+        here = any(self._versions.get(identity) != number for identity, number in now)
+        return here or self.written or self._remote.changed_here
+
+    def _versions_now(self) -> dict[int, int]:
+        """Of what is no proxy, by identity."""
+        with as_they_are():
+            plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
+            return {id(t): version(t) for t in plain if not t.is_inference()}
+
+    def before_forward(self, graph: NetworkGraph, *, grad: bool) -> None:
         """A forward follows: every stage must have the values that it computes with.
 
         Args:
+            graph: of it.
             grad: it is differentiable.
-            written: it changes parameters.
         """
         self._remote.adopt_replaced()
         self._borrowing.refresh(grad=grad)
-        if written:
+        self.written |= bool(graph.written)
+        if graph.writes_parameters:
             self._remote.outdate(Kind.PARAMETER)
 
     def gather(self) -> None:

@@ -51,6 +51,7 @@ class RemoteTensors:
 
     Attributes:
         in_graph: whether a proxy has entered the graph of this step.
+        changed_here: whether code on this rank has changed a parameter or buffer.
     """
 
     def __init__(self, owners: RemoteStore) -> None:
@@ -67,7 +68,8 @@ class RemoteTensors:
         self._busy = False
         self._at_hand = False  # see at_hand
         self._writes = 0
-        self.in_graph = False
+        self._brought: dict[str, Tensor] = {}
+        self.in_graph = self.changed_here = False
 
     def add(self, module: nn.Module, names: Iterable[str], here_too: Iterable[str] = ()) -> None:
         """Make proxies of these parameters and buffers of ``module``.
@@ -107,6 +109,8 @@ class RemoteTensors:
         for view in living(RemoteTensor):
             if id(source_of(view)) in known:
                 make_plain(view)
+        for name, gradient in self._brought.items():
+            self._tensors[Kind.PARAMETER][name].value.grad = gradient
         for table in (self._places, self._touched, self._here_too, self._gradients):
             table.clear()
         for tensors in self._tensors.values():
@@ -220,6 +224,20 @@ class RemoteTensors:
                 remote.seen = self._age[kind]
                 remote.settle()
         self._writes += 1
+
+    def bring_gradients(self) -> None:
+        """The owners go: from :meth:`close` on parameters have here the gradients that are left."""
+        if not self._tensors[Kind.PARAMETER]:
+            return
+        self.flush()
+        with torch.no_grad(), as_they_are():
+            parameters, names = self._tensors[Kind.PARAMETER], self._gradients.names()
+            here = [name for name in names if not is_deferred(parameters[name].value)]
+            held = [self._tensors[Kind.GRADIENT][name] for name in here]
+            self._fetch(held)
+        self._brought = {remote.name: remote.value for remote in held}
+        if here:  # the next run brings them from here
+            self._owners.clear_gradients(here)
 
     def adopt_replaced(self) -> None:
         """Before a forward: bring the owners the buffers that were replaced here.
@@ -357,6 +375,7 @@ class RemoteTensors:
         for kind, values in changed.items():
             self._owners.take(kind, values)
             self._writes += 1
+            self.changed_here |= kind is not Kind.GRADIENT
 
 
 def _refuse_shared_memory(module: nn.Module, names: Iterable[str]) -> None:
