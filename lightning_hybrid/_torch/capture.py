@@ -17,7 +17,8 @@ from torch._dynamo.eval_frame import cached_backends as _cached_backends
 
 # what torch.compile raises where it cannot follow, and why it compiled again
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import get_compilation_metrics, specialize_symnode
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -87,6 +88,26 @@ _captured_optimizers = Exchanged(
     lambda: setattr(_optimizers, "var_getattr", _looks),
 )
 
+_dictionaries: Any = ConstDictVariable
+_guard_key: Any = _dictionaries.install_dict_contains_guard
+
+
+def _guard_number_as_key(self: Any, tx: Any, args: Any) -> None:
+    """Where a number that follows from sizes or values is looked up in a dictionary.
+
+    TorchDynamo makes a constant of it to look it up, and where it was not found does not guard that
+    it still is not there: a cache that has been filled since would never be read.
+    """
+    if getattr(_capturing, "depth", 0):
+        args = [specialize_symnode(args[0]), *args[1:]]
+    _guard_key(self, tx, args)
+
+
+_guarded_keys = Exchanged(
+    lambda: setattr(_dictionaries, "install_dict_contains_guard", _guard_number_as_key),
+    lambda: setattr(_dictionaries, "install_dict_contains_guard", _guard_key),
+)
+
 _guards: Any = torch._dynamo.guards
 _measure_guards: Any = _guards.profile_guard_manager
 # for a line in a log it times the guards of each graph, behind a flush of the caches: 10 to 50 ms
@@ -124,7 +145,7 @@ def capture_settings() -> Iterator[None]:
     reverts = [patch() for patch in _PATCHES]
     _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:
-        with _captured_optimizers, _unmeasured_guards, _free_convolutions:
+        with _captured_optimizers, _guarded_keys, _unmeasured_guards, _free_convolutions:
             yield
     finally:
         _capturing.depth -= 1
