@@ -293,6 +293,7 @@ class DriverSession:
             self._driver.weights.gather()
             self._driver.remote.bring_gradients()
         self._driver.close()
+        self._driver.weights.leave_inference()
         self._release()
 
     def end(self, returned: Any) -> None:

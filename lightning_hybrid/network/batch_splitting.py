@@ -3,7 +3,8 @@
 What the graph shows is asked first: sizes that are used as numbers, results that do not follow the
 batch, writes, random numbers. What it cannot show (``x - x.mean(0)``) is tried: the captured graph,
 in the mode in which it was captured, on the whole batch and on its parts, with the same random
-numbers and with parameters that are a little off, so that a gate that starts at zero is open.
+numbers and with parameters (and buffers and inputs that are zero) a little off, so that a gate that
+starts at zero is open.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
     stage = Stage(code, graph.network, here)
     generator = torch.Generator().manual_seed(0)
     tensors = [_a_little_off(state[name], generator, here) for name in code.tensors]
+    leaves = [_a_little_off(t, generator, here) if _is_zero(t) else t for t in leaves]
     draws = _SameDraws()
 
     def once(part: Sequence[Tensor], start: int | None, size: int) -> list[Any]:
@@ -298,11 +300,17 @@ def _has_own_backward(node: fx.Node) -> bool:
 def _a_little_off(value: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
     """A copy with noise, so that nothing is zero by initialisation."""
     copy = value.detach().to(device, copy=True)
-    if not isinstance(value, nn.Parameter) or not copy.is_floating_point() or not copy.numel():
+    if not copy.is_floating_point() or not copy.numel():
         return copy
+    if not (isinstance(value, nn.Parameter) or _is_zero(copy)):
+        return copy  # what is no parameter may have to be as it is, but a zero may close a gate
     noise = torch.randn(copy.shape, generator=generator, dtype=torch.float32)
     spread = copy.float().std().item() if copy.numel() > 1 else 0.0
     return copy.add_(noise.to(device, copy.dtype), alpha=0.1 * (spread or 0.5))
+
+
+def _is_zero(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.any()
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -15,6 +15,7 @@ Three kinds of nodes are told apart:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -137,6 +138,13 @@ class NetworkGraph:
         """What the last stage returns as tensors: outputs, and leaves that were written to."""
         wanted = [n for n in self.outputs if isinstance(n, fx.Node) and n in self.info]
         return tuple(dict.fromkeys([*wanted, *(leaf.node for leaf in self.written_leaves)]))
+
+    @cached_property
+    def sharing_outputs(self) -> frozenset[fx.Node]:
+        """Tensor outputs that show the memory of another one, or of what the call was given."""
+        made = [n for n in self.tensor_outputs if n in self.memory and n not in self.place]
+        counts = Counter(self.memory[n] for n in (*made, *self.place) if n in self.memory)
+        return frozenset(node for node in made if counts[self.memory[node]] > 1)
 
     @cached_property
     def scalar_outputs(self) -> tuple[fx.Node, ...]:

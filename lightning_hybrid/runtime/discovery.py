@@ -391,11 +391,7 @@ class Discovery:
         name, module = found.name, found.module
         refusal = why_not_cut(graph)
         partitions = network_partitions(graph)
-        if (
-            refusal is None
-            and len(partitions) < self._ranks
-            and (self._options.automatic or self._opened or self._others_can_be_cut(name))
-        ):
+        if refusal is None and len(partitions) < self._ranks and self._may_stay(name):
             few = count(len(partitions), "network partition")
             refusal = f"has {few}, fewer than {self._ranks} stages"
         if refusal is not None:
@@ -425,6 +421,12 @@ class Discovery:
         for name in sorted(away & now.keys() & self._hooks.keys()):
             if now[name] != self._hooks[name]:
                 raise hook_refused(name)
+
+    def _may_stay(self, name: str) -> bool:
+        """Whether a network with fewer partitions than stages may be whole on the driver."""
+        options = self._options
+        asked = options.training and not options.automatic
+        return not asked or bool(self._opened) or self._others_can_be_cut(name)
 
     def _others_can_be_cut(self, name: str) -> bool:
         """Whether a network beside this one is, or by its size may be, cut into stages."""

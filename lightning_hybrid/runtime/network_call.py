@@ -5,6 +5,7 @@ returns the outputs, its backward sends the gradients back through the stages.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_hybrid._torch.autograd import (
     forward_derivatives,
     graph_is_kept,
 )
+from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NetworkGraph
 from lightning_hybrid.network.source_places import place_now
@@ -46,6 +48,8 @@ class NetworkCall:
         """
         graph, outputs = self.specialization.graph, None
         leaves = graph.bind(values)
+        if graph.written_leaves:
+            _refuse_shared_memory(graph, leaves)
         if torch.is_grad_enabled():
             anchor = self.network.anchor()
             if anchor is not None or any(leaf.requires_grad for leaf in leaves):
@@ -80,6 +84,10 @@ class _CallNode(torch.autograd.Function):
         outputs = _join(
             [[v.detach() if isinstance(v, Tensor) else v for v in part] for part in parts]
         )
+        # the outputs have no common graph: as views torch refuses that they are changed in place
+        for index, node in enumerate(specialization.graph.tensor_outputs):
+            if node in specialization.graph.sharing_outputs:
+                outputs[index] = outputs[index].view_as(outputs[index])
         ctx.mark_non_differentiable(
             *(
                 output
@@ -117,6 +125,20 @@ class _CallNode(torch.autograd.Function):
         return None, None, *_join_gradients(inputs, ctx.wanted, ctx.split)
 
 
+def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None:
+    """What is written to in one memory on one device travels in two messages to the stages."""
+    pairs = [(x, t) for x, t in zip(graph.leaves, leaves) if t.layout is torch.strided]
+    memory = {leaf: storage_key(tensor.untyped_storage()) for leaf, tensor in pairs}
+    counts = Counter(memory.values())
+    for leaf in graph.written_leaves:
+        if counts[memory.get(leaf, 0)] > 1:
+            raise NetworkError(
+                f"The network changes its argument {leaf.node.name!r} in place ({place_now()}), "
+                "and another argument shows the same memory. In stages it would not follow. Pass a "
+                "copy (tensor.clone()) of one of them."
+            )
+
+
 def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence[Any]) -> None:
     """What the network has changed in place, in tensors that are not its own."""
     found = dict(zip(graph.tensor_outputs, outputs))
@@ -131,7 +153,18 @@ def _join(parts: Sequence[Sequence[Any]]) -> list[Any]:
     if len(parts) == 1:
         return list(parts[0])
     # numbers are the same in all of them
-    return [torch.cat(s) if isinstance(s[0], Tensor) else s[0] for s in zip(*parts)]
+    return [_cat(s) if isinstance(s[0], Tensor) else s[0] for s in zip(*parts)]
+
+
+def _cat(parts: tuple[Tensor, ...]) -> Tensor:
+    """The parts of a batch in one tensor, whose dimensions lie in memory as those of the parts."""
+    first = parts[0]
+    if first.is_contiguous() or first.layout is not torch.strided:
+        return torch.cat(parts)
+    strides = first.stride()
+    order = sorted(range(first.dim()), key=lambda d: (-strides[d], d))
+    joined = torch.cat([part.permute(order) for part in parts], order.index(0))
+    return joined.permute(sorted(range(first.dim()), key=order.__getitem__))
 
 
 def _split_gradients(

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.protocol import SynchronizeBuffers, TakeWeights
@@ -88,6 +90,18 @@ class Weights:
         """Bring the weights of the workers' stages into the module, where it has room for them."""
         tensors = self._owned_elsewhere()
         self._fetch([name for name, tensor in tensors.items() if not is_deferred(tensor)])
+
+    def leave_inference(self) -> None:
+        """Make ordinary buffers of those that calls in inference mode have replaced.
+
+        `self.count += 1` leaves on one device the buffer that was there.
+        """
+        for part in self._module.modules():
+            _, buffers = tables(part)
+            for key, value in buffers.items():
+                if value is not None and value.is_inference():
+                    with torch.inference_mode(False):
+                        buffers[key] = value.clone()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -53,6 +53,7 @@ class _Proxy(Intercepted):
             result = func(*args, **kwargs)
             for proxy, count in zip(proxies, before):
                 written = func in _NORMS and not isinstance(proxy, RemoteParameter)
+                written |= proxy.is_inference() and func not in _Proxy.looks  # nobody counts those
                 if written or version(proxy) != count or func == _SET_DATA:
                     proxy._source.touch()
             if torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(result)):

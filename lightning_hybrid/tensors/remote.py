@@ -256,6 +256,9 @@ class RemoteTensors:
                     "(parameter.copy_(...), load_state_dict) instead."
                 )
             make_plain(known.value)
+            if value.is_inference():  # `self.count += 1` leaves on one device what was there
+                with torch.inference_mode(False):
+                    place[key] = value.clone()
             self._open(name, place, key)
             self.touch(self._tensors[Kind.BUFFER][name])
 

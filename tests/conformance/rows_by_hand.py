@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
@@ -389,3 +390,107 @@ class ChoosesWhatGetsGradients(_Manual):
             parameter.grad = parameter.grad + gradient
         self.optimizers().step()
         self.optimizers().zero_grad()
+
+
+class GrowsItsLastLayer(Row):
+    """By a class, with an optimizer for the new weights."""
+
+    fast = True
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    control = False  # `ddp` refuses parameters that it does not know
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.global_step == 3:
+            last = self.net.third
+            wider = nn.Linear(8, 4, dtype=torch.float64)
+            last.weight = nn.Parameter(torch.cat([last.weight.detach(), wider.weight[:1] * 0]))
+            last.bias = nn.Parameter(torch.cat([last.bias.detach(), wider.bias[:1] * 0]))
+            last.out_features = 4
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class _Evaluates(Row):
+    """What an evaluation changes stays, on all ranks."""
+
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    trains = False
+    idle = True
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(self.dataset(), batch_size=4)
+
+    predict_dataloader = test_dataloader
+
+
+class AdaptsStatisticsInPredict(_Evaluates):
+    """The network is in training mode; its batch statistics follow the data."""
+
+    fast = True
+    microbatches = 1
+
+    def build(self) -> None:
+        super().build()
+        self.net.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+
+    def on_predict_epoch_start(self) -> None:
+        self.net.train()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def exercise(self, run: Any) -> Any:
+        run.trainer().predict(self)
+        return {name: value.clone() for name, value in self.state_dict().items()}
+
+
+class CountsInPredict(_Evaluates):
+    """In a buffer of the first stage, and in inference mode."""
+
+    fast = True
+
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def exercise(self, run: Any) -> Any:
+        run.trainer().predict(self)
+        run.trainer().fit(self)
+        return {name: value.clone() for name, value in self.state_dict().items()}
+
+
+class TrainsAtTestTime(_Evaluates):
+    fast = True
+    options: ClassVar = {"inference_mode": False}
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            self.loss(*batch).backward()
+        torch.optim.SGD(self.net.parameters(), lr=0.1).step()
+        self.zero_grad()
+
+    def exercise(self, run: Any) -> Any:
+        run.trainer().test(self, verbose=False)
+        return {name: value.clone() for name, value in self.state_dict().items()}
+
+
+class LooksAtGradientsAfterwards(Row):
+    """The driver has those of the last batch."""
+
+    fast = True
+
+    def exercise(self, run: Any) -> Any:
+        trainer = run.trainer()
+        trainer.fit(self)
+        if trainer.is_global_zero:
+            self.seen.append({name: p.grad.clone() for name, p in self.named_parameters()})

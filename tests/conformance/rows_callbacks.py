@@ -153,6 +153,23 @@ class _RaisesLate(_Epochs):
         return found
 
 
+class SavesAfterAnException(_RaisesLate):
+    """In the script; the states of all optimizers are in it."""
+
+    fast = True
+    shapes = (ONE_OF_TWO,)
+
+    def exercise(self, run: Run) -> Any:
+        trainer = run.trainer()
+        with contextlib.suppress(Exception):
+            trainer.fit(self)
+        trainer.save_checkpoint(run.folder / "after.ckpt")
+        run.trainers.clear()
+        found = checkpoints(run.folder) if trainer.is_global_zero else {}
+        self.seen.append(found)
+        return None
+
+
 class SavesOnException(_RaisesLate):
     shapes = (ONE_OF_TWO,)
 

@@ -576,3 +576,18 @@ class ChangesAttributes(_Optimized):
             optimizer.scale = 3.0
         if self.trainer.global_step == 4:
             optimizer.count = 0
+
+
+class MakesAnOptimizerAnew(Row):
+    """Its `__init__` is called again in the middle of the run: no states, no hooks are left."""
+
+    fast = True
+    shapes = EVERY
+
+    def configure_optimizers(self) -> Optimizer:
+        return Adam(self.parameters(), lr=0.05)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.global_step == 3:
+            optimizer: Any = self.optimizers()
+            optimizer.optimizer.__init__(self.parameters(), lr=0.02)

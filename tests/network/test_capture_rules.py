@@ -581,10 +581,14 @@ def test_batch_norm_of_one_value_per_sample_is_not_split_into_single_samples(
     )
 
 
-def test_interaction_behind_a_gate_that_starts_at_zero_is_seen() -> None:
-    network = Net(lambda net, x: net.a(x) + net.gate * net.a(x).mean(0))
-    network.gate = nn.Parameter(torch.zeros(4))
-    found = captured(network, X)
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "argument"])
+def test_interaction_behind_a_gate_that_starts_at_zero_is_seen(kind: str) -> None:
+    network = Net(lambda net, x, *gate: net.a(x) + (gate or [net.gate])[0] * net.a(x).mean(0))
+    if kind == "parameter":
+        network.gate = nn.Parameter(torch.zeros(4))
+    else:
+        network.register_buffer("gate", torch.zeros(4))
+    found = captured(network, X, *[torch.zeros(4)] * (kind == "argument"))
     assert why_whole(found.graph, found.leaves, 2, tried=True) is not None
 
 
@@ -676,6 +680,26 @@ def test_a_number_that_changes_in_each_step_is_captured_at_most_twice_again() ->
         network.step, network.rate = step, 0.5 / step
         assert torch.equal(staged(X), network(X))
     assert len(staged.graphs) <= 3
+
+
+class Cache(nn.Module):
+    """Adds what it has for a size, if anything; it may be given that later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.known: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.known.get(len(x), torch.zeros(()))
+
+
+def test_what_a_dictionary_gets_later_is_found_under_a_size() -> None:
+    network = Cache()
+    staged = Staged(network)
+    for found in (0.0, 1.0, 2.0):
+        assert torch.equal(staged(X), network(X))
+        network.known[len(X)] = torch.tensor(found)
 
 
 def test_an_error_of_the_stages_keeps_its_type() -> None:

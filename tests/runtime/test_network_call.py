@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from driven import arguments, batches, loss_of, model
+from driven import Model, arguments, batches, loss_of, model
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
@@ -77,3 +77,48 @@ def test_frozen_parameters_and_inputs_need_no_backward(replicas: Any) -> None:
     module.net.requires_grad_(False)
     assert not replica(value).requires_grad
     assert not replica.network.calls
+
+
+class Views(nn.Module):
+    """Two layers, and outputs that show one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.second(torch.tanh(self.first(x)))
+        return x, x[:, :2]
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_an_output_in_the_memory_of_another_one_is_not_changed_in_place(
+    replicas: Any, output: int
+) -> None:
+    module, [value] = Model(Views()).double(), batches(1)
+    found = replicas(module, (1, 0))(value)
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        found[output].mul_(2)
+
+
+class Transposes(nn.Module):
+    """Its output lies in memory in another order than its dimensions."""
+
+    def __init__(self, *dimensions: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 5), nn.Linear(5, 2)
+        self.dimensions = dimensions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x[..., None]))).permute(self.dimensions)
+
+
+@pytest.mark.parametrize("dimensions", [(0, 1, 2), (0, 2, 1)])
+def test_outputs_of_parts_are_joined_as_they_lie_in_memory(
+    replicas: Any, dimensions: tuple[int, ...]
+) -> None:
+    module, [value] = Model(Transposes(*dimensions)).double(), batches(1)
+    expected = deepcopy(module).net(value)
+    found = replicas(module, (1, 0))(value)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert found.stride() == expected.stride()
