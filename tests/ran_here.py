@@ -28,6 +28,9 @@ def hear_of_gradients(parameter: nn.Parameter, note: Callable[[], object]) -> No
     def heard(*_: Any) -> None:
         note()
 
+    if type(parameter) is not nn.Parameter:  # it has no numbers yet, and will be another tensor
+        parameter.register_post_accumulate_grad_hook(heard)
+        return
     node: Any = get_gradient_edge(parameter).node
     node.register_hook(heard)
     _NODES.append(node)

@@ -100,6 +100,7 @@ class Driven:
         self.run, self.driver = run or make_run(), Notes(self.notes)
         for part in ("remote", "weights", "gradients", "optimizers"):
             setattr(self.driver, part, Notes(self.notes))
+        self.driver.weights.changed = False
         statistics = Notes(self.notes).statistics()
         self.session = DriverSession(self.run, self.driver, Notes(self.notes), statistics, [])
 
@@ -160,22 +161,25 @@ def test_loaded_weights_go_to_the_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "phase", "fitting", "gathers"),
+    ("status", "phase", "fitting", "changed", "gathers"),
     [
-        (TrainerStatus.RUNNING, Phase.RUNNING, True, True),
-        (TrainerStatus.RUNNING, Phase.RUNNING, False, False),
-        (TrainerStatus.INTERRUPTED, Phase.RUNNING, True, False),
-        (TrainerStatus.RUNNING, Phase.FAILED, True, False),
+        (TrainerStatus.RUNNING, Phase.RUNNING, True, False, True),
+        (TrainerStatus.RUNNING, Phase.RUNNING, False, False, False),
+        (TrainerStatus.RUNNING, Phase.RUNNING, False, True, True),
+        (TrainerStatus.INTERRUPTED, Phase.RUNNING, True, False, False),
+        (TrainerStatus.RUNNING, Phase.FAILED, True, False, False),
     ],
 )
-def test_weights_come_back_after_a_fit_that_went_well(
-    status: TrainerStatus, phase: Phase, fitting: bool, gathers: bool
+def test_weights_come_back_after_a_run_that_went_well_and_may_have_changed_them(
+    status: TrainerStatus, phase: Phase, fitting: bool, changed: bool, gathers: bool
 ) -> None:
     driven = Driven(make_run(fitting=fitting))
+    driven.driver.weights.changed = changed
     driven.run.trainer.state.status, driven.run.world.phase = status, phase
     driven.session.close()
     assert ("gather" in driven.notes) is gathers
-    assert driven.notes[-1] == "close"
+    assert ("check" in driven.notes) is (gathers and fitting)  # which all drivers do together
+    assert driven.notes[-2:] == ["close", "leave_inference"]
 
 
 def test_what_was_put_into_lightning_is_taken_out_again() -> None:
@@ -231,6 +235,7 @@ def test_the_workers_get_the_results_and_the_plans() -> None:
     driven = Driven()
     ended: list[Any] = []
     driven.driver.end = lambda results, weights: ended.append((results, weights))
+    driven.session.close()
     driven.session.end([1.5])
     [(results, weights)] = ended
     assert (results.value(), dict(results.plans), weights) == ([1.5], {"net": PLAN}, True)

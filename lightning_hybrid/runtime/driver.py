@@ -291,15 +291,14 @@ class Driver:
     def salvage(self) -> None:
         """Before :meth:`abort`: have the weights of all stages in the module, here and on workers.
 
-        The states of the optimizers come here, for a checkpoint that is written after the error.
-
-        A script that catches the error finds there what its training has made, as on one device.
+        A script that catches the error finds there what its training has made, as on one device;
+        here also the states of the optimizers, for a checkpoint.
         """
         if self._networks:
             self.commands.tell(ForgetFailure())
-            self.optimizers.gather_states()
             self.weights.gather()
             self.weights.hand_out_all()
+            self.optimizers.gather_states()
 
     def abort(self, failure: Failure) -> None:
         """Tell the workers that this replica has failed: all that are still there."""

@@ -395,7 +395,6 @@ class ChoosesWhatGetsGradients(_Manual):
 class GrowsItsLastLayer(Row):
     """By a class, with an optimizer for the new weights."""
 
-    fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # `ddp` refuses parameters that it does not know
 
@@ -425,7 +424,6 @@ class _Evaluates(Row):
 class AdaptsStatisticsInPredict(_Evaluates):
     """The network is in training mode; its batch statistics follow the data."""
 
-    fast = True
     microbatches = 1
 
     def build(self) -> None:
@@ -445,8 +443,6 @@ class AdaptsStatisticsInPredict(_Evaluates):
 
 class CountsInPredict(_Evaluates):
     """In a buffer of the first stage, and in inference mode."""
-
-    fast = True
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -486,8 +482,6 @@ class TrainsAtTestTime(_Evaluates):
 
 class LooksAtGradientsAfterwards(Row):
     """The driver has those of the last batch."""
-
-    fast = True
 
     def exercise(self, run: Any) -> Any:
         trainer = run.trainer()

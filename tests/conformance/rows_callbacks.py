@@ -156,7 +156,6 @@ class _RaisesLate(_Epochs):
 class SavesAfterAnException(_RaisesLate):
     """In the script; the states of all optimizers are in it."""
 
-    fast = True
     shapes = (ONE_OF_TWO,)
 
     def exercise(self, run: Run) -> Any:

@@ -236,7 +236,6 @@ class ClampsGradientsInHooks(HooksWeights):
 class ClampsSumsOfGradients(Row):
     """Hooks that hear of a gradient when it is in ``weight.grad``, over two batches."""
 
-    fast = True
     shapes = EVERY
     options: ClassVar = {"accumulate_grad_batches": 2}
 
@@ -254,7 +253,6 @@ class ClampsSumsOfGradients(Row):
 class HearsOfTwoCallsTogether(ClampsGradientsInHooks):
     """A hook hears of the sum of what two calls, and a penalty on all weights, give."""
 
-    fast = True
     shapes = EVERY
     trains = False  # that of the penalty arises on the driver
 

@@ -438,8 +438,6 @@ class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
 class HooksATiedWeight(TiesAcrossStages):
     """A hook hears of the sum of what all stages give."""
 
-    fast = True
-
     def build(self) -> None:
         super().build()
         self.net.first.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))

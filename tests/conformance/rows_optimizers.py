@@ -581,7 +581,6 @@ class ChangesAttributes(_Optimized):
 class MakesAnOptimizerAnew(Row):
     """Its `__init__` is called again in the middle of the run: no states, no hooks are left."""
 
-    fast = True
     shapes = EVERY
 
     def configure_optimizers(self) -> Optimizer:
