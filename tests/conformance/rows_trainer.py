@@ -470,10 +470,12 @@ class TrainsIn32Bits(_InPrecision):
 
 class TrainsIn64Bits(_InPrecision):
     options: ClassVar = {"precision": "64-true"}
+    trains = False  # parameters are converted after they are watched
 
 
 class TrainsInBfloat16(_InPrecision):
     options: ClassVar = {"precision": "bf16-true"}
+    trains = False  # parameters are converted after they are watched
 
 
 class TrainsInMixedBfloat16(_InPrecision):
