@@ -233,11 +233,15 @@ class RemoteTensors:
         with torch.no_grad(), as_they_are():
             parameters, names = self._tensors[Kind.PARAMETER], self._gradients.names()
             here = [name for name in names if not is_deferred(parameters[name].value)]
-            held = [self._tensors[Kind.GRADIENT][name] for name in here]
-            self._fetch(held)
-        self._brought = {remote.name: remote.value for remote in held}
-        if here:  # the next run brings them from here
-            self._owners.clear_gradients(here)
+            if not here:
+                return
+            values = self._owners.give(Kind.GRADIENT, here)  # of which some may be sparse
+            self._brought = {n: v.to(parameters[n].value.device) for n, v in values.items()}
+            for remote in self._gradients.kept(here):
+                if self._brought[remote.name].layout is torch.strided:
+                    self._brought[remote.name] = remote.value.copy_(self._brought[remote.name])
+                remote.keep()
+        self._owners.clear_gradients(here)  # the next run brings them from here
 
     def adopt_replaced(self) -> None:
         """Before a forward: bring the owners the buffers that were replaced here.

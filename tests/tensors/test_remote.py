@@ -147,3 +147,17 @@ def test_under_inference_mode_values_are_current_too(world: World) -> None:
     with torch.no_grad():
         world.here[0].weight.add_(1.0)
     assert world.same()
+
+
+def test_at_the_end_the_gradients_that_are_left_come_here(world: World) -> None:
+    dense, sparse = torch.full((4, 3), 2.0), torch.eye(2, 4).to_sparse()
+    world.there[0].weight.grad, world.there[2].weight.grad = dense.clone(), sparse.clone()
+    weight = world.here[0].weight
+    kept = weight.grad
+    world.remote.bring_gradients()
+    world.remote.close()
+    assert torch.equal(weight.grad, dense)
+    assert torch.equal(kept + 0, dense)
+    assert torch.equal(world.here[2].weight.grad.to_dense(), sparse.to_dense())
+    assert world.here[2].bias.grad is None
+    assert world.there[0].weight.grad is None
