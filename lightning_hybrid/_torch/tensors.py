@@ -91,6 +91,11 @@ def put_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
         anything._post_accumulate_grad_hooks = late
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether there are functions that hear of the gradient of a parameter."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     """The functions that hear of the gradient of a parameter; there is no public way to ask."""
     tables = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)

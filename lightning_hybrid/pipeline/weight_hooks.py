@@ -8,7 +8,7 @@ off its weights, and puts aside the gradients that are there already; when all p
 puts the hooks back and calls them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from lightning_hybrid._torch.tensors import (
     HookTables,
     as_they_are,
     gradient_hooks,
+    has_hooks,
     put_hooks,
     take_hooks,
 )
@@ -51,16 +52,21 @@ class WeightHooks:
     def __bool__(self) -> bool:
         """Whether there are any."""
         with as_they_are():
-            return any(any(map(is_of_the_user, gradient_hooks(p))) for _, p in self._weights)
+            return any(True for _ in self._hooked())
 
     def hold(self) -> None:
         """A backward pass begins."""
         self.held = True
         with as_they_are():
-            for name, weight in self._weights:
-                if any(map(is_of_the_user, gradient_hooks(weight))):
-                    self._taken.append(_Held(name, weight, take_hooks(weight), weight.grad))
-                    weight.grad = None
+            for name, weight in self._hooked():
+                self._taken.append(_Held(name, weight, take_hooks(weight), weight.grad))
+                weight.grad = None
+
+    def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights that have any. This is asked in every step, and mostly there are none."""
+        for name, weight in self._weights:
+            if has_hooks(weight) and any(map(is_of_the_user, gradient_hooks(weight))):
+                yield name, weight
 
     def release(self, chosen: Collection[str] | None = None, *, late: bool = True) -> None:
         """It is over, and all pieces of its gradients are here.

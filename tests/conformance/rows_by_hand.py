@@ -401,9 +401,9 @@ class GrowsItsLastLayer(Row):
     def on_train_batch_start(self, *_: Any) -> None:
         if self.global_step == 3:
             last = self.net.third
-            wider = nn.Linear(8, 4, dtype=torch.float64)
-            last.weight = nn.Parameter(torch.cat([last.weight.detach(), wider.weight[:1] * 0]))
-            last.bias = nn.Parameter(torch.cat([last.bias.detach(), wider.bias[:1] * 0]))
+            row, one = last.weight.new_zeros(1, 8), last.bias.new_zeros(1)
+            last.weight = nn.Parameter(torch.cat([last.weight.detach(), row]))
+            last.bias = nn.Parameter(torch.cat([last.bias.detach(), one]))
             last.out_features = 4
             self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
 

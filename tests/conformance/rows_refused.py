@@ -66,6 +66,24 @@ class RefusedTwoParametersInOneMemory(Row):
         self.net.third.weight.data = self.net.second.weight.data
 
 
+class RefusedWritesIntoOneOfTwoViews(Row):
+    """Both arguments of the network show the batch; on one device the second would follow."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor, same: Tensor) -> Tensor:
+            return super().forward(x.mul_(2)) + same.mean(1, keepdim=True)
+
+    fast = True
+    shapes = (ONE_OF_TWO,)
+    refused = ("changes its argument", "in place", "the same memory", "tensor.clone()")
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x, x.view_as(x)), y)
+
+
 class RefusedSingleLayer(Row):
     fast = True
     shapes = (ONE_OF_TWO,)

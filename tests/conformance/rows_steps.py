@@ -59,6 +59,20 @@ class Evaluates(_Evaluated):
         return validated, tested, trainer.predict(self)
 
 
+class PredictsWithAPart(_Evaluated):
+    """Features from a part that is too small for stages of its own, after a fit of the whole."""
+
+    fast = True
+    shapes = EVERY
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net.second(batch[0] @ batch[0].T @ batch[0].new_ones(len(batch[0]), 8))
+
+    def exercise(self, run: Run) -> Any:
+        run.trainer().fit(self)
+        return run.trainer().predict(self)
+
+
 class OnlyTests(_Evaluated):
     """Nothing is trained: the first call of the network is a test's."""
 

@@ -118,6 +118,17 @@ def test_the_first_call_is_computed_by_the_stages_that_it_was_cut_into(
     driven.discovery.require()
 
 
+def test_a_plan_of_an_earlier_run_is_made_anew_where_the_network_has_other_layers(
+    ranks: Any,
+) -> None:
+    driven = Driven(ranks, Chooses())
+    driven.plans["net"] = Plan(
+        replicas=1, stages=2, microbatches=2, schedule="gpipe", cuts=("fourth",)
+    )
+    driven.assert_same(batches(1)[0])
+    assert driven.plans["net"].cuts == ("second",)
+
+
 def test_another_graph_of_a_network_is_cut_at_the_same_places(ranks: Any) -> None:
     driven, (first, second) = Driven(ranks, Chooses()), batches(2)
     driven.assert_same(first)
