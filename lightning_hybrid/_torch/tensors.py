@@ -96,6 +96,11 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def hooks_after_accumulation(tensor: torch.Tensor) -> list[Any]:
+    """Those of them that are called when the gradient is in ``tensor.grad``."""
+    return [*(tensor._post_accumulate_grad_hooks or {}).values()]
+
+
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     """The functions that hear of the gradient of a parameter; there is no public way to ask."""
     tables = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)

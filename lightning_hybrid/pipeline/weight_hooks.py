@@ -19,6 +19,7 @@ from lightning_hybrid._torch.tensors import (
     as_they_are,
     gradient_hooks,
     has_hooks,
+    hooks_after_accumulation,
     put_hooks,
     take_hooks,
 )
@@ -53,6 +54,12 @@ class WeightHooks:
         """Whether there are any."""
         with as_they_are():
             return any(True for _ in self._hooked())
+
+    def late(self) -> list[str]:
+        """Names of the weights with hooks that may use the gradient up, and step."""
+        with as_they_are():
+            found = [(name, hooks_after_accumulation(weight)) for name, weight in self._hooked()]
+        return [name for name, hooks in found if any(map(is_of_the_user, hooks))]
 
     def hold(self) -> None:
         """A backward pass begins."""

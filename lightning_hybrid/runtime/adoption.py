@@ -25,7 +25,7 @@ from lightning_hybrid.network.matching_cuts import CannotFollow, follow
 from lightning_hybrid.network.source_places import place_of
 from lightning_hybrid.network.stage import cut_at
 from lightning_hybrid.pipeline.batchnorm import Synchronised
-from lightning_hybrid.pipeline.staged_network import borrowed_parameters
+from lightning_hybrid.pipeline.staged_network import borrowed_parameters, tensors_of
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
@@ -135,8 +135,10 @@ class Adoption:
 
         Raises:
             CannotFollow: the tensors that it needs are in other places.
+            NetworkError: they have other names than when the network was cut.
         """
         network, plan = known
+        _refuse_moved(found, graph, values)
         refusal = why_not_cut(graph)
         if refusal is not None:
             raise CannotFollow(f"it {refusal}")
@@ -298,6 +300,25 @@ def refuse_streaming(
             f"{found.shown} cannot run under schedule={schedule.name!r}, which begins with later "
             f"batches early: {reason}. Use schedule='gpipe'."
         )
+
+
+def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]) -> None:
+    """All ranks know tensors by their names, and the modules of workers do not follow the user's.
+
+    Raises:
+        NetworkError: layers have changed places since the network was cut.
+    """
+    now = tensors_of(found.module)
+    for node, name in graph.tensors.items():
+        tensor = values[graph.place[node]]
+        if now.get(name) is not tensor:
+            names = (repr(other) for other, each in now.items() if each is tensor)
+            raise NetworkError(
+                f"{found.shown}: what was {name!r} when it was cut into stages is "
+                f"{next(names, 'elsewhere')} now. Modules have changed places, or were wrapped, "
+                "and the stages on other ranks do not follow. Do it before `trainer.fit` (in "
+                "`configure_model`, `setup` or `on_fit_start`), or change what `forward` calls."
+            )
 
 
 def why_not_cut(graph: NetworkGraph) -> str | None:

@@ -239,7 +239,9 @@ def gather_optimizer_after_run(
     for answer in _hear_workers(mesh):
         remote |= answer.value
     state_dict = optimizer.state_dict()
-    # one that steps whole has all of its states here, and perhaps a form of its own for them
+    here = {names.get(id(parameter)) for parameter in optimizer.state}
+    remote = {name: state for name, state in remote.items() if name not in here}
+    # one that has all of its states here has perhaps a form of its own for them
     return complete(optimizer, state_dict, names, remote) if remote else state_dict
 
 

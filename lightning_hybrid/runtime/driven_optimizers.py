@@ -113,8 +113,10 @@ class DrivenOptimizers:
 
     def ship_in_any_case(self, fresh: int) -> None:
         """The same, also where no network has been cut."""
-        # what a hook has added on this rank, the others do not have
-        parameters = {n: p for n, p in self._module.named_parameters() if id(p) in self._names}
+        # what a hook has added on this rank, the others do not have; and names that have changed
+        # since layers changed places, they do not know
+        here = (p for p in self._module.parameters() if id(p) in self._names)
+        parameters = {self._names[id(p)]: p for p in here}
         self._try_all()
         whole = [link.whole for link in self._links]
         # what a state that is here does not hold, the optimizer has no more
@@ -150,6 +152,11 @@ class DrivenOptimizers:
         """Have the states of all ranks here."""
         for link in self._links:
             link.gather_state()
+
+    def bring_states(self) -> None:
+        """After the run: as :meth:`gather_states`, for good."""
+        for link in self._links:
+            link.bring_state()
 
     # ------------------------------------------------------------------ as counterparts of one
 

@@ -275,7 +275,8 @@ class Driver:
     def end(self, results: Any, *, weights: bool) -> None:
         """End the run: the workers get the results and, after a fit, the whole module.
 
-        Of the optimizers they get the groups; the states stay where they are.
+        Of the optimizers they get the groups, and keep the states that they have; this rank gets
+        those of all.
 
         Raises:
             Exception: of a worker that has failed since it was last heard of.
@@ -283,6 +284,7 @@ class Driver:
         if weights and self._workers.ranks:
             self.weights.hand_out_all()
             self.optimizers.ship_in_any_case(fresh=0)
+            self.optimizers.bring_states()
         self.commands.ask(End(results))
         self._workers.flush()
         self._workers.close()

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from lightning_hybrid.comm.protocol import HoldHooks, ReleaseHooks
 from lightning_hybrid.comm.signals import signals_deferred
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
+from lightning_hybrid.schedules import STREAMED
 
 
 class HeldHooks:
@@ -37,11 +39,15 @@ class HeldHooks:
         Args:
             chosen: identities of the weights that it is for; ``None``: all.
             late: call the hooks that wait for the sum to be in ``weight.grad`` too.
+
+        Raises:
+            NetworkError: such a hook may change weights with which forwards have begun.
         """
         networks = [network for network in self._networks if network.weight_hooks]
         if not networks:
             yield
             return
+        _refuse_late(networks)
         self._hold(networks)
         try:
             yield
@@ -65,6 +71,18 @@ class HeldHooks:
             names = None if chosen is None else _names(network, chosen)
             self._commands.tell(ReleaseHooks(network.number, late, names))
             network.weight_hooks.release(names, late=late)
+
+
+def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
+    for network in networks:
+        schedule = network.placement.schedule
+        if schedule in STREAMED and (late := network.weight_hooks.late()):
+            raise NetworkError(
+                f"{late[0]!r} in network {network.name!r} has a hook by "
+                "`register_post_accumulate_grad_hook`, which may change weights in the middle of a "
+                f"backward pass. schedule={schedule!r} begins with later batches before that. Use "
+                "schedule='gpipe'."
+            )
 
 
 def _names(network: DrivenNetwork, chosen: Collection[int]) -> tuple[str, ...]:

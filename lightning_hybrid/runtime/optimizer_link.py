@@ -1,5 +1,6 @@
 """An optimizer on the driver, tied to its counterparts on the workers."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
@@ -115,6 +116,14 @@ class OptimizerLink:
         """Have the states of all parameters here."""
         if self._state is not None and not self.is_back:
             self._state.arrive()
+
+    def bring_state(self) -> None:
+        """Once closed: have the states of all parameters here, beside these if they are here."""
+        optimizer = self.optimizer
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if not (self.whole or any(map(is_deferred, parameters))):
+            states: dict[Parameter, dict[str, Any]] = {**optimizer.state}  # type: ignore[dict-item]
+            optimizer.state = defaultdict(dict, self._fetch(states))  # type: ignore[arg-type]
 
     def ship_quietly(self) -> None:
         """Until :meth:`shipped`, ``optimizer.state`` is what this rank has."""

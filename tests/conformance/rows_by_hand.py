@@ -442,16 +442,19 @@ class AdaptsStatisticsInPredict(_Evaluates):
 
 
 class CountsInPredict(_Evaluates):
-    """In a buffer of the first stage, and in inference mode."""
+    """In buffers of the first and of the last stage, and in inference mode."""
 
     class Net(Layers):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("results", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return super().forward(x)
+            y = super().forward(x)
+            self.results += y.detach().abs().max()
+            return y
 
     def build(self) -> None:
         self.net = self.Net()
@@ -488,3 +491,26 @@ class LooksAtGradientsAfterwards(Row):
         trainer.fit(self)
         if trainer.is_global_zero:
             self.seen.append({name: p.grad.clone() for name, p in self.named_parameters()})
+
+
+class LooksAtOptimizerStatesAfterwards(Row):
+    """The driver has all of them, and can go on by hand; a later run begins with its own."""
+
+    fast = True
+    shapes = EVERY
+
+    def exercise(self, run: Any) -> Any:
+        trainer = run.trainer()
+        trainer.fit(self)
+        if trainer.is_global_zero:
+            (optimizer,) = trainer.optimizers
+            self.seen.append(copy.deepcopy(optimizer.state_dict()))
+            self.seen.append([optimizer.state[p]["exp_avg"].clone() for p in self.parameters()])
+            before = copy.deepcopy(self.state_dict())
+            optimizer.step()
+            self.seen.append(copy.deepcopy(self.state_dict()))
+            self.load_state_dict(before)
+        run.trainer(max_steps=2).fit(self)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)

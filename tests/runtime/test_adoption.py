@@ -118,6 +118,32 @@ def test_the_first_call_is_computed_by_the_stages_that_it_was_cut_into(
     driven.discovery.require()
 
 
+def _swap(net: Chooses) -> None:
+    net.first, net.second = net.second, net.first
+
+
+def _wrap(net: Chooses) -> None:
+    net.second = nn.Sequential(net.second)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [
+        (_swap, "what was 'second.weight' .* is 'first.weight' now"),
+        (_wrap, "what was 'second.weight' .* is 'second.0.weight' now"),
+    ],
+)
+def test_layers_that_change_places_after_the_cut_are_refused(
+    ranks: Any, move: Any, words: str
+) -> None:
+    driven = Driven(ranks, Chooses())
+    value = batches(1)[0]
+    driven.assert_same(value)
+    move(driven.module.net)
+    with pytest.raises(NetworkError, match=words):
+        driven.module.net(value)
+
+
 def test_a_plan_of_an_earlier_run_is_made_anew_where_the_network_has_other_layers(
     ranks: Any,
 ) -> None:
