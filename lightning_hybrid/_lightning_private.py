@@ -57,6 +57,7 @@ __all__ = [
     "ask_strategy_whether_distributed",
     "call_teardown_hooks",
     "end_run",
+    "forget_loaded_checkpoint",
     "random_states",
     "set_module_device",
     "set_num_threads",
@@ -103,6 +104,14 @@ def training_source(trainer: Trainer) -> Any:
     asks for then is divided, and kept for the run.
     """
     return trainer.fit_loop._data_source.instance
+
+
+def forget_loaded_checkpoint(trainer: Trainer) -> None:
+    """What the Trainer does when it has restored everything: on a worker it does not get there.
+
+    A later run of the same Trainer would restore it again.
+    """
+    trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
 def end_run(trainer: Trainer) -> None:

@@ -47,6 +47,7 @@ class Run:
         synchronised: whether batch statistics are taken over the replicas.
         building: who has the weights of the module.
         measurement: of this rank, for the log and for the check of the plan.
+        shared: names of the parameters and buffers that all ranks have.
         before: plain data of the script before drivers and workers part.
         plans: the plans in force, by name of the network; networks that are cut add theirs.
         progress: shows what is done before the first step.
@@ -63,6 +64,7 @@ class Run:
     synchronised: bool
     building: WholeModule | DeferredModule
     measurement: Measurement
+    shared: frozenset[str]
     before: Snapshot
     plans: dict[str, Plan]
     progress: StartProgress
@@ -105,6 +107,7 @@ class Run:
             measurement=Measurement(
                 device, wanted=config.log_performance or (fitting and device.type == "cpu")
             ),
+            shared=world.shared_names(trainer.lightning_module),
             before=Snapshot(trainer),
             plans=plans,
             progress=StartProgress(display_of(trainer, rank_zero_info) if is_zero else None),

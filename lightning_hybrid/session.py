@@ -92,6 +92,7 @@ class DriverSession:
             broadcast_object(mesh.drivers, seed),
             options,
             run.measurement.stopwatch,
+            shared=run.shared,
             share=run.building.deferred,
             batches=coming,
             say=rank_zero_info,
@@ -105,6 +106,7 @@ class DriverSession:
             automatic=config.may_keep_whole,
             say=rank_zero_info,
             progress=run.progress,
+            shared=run.shared,
         )
         statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
         try:

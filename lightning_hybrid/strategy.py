@@ -27,6 +27,7 @@ from lightning_hybrid._lightning import (
     Trainer,
     TrainerStatus,
 )
+from lightning_hybrid._lightning_private import forget_loaded_checkpoint
 from lightning_hybrid.building import move_module
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import restore_handlers
@@ -256,6 +257,7 @@ class HybridGabraStrategy(SavingStrategy):
 
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""
+        forget_loaded_checkpoint(self._module.trainer)
         results = session.serve()
         if session.fitting:
             self.optimizers = session.optimizers

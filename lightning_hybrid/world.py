@@ -6,6 +6,7 @@ drivers, by Lightning's own means. Where the sizes are ours to choose, ranks hav
 mesh until ``setup``.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm.collectives import broadcast_object, meet
+from lightning_hybrid.comm.collectives import broadcast_object, gather_objects, meet
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.signals import make_deferrable, run_pending
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.pipeline.staged_network import tensors_of
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.process.faults import (
     Watch,
@@ -130,6 +132,21 @@ class World:
         self._meet()
         same: T = broadcast_object(self.everyone.world, value, source)
         return same
+
+    def shared_names(self, module: nn.Module) -> frozenset[str]:
+        """Names of the parameters and buffers that a module has on all ranks, in phase TOGETHER.
+
+        What its ``forward`` has registered in an earlier run, one driver has alone.
+
+        Raises:
+            Exception: of the first rank that has failed.
+        """
+        self._meet()
+        names, world = sorted(tensors_of(module)), self.everyone.world
+        digests = gather_objects(world, hashlib.sha256("\n".join(names).encode()).digest())
+        if len(set(digests)) == 1:
+            return frozenset(names)
+        return frozenset.intersection(*map(frozenset, gather_objects(world, names)))
 
     def end_run(self) -> None:
         """The end of a run, on all ranks: no script ends, and no store with it, while others run.

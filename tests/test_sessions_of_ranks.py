@@ -85,6 +85,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "synchronised": False,
         "building": WholeModule(),
         "measurement": Measurement(torch.device("cpu"), wanted=False),
+        "shared": frozenset(module.state_dict()),
         "before": Snapshot(trainer),
         "plans": {"net": PLAN},
         "progress": StartProgress(None),

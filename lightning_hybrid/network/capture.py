@@ -161,7 +161,8 @@ class Capture:
             names = self._named(values, tensors)
             graph = graphs.get(names)
             if graph is None:
-                graph = describe(module, self.network, names, self._given, values)
+                shared = frozenset(self._shared)
+                graph = describe(module, self.network, names, self._given, values, shared)
                 graphs[names] = graph
             return self._run(graph, values)
 

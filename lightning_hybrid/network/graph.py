@@ -123,6 +123,8 @@ class NetworkGraph:
     info: dict[fx.Node, TensorInfo]
     fingerprint: str
     guards: Any = field(repr=False)
+    shared: frozenset[str]
+    """parameters and buffers of the network that all ranks have"""
     differentiable: bool = True
     """whether gradients were switched on when it was captured"""
 

@@ -27,6 +27,7 @@ def describe(
     names: Sequence[str | None],
     given: set[int],
     values: Sequence[Any],
+    shared: frozenset[str],
 ) -> NetworkGraph:
     """Describe what TorchDynamo has captured.
 
@@ -36,8 +37,9 @@ def describe(
         names: per placeholder, the name of the parameter or buffer that it is in this call.
         given: identities of the tensors among the arguments of the call.
         values: what the placeholders are in this call.
+        shared: names of the parameters and buffers that all ranks have.
     """
-    return _Describing(module, network, names, given, values).graph()
+    return _Describing(module, network, names, given, values, shared).graph()
 
 
 class _Describing:
@@ -50,10 +52,11 @@ class _Describing:
         names: Sequence[str | None],
         given: set[int],
         values: Sequence[Any],
+        shared: frozenset[str],
     ) -> None:
         open_only_region(module)
         self.graph_ = module.graph
-        self.network, self.values, self.given = network, values, given
+        self.network, self.values, self.given, self.shared = network, values, given, shared
         self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.place = {node: index for index, node in enumerate(self.placeholders)}
         self.tensors = {n: name for n, name in zip(self.placeholders, names) if name is not None}
@@ -100,6 +103,7 @@ class _Describing:
             self.info,
             self._fingerprint(),
             self.guards,
+            self.shared,
             torch.is_grad_enabled(),
         )
 

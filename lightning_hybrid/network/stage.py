@@ -205,10 +205,10 @@ def cut_at(
     device = device or graph.device
     places = [0, *positions, len(graph.layers)]
     stages = [_stage(graph, cuts, start, stop, device) for start, stop in pairwise(places)]
-    return _with_what_is_beside(stages, graph.network)
+    return _with_what_is_beside(stages, graph)
 
 
-def _with_what_is_beside(stages: Sequence[StageCode], network: nn.Module) -> list[StageCode]:
+def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> list[StageCode]:
     """The same, with the tensors of their modules that this graph does not use."""
     taken = {name for stage in stages for name in stage.tensors}
     home: dict[str, int] = {}
@@ -216,9 +216,9 @@ def _with_what_is_beside(stages: Sequence[StageCode], network: nn.Module) -> lis
         for name in stage.tensors:
             home.setdefault(name.rpartition(".")[0], number)
     beside: list[list[str]] = [[] for _ in stages]
-    for name, _ in (*network.named_parameters(), *network.named_buffers()):
+    for name, _ in (*graph.network.named_parameters(), *graph.network.named_buffers()):
         module = name.rpartition(".")[0]
-        if name not in taken and module and module in home:
+        if name in graph.shared - taken and module and module in home:
             beside[home[module]].append(name)
     return [replace(stage, beside=tuple(names)) for stage, names in zip(stages, beside)]
 

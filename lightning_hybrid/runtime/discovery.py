@@ -92,7 +92,9 @@ class Discovery:
         self._kept: dict[str, str] = {}
         self._opened: dict[str, str] = {}  # modules that run their own Python, and why
         # what a hook makes on this rank alone, the others do not have
-        self._shared = {name: kind_of(value) for name, value in tensors_of(module).items()}
+        tensors = tensors_of(module)
+        names = tensors.keys() if options.shared is None else options.shared
+        self._shared = {name: kind_of(tensors[name]) for name in names}
         self._hooks = _hooks_of(module)
         self._aside = DriverOnlyCalls(module)
         self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how

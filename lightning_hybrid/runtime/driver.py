@@ -8,7 +8,7 @@ The code around it works with its parts: :class:`Distribution` of stages, :class
 things: networks, steps, runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class Driver:
         seed: of the random numbers inside networks.
         options: how stages compute.
         watch: adds up the time in which this rank computes.
+        shared: names of the parameters and buffers that the workers have too; by default of all.
         share: whether replicas may differ in weights that are not made yet, so that those of
             replica 0 must travel.
         batches: that it is trained on, as far as later ones are known.
@@ -92,6 +93,7 @@ class Driver:
         options: StageOptions,
         watch: Stopwatch | None = None,
         *,
+        shared: Collection[str] | None = None,
         share: bool = False,
         batches: Batches | None = None,
         say: Callable[[str], None] = lambda _: None,
@@ -102,7 +104,8 @@ class Driver:
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
         self._batches = batches or NoBatches()
-        self._names = {id(p): name for name, p in module.named_parameters()}
+        known = frozenset(tensors_of(module) if shared is None else shared)
+        self._names = {id(p): name for name, p in module.named_parameters() if name in known}
         self._workers, unsettled = Workers(mesh), Unsettled()
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership)
@@ -114,7 +117,7 @@ class Driver:
             module, mesh, device, seed, options, self.commands, self._trace
         )
         self.weights = Weights(
-            module, here, self.commands, self._ownership, self._borrowing, self._replicated
+            module, known, here, self.commands, self._ownership, self._borrowing, self._replicated
         )
         self.gradients = ReplicaGradients(
             self.commands, self._borrowing, self._replicated, self.calls, unsettled

@@ -63,6 +63,8 @@ class NetworkOptions:
             cut is no error, and runs on the driver.
         say: prints a line, once for all replicas.
         progress: hears what is being done.
+        shared: names of the parameters and buffers of the LightningModule that all ranks have;
+            ``None``: of all.
     """
 
     names: tuple[str, ...] | None
@@ -73,3 +75,4 @@ class NetworkOptions:
     automatic: bool
     say: Callable[[str], None]
     progress: Progress
+    shared: frozenset[str] | None = None

@@ -32,6 +32,8 @@ class Replicated:
         self._module, self._group, self._device, self._trace = module, group, device, trace
         self.networks: list[ReplicaGroup] = []
         self._cut: set[str] = set()
+        # DDP does not broadcast what is registered later
+        self._buffers = frozenset(name for name, _ in module.named_buffers())
         self.here = False
         self.rest = self._make_rest()
 
@@ -74,7 +76,8 @@ class Replicated:
 
     def _buffers_of_the_rest(self) -> list[Tensor]:
         cut = self._identities()
-        return [b for b in self._module.buffers() if not (id(b) in cut or is_deferred(b))]
+        known = (b for name, b in self._module.named_buffers() if name in self._buffers)
+        return [b for b in known if not (id(b) in cut or is_deferred(b))]
 
     def _identities(self) -> set[int]:
         """Of the tensors that networks own, looked up anew, since a buffer may be replaced."""

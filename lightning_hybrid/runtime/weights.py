@@ -1,6 +1,6 @@
 """The weights of all stages of one replica, brought to this rank and from it."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +28,7 @@ class Weights:
 
     Args:
         module: the LightningModule.
+        shared: names of what the workers have too.
         coordinates: this rank.
         commands: to the workers.
         ownership: which worker owns what.
@@ -41,6 +42,7 @@ class Weights:
     def __init__(
         self,
         module: nn.Module,
+        shared: Collection[str],
         coordinates: Coordinates,
         commands: Commands,
         ownership: Ownership,
@@ -51,7 +53,7 @@ class Weights:
         self._commands, self._remote = commands, commands.remote
         self._ownership, self._borrowing, self._replicated = ownership, borrowing, replicated
         # what a hook makes on this rank alone, the workers do not have
-        self._shared = frozenset(tensors_of(module))
+        self._shared = frozenset(shared)
         # what takes the place of one of these in the middle of a run is this rank's alone
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.written = False

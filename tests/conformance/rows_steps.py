@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import TensorBoardLogger
-from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
@@ -71,6 +71,36 @@ class PredictsWithAPart(_Evaluated):
     def exercise(self, run: Run) -> Any:
         run.trainer().fit(self)
         return run.trainer().predict(self)
+
+
+class RegistersInForward(_Evaluated):
+    """Buffers of the network and of a layer, in the first call; later runs find them there."""
+
+    class Centres(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "mean"):
+                self.register_buffer("mean", x.detach().mean(0))
+            return super().forward(x - self.mean)
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "scale"):
+                self.register_buffer("scale", 1 + x.detach().std(0))
+            return super().forward(x / self.scale)
+
+    fast = True
+    shapes = EVERY
+    gathered = True  # the workers' modules get no new buffers
+
+    def build(self) -> None:
+        self.net = self.Net()
+        self.net.first = self.Centres(6, 8)
+
+    def exercise(self, run: Run) -> Any:
+        run.trainer().fit(self)
+        predicted = run.trainer().predict(self)
+        run.trainer(max_steps=2).fit(self)
+        return predicted
 
 
 class OnlyTests(_Evaluated):

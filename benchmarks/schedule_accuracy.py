@@ -1,0 +1,158 @@
+"""Test accuracy under every schedule: what delayed gradients cost, measured.
+
+``--data digits``: scikit-learn's digits, a perceptron of eight linear layers in four stages, five
+seeds. ``--data cohort``: AD against NC in the synthetic cohort of level L1, 3D-ResAttNet-18 of half
+width in two stages, three seeds. A seed is of weights and order; the split stays. Of each run the
+accuracy after the last epoch counts, without any choice by validation. The table has, beside the
+mean over seeds, the mean of the differences to ``gpipe`` (which has the numbers of one device) of
+the same seed, and its 95 % interval by Student's t.
+
+Each run leaves a line in ``--out``; a script that was stopped goes on.
+
+    OMP_NUM_THREADS=1 python schedule_accuracy.py --data digits --out digits.jsonl
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from _adni import cohort
+from _timing import bare_trainer
+from lightning.pytorch import LightningModule, seed_everything
+from scipy import stats
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import HybridGabraStrategy
+from models import ResAttNetClassifier
+
+EXACT = ("gpipe", "looped", "zero_bubble", "1f1b")
+DELAYED = ("pipedream", "ddg", "fdg", "akintoye")
+WINDOW = 4
+"""Batches of which 1F1B accumulates the gradients: each has a fourth of the samples."""
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+class Digits(LightningModule):
+    """Eight linear layers; the plainest optimizer that all formulas know, with momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = [
+            layer for _ in range(7) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())
+        ]
+        self.net = nn.Sequential(*hidden, nn.Linear(64, 10))
+        self.correct = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_test_start(self) -> None:
+        self.correct = 0
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.correct += int((self.net(batch[0]).argmax(1) == batch[1]).sum())
+        self.log("test/accuracy", self.correct / 360, on_step=False, reduce_fx="max")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def digits(batch: int, seed: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """1,437 digits to train with, 360 to test."""
+    x, y = load_digits(return_X_y=True)
+    parts = train_test_split(x / 16, y, test_size=360, random_state=0, stratify=y)
+    tensors = [torch.tensor(part) for part in parts]
+    train = TensorDataset(tensors[0].float(), tensors[2])
+    test = TensorDataset(tensors[1].float(), tensors[3])
+    order = torch.Generator().manual_seed(seed)
+    return (
+        DataLoader(train, batch, shuffle=True, generator=order, drop_last=True),
+        DataLoader(test, 90),
+    )
+
+
+def run(data: str, schedule: str, seed: int, epochs: int, root: Path) -> float | None:
+    """One run on all its processes; the first one has the accuracy."""
+    torch.set_num_threads(1)
+    seed_everything(seed, verbose=False)
+    stages = 4 if data == "digits" else 2
+    window = WINDOW if schedule == "1f1b" else 1
+    batched = {"num_microbatches": 2} if schedule in EXACT and window == 1 else {}
+    trainer = bare_trainer(
+        strategy=HybridGabraStrategy(
+            data_parallel_size=1,
+            pipeline_parallel_size=stages,
+            schedule=schedule,
+            **batched,
+        ),
+        devices=stages,
+        max_epochs=epochs,
+        accumulate_grad_batches=window,
+    )
+    if data == "digits":
+        train, test = digits(32 // window, seed)
+        model: LightningModule = Digits()
+        trainer.fit(model, train)
+        [metrics] = trainer.test(model, test, verbose=False)
+    else:
+        settings = yaml.safe_load((CONFIGS / "demo.yaml").read_text())
+        model = ResAttNetClassifier(**settings["model"] | {"widths": [32, 64, 128, 256]})
+        module = cohort(root)
+        trainer.fit(model, datamodule=module)
+        [metrics] = trainer.test(model, datamodule=module, verbose=False)
+    return metrics["test/accuracy"] if trainer.is_global_zero else None
+
+
+def table(rows: Sequence[dict[str, Any]], schedules: Sequence[str]) -> None:
+    """Mean over seeds, and mean difference to ``gpipe`` with its interval."""
+    of = {(row["schedule"], row["seed"]): row["accuracy"] for row in rows}
+    seeds = sorted({row["seed"] for row in rows})
+    print(f"{'':12}{'mean':>8}{'least':>8}{'most':>8}{'difference to gpipe (95 %)':>34}")
+    for name in schedules:
+        found = torch.tensor([of[name, seed] for seed in seeds], dtype=torch.float64)
+        apart = found - torch.tensor([of["gpipe", s] for s in seeds], dtype=torch.float64)
+        half = float(apart.std() * stats.t.ppf(0.975, len(seeds) - 1) / len(seeds) ** 0.5)
+        mean = float(apart.mean())
+        print(
+            f"{name:12}{found.mean():8.4f}{found.min():8.4f}{found.max():8.4f}"
+            f"{mean:14.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", choices=["digits", "cohort"], default="digits")
+    parser.add_argument("--out", type=Path, default=Path("schedule_accuracy.jsonl"))
+    parser.add_argument("--seeds", type=int, nargs="*")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--schedules", nargs="*")
+    parser.add_argument("--root", type=Path, help="of a cohort made by l1_study.py")
+    chosen = parser.parse_args()
+    is_digits = chosen.data == "digits"
+    epochs = chosen.epochs or (15 if is_digits else 10)
+    schedules = chosen.schedules or (
+        (*EXACT, *DELAYED) if is_digits else ("gpipe", "fdg", "akintoye")
+    )
+    # all processes run this script, and read here what is done already
+    lines = chosen.out.read_text().splitlines() if chosen.out.exists() else []
+    rows = [json.loads(line) for line in lines]
+    done = {(row["schedule"], row["seed"]) for row in rows}
+    for seed in chosen.seeds or range(1, 6 if is_digits else 4):
+        for name in schedules:
+            if (name, seed) in done:
+                continue
+            accuracy = run(chosen.data, name, seed, epochs, chosen.root)
+            if accuracy is not None:
+                rows.append({"schedule": name, "seed": seed, "accuracy": accuracy})
+                with chosen.out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    if not os.environ.get("LOCAL_RANK", "0").strip("0"):
+        table(rows, schedules)
