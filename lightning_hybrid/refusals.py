@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator
 from inspect import signature
 from itertools import chain
 
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from lightning_hybrid._lightning import (
@@ -32,6 +34,18 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
         raise PlanError(
             f"hybrid_gabra runs on CPUs and CUDA devices, not on "
             f"{type(accelerator).__name__}. Use Trainer(accelerator='cpu' | 'cuda')."
+        )
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Shares of the work follow from the sizes of parameters; `DDPStrategy` asks for them, too."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise PlanError(
+            f"{lazy[0]!r} has no size before the first call (nn.LazyLinear and its like). Call the "
+            "network once with an example before the fit: at the end of `__init__`, in "
+            "`configure_model` or in `setup`."
         )
 
 

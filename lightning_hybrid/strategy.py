@@ -44,6 +44,7 @@ from lightning_hybrid.refusals import (
     refuse_all_but_plain_sgd,
     refuse_callbacks,
     refuse_layer_sync,
+    refuse_lazy,
     refuse_optimizers,
     refuse_streaming,
 )
@@ -205,6 +206,7 @@ class HybridGabraStrategy(SavingStrategy):
         """Part: workers leave from here and serve; drivers go on as under DDP."""
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
+        refuse_lazy(self._module)
         if not self._joined.has_coordinates:
             self._choose_sizes(trainer)
         run = Run.of(

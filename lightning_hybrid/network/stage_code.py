@@ -285,6 +285,11 @@ def qualified_name(function: Any) -> str:
                 return name
         except (ImportError, AttributeError, NetworkError):
             continue
+    if getattr(function, "__name__", "") == "set_":
+        raise NetworkError(
+            "the network gives a tensor other memory in its forward (`tensor.data = ...`), which "
+            "tensors on other ranks do not follow. Change its values: tensor.copy_(...)."
+        )
     raise NetworkError(
         f"the network calls {function!r}, which another process cannot find by its name. Make it a "
         "function of a module, or an operator (torch.library.custom_op)."

@@ -128,12 +128,14 @@ class Discovery:
                 for name, reason in {**self._called_aside, **self._kept}.items()
             )
             what = "that can be cut" if why else "with parameters"
+            if self._options.names is not None:
+                what = f"named {' or '.join(map(repr, self._options.names))}"
             raise NetworkNotFoundError(
-                f"No call of a module {what} was seen in a whole step of "
+                f"No call of a module {what} was seen in the first training step of "
                 f"{type(self._module).__name__}, so there is nothing to cut into "
-                f"{self._ranks} stages. Call the network as a module (self(x), "
-                "self.net(x)), not by its weights; name it (HybridGabraStrategy(network='...')); "
-                f"or use strategy='ddp'.{why}"
+                f"{self._ranks} stages. Call the network in that step, as a module (self(x), "
+                "self.net(x)), not by its weights; name another one "
+                f"(HybridGabraStrategy(network='...')); or use strategy='ddp'.{why}"
             )
         if self._kept and not self._cut:
             self._driver.settle()

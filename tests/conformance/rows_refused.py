@@ -84,6 +84,23 @@ class RefusedWritesIntoOneOfTwoViews(Row):
         return nn.functional.cross_entropy(self.net(x, x.view_as(x)), y)
 
 
+class RefusedOtherMemoryOfABuffer(Row):
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.data = self.scale.data * 0.9
+            return super().forward(x * self.scale[:6])
+
+    shapes = (ONE_OF_TWO,)
+    refused = ("`tensor.data = ...`", "tensor.copy_(...)")
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
 class RefusedSingleLayer(Row):
     fast = True
     shapes = (ONE_OF_TWO,)

@@ -15,6 +15,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.progress import StartProgress
+from lightning_hybrid.refusals import refuse_lazy
 from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.network_options import NetworkOptions
 
@@ -115,3 +116,9 @@ def test_more_stages_than_partitions() -> None:
     with pytest.raises(PlanError, match=r"3 network partitions, fewer than pipe.*=50"):
         module.net(torch.zeros(4, 6))
     networks.close()
+
+
+def test_a_layer_without_a_size_is_refused_by_name() -> None:
+    module = nn.ModuleDict({"net": nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))})
+    with pytest.raises(PlanError, match=r"'net\.0\.weight' has no size before the first call"):
+        refuse_lazy(module)
