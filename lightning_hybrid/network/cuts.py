@@ -107,8 +107,8 @@ class Cuts:
     def refusal(self, position: int) -> str | None:
         """Why the network may not be cut here; None: it may."""
         layers = self.graph.layers
-        if position in (0, len(layers)):
-            return None  # a stage without layers
+        if position == 0:  # a stage without layers
+            return self._does_not_travel(position)
         before = layers[position - 1]
         if position > self._unknown:
             return f"what {_called(layers[self._unknown])} does depends on values"
@@ -124,7 +124,7 @@ class Cuts:
 
     def _does_not_travel(self, position: int) -> str | None:
         crossing = self.crossing(position)
-        if not crossing:
+        if not crossing and 0 < position < len(self.graph.layers):
             return "no tensor crosses"
         numbers = {leaf.node for leaf in self.graph.leaves if leaf.number}
         for node in crossing:

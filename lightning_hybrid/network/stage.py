@@ -204,7 +204,16 @@ def cut_at(
     cuts = Cuts(graph)
     device = device or graph.device
     places = [0, *positions, len(graph.layers)]
-    stages = [_stage(graph, cuts, start, stop, device) for start, stop in pairwise(places)]
+    # what comes in, what crosses each cut, what is returned: a stage may be without layers
+    borders = [
+        list(graph.inputs),
+        *(cuts.crossing(position) for position in positions),
+        [*graph.tensor_outputs, *graph.scalar_outputs],
+    ]
+    stages = [
+        _stage(graph, layers, tensors, device)
+        for layers, tensors in zip(pairwise(places), pairwise(borders))
+    ]
     return _with_what_is_beside(stages, graph)
 
 
@@ -231,13 +240,12 @@ def make_stages(
 
 
 def _stage(
-    graph: NetworkGraph, cuts: Cuts, start: int, stop: int, device: torch.device
+    graph: NetworkGraph,
+    span: tuple[int, int],
+    borders: tuple[Sequence[fx.Node], Sequence[fx.Node]],
+    device: torch.device,
 ) -> StageCode:
-    is_last = stop == len(graph.layers)
-    inputs = list(graph.inputs) if start == 0 else cuts.crossing(start)
-    outputs: list[fx.Node] = (
-        [*graph.tensor_outputs, *graph.scalar_outputs] if is_last else cuts.crossing(stop)
-    )
+    (start, stop), (inputs, outputs) = span, borders
     layers = graph.layers[start:stop]
     nodes = [node for layer in layers for node in (layer.node, *layer.parts)]
     copier = _Copier(graph, inputs, nodes, outputs)

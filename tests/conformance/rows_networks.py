@@ -554,3 +554,45 @@ class HasASparseBuffer(Row):
         assert isinstance(self.graph, Tensor)
         near = self.graph.to_dense()[: len(x), : len(x)].to_sparse()
         return super().loss(torch.sparse.mm(near, x), y)
+
+
+class TruncatesThroughTime(Row):
+    """Pieces of a sequence one after the other, the last one shorter; states come back beside."""
+
+    fast = True
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.out"]}
+    shares = True
+    captures = 3
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.out = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            found = []
+            for piece in x.unbind(1):
+                a = torch.tanh(self.first(piece) + a)
+                b = torch.tanh(self.second(a) + b)
+                found.append(self.out(b))
+            return torch.stack(found, 1), a, b
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0][:, None] * torch.linspace(0.5, 1.5, 5, dtype=torch.float64)[:, None]
+        a = b = torch.zeros_like(batch[0])
+        for piece in x.split(2, 1):
+            y, a, b = self.net(piece, a, b)
+            loss = y.square().mean() + (a * b).mean()
+            self.seen.append(loss.item())
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+            a, b = a.detach(), b.detach()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage, cut, make_stages, network_partitions
+from lightning_hybrid.network.stage import cut_at
 from lightning_hybrid.network.stage_check import run
 
 CPU = torch.device("cpu")
@@ -66,6 +67,29 @@ def test_every_cut_stitches() -> None:
     (codes,) = staged.codes.values()
     names = [name for stage in make_stages(codes, network, CPU) for name in stage.parameter_names]
     assert sorted(names) == sorted(name for name, _ in network.named_parameters())
+
+
+class Cell(nn.Module):
+    """Takes and returns its states in another order than it computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, b: Tensor, unused: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+        a = torch.tanh(self.first(x) + a)
+        b = torch.tanh(self.second(a) + b)
+        return self.out(b), a, b
+
+
+@pytest.mark.parametrize("ends", ["begin begin", "begin end", "end end", "begin 2", "2 end"])
+def test_stages_without_layers_pass_on_what_crosses(ends: str) -> None:
+    values = [torch.full((3, 4), float(number)) for number in range(4)]
+    found = captured(Cell(), *values)
+    where = {"begin": 0, "2": 2, "end": len(found.graph.layers)}
+    codes = cut_at(found.graph, [where[end] for end in ends.split()])
+    outputs = run(found.graph, make_stages(codes, found.graph.network, CPU), found.leaves)
+    assert same(outputs, list(found.returned))
 
 
 def test_stages_take_the_network_s_own_parameters() -> None:
