@@ -46,6 +46,8 @@ class Results:
         state: the Trainer's state.
         should_stop: the Trainer's.
         random: states of the generators, so that later draws are the same on all ranks.
+        trained: by name, whether a parameter requires gradients.
+        modes: by name, whether a module is in training mode.
         plans: the plans of the networks, by name; filled in by the strategy.
     """
 
@@ -57,6 +59,8 @@ class Results:
     state: Any
     should_stop: bool
     random: Mapping[str, Any]
+    trained: Mapping[str, bool]
+    modes: Mapping[str, bool]
     plans: dict[str, Plan] = field(default_factory=dict)
 
     def value(self) -> Any:
@@ -94,7 +98,7 @@ class Snapshot:
 
 def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Results:
     """On a driver: the results of a run that went well."""
-    cpu = torch.device("cpu")
+    cpu, module = torch.device("cpu"), trainer.lightning_module
     return Results(
         returned=_pickled_or_why_not(returned),
         callback_metrics=move_data_to_device(dict(trainer.callback_metrics), cpu),
@@ -104,6 +108,8 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Result
         state=trainer.state,
         should_stop=trainer.should_stop,
         random=random_states(),
+        trained={name: p.requires_grad for name, p in module.named_parameters()},
+        modes={name: part.training for name, part in module.named_modules()},
     )
 
 
@@ -141,6 +147,11 @@ def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
     trainer.state = results.state
     trainer.should_stop = results.should_stop
     set_random_states(dict(results.random))
+    module = trainer.lightning_module
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(results.trained.get(name, parameter.requires_grad))
+    for name, part in module.named_modules():
+        part.training = results.modes.get(name, part.training)
 
 
 def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:

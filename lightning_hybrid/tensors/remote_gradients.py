@@ -134,6 +134,7 @@ class RemoteGradients:
         self._present = None
 
     def clear(self) -> None:
-        """Nothing is in the graph, and nothing assigned."""
+        """Nothing is in the graph, and nothing assigned; nobody is asked any more."""
         self.in_graph.clear()
         self.assigned.clear()
+        self._present = set()

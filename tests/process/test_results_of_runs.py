@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
 from lightning_hybrid.process.run_results import Snapshot, adopt_results, collect_results
 
@@ -54,3 +55,21 @@ def test_an_attribute_that_cannot_be_copied_stays_what_it_is_on_each_rank() -> N
     assert found.seen == [1, 2]
     assert not hasattr(found, "error")
     assert not hasattr(found, "lock")
+
+
+def test_what_is_trained_and_modes_are_those_of_the_driver() -> None:
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    driver, worker = trainer_of(Net()), trainer_of(Net())
+    before = Snapshot(worker)
+    theirs: Any = driver.lightning_module
+    mine: Any = worker.lightning_module
+    theirs.first.weight.requires_grad_(False)
+    theirs.second.eval()
+    mine.first.bias.requires_grad_(False)
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)), before)
+    assert [p.requires_grad for p in mine.parameters()] == [False, True, True, True]
+    assert [mine.training, mine.first.training, mine.second.training] == [True, True, False]
