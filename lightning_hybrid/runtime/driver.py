@@ -246,7 +246,9 @@ class Driver:
         self.remote.begin_step()
         if self._has_state and self._synchronized:
             self.weights.broadcast_buffers(state=True)
-        self._synchronized = self.gradients.synchronize
+        # (with manual optimization DDP takes each step for one that exchanges nothing)
+        by_itself = getattr(self._module, "automatic_optimization", True)
+        self._synchronized = self.gradients.synchronize and by_itself
 
     @signals_deferred
     def check(self) -> None:

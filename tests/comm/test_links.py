@@ -60,7 +60,7 @@ def test_further_receives_may_be_posted_before_the_first_arrives(wires: Wires) -
 
 
 def test_a_sender_bounds_its_queue_and_waits_where_nobody_takes_anything(wires: Wires) -> None:
-    here, _ = link(wires(0.2))
+    here, _ = link(wires(2.0))
     for number in range(2):
         here.flush(left=1)
         here.send(message(number))
@@ -93,7 +93,7 @@ def test_what_was_sent_is_kept_until_it_is_taken_and_no_longer(wires: Wires) -> 
 
 
 def test_a_flushed_link_has_nothing_on_its_way(wires: Wires) -> None:
-    here, _ = link(wires(0.2))
+    here, _ = link(wires(2.0))
     here.flush()
     here.send(message(1))
     with pytest.raises(ConnectionLost):
