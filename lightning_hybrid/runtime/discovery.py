@@ -273,6 +273,9 @@ class Discovery:
             return self._captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
+            if not found.driven:
+                why = f"can be captured in an evaluation, and not here:\n{indented(error.reason)}"
+                self._kept.setdefault(found.name, why)
         except CannotFollow as error:
             reason = str(error)
         if not found.whole:  # a part of it has run already

@@ -9,6 +9,7 @@ import torch
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
@@ -481,6 +482,28 @@ class CountsOnTheClass(Row):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append(self.Net.calls)
+
+
+class PrintsInTrainingAlone(Row):
+    """The sanity check before it can be captured as one graph, training cannot."""
+
+    equal_or_refused = ("in an evaluation, and not here", "print(")  # alone on the driver
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            if self.training:
+                print("hidden", tuple(x.shape), x.dtype)
+            return self.third(torch.tanh(self.second(x)) + x)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.dataset(seed=2), batch_size=4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(*batch), sync_dist=True)
 
 
 class Prints(Row):
