@@ -15,20 +15,24 @@ Each run leaves a line in ``--out``; a script that was stopped goes on.
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from _adni import cohort
-from _timing import bare_trainer
 from lightning.pytorch import LightningModule, seed_everything
 from scipy import stats
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from _adni import cohort
+from _timing import bare_trainer
 
 from lightning_hybrid import HybridGabraStrategy
 from models import ResAttNetClassifier
