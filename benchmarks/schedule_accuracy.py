@@ -1,15 +1,14 @@
 """Test accuracy under every schedule: what delayed gradients cost, measured.
 
-``--data digits``: scikit-learn's digits, a perceptron of eight linear layers in four stages, five
-seeds. ``--data cohort``: AD against NC in the synthetic cohort of level L1, 3D-ResAttNet-18 of half
-width in two stages, three seeds. A seed is of weights and order; the split stays. Of each run the
-accuracy after the last epoch counts, without any choice by validation. The table has, beside the
-mean over seeds, the mean of the differences to ``gpipe`` (which has the numbers of one device) of
-the same seed, and its 95 % interval by Student's t.
+scikit-learn's digits, a perceptron of eight linear layers in four stages, five seeds. A seed is of
+weights and order; the split stays. Of each run the accuracy after the last epoch counts, without
+any choice by validation. The table has, beside the mean over seeds, the mean of the differences to
+``gpipe`` (which has the numbers of one device) of the same seed, and its 95 % interval by Student's
+t.
 
 Each run leaves a line in ``--out``; a script that was stopped goes on.
 
-    OMP_NUM_THREADS=1 python schedule_accuracy.py --data digits --out digits.jsonl
+    OMP_NUM_THREADS=1 python benchmarks/schedule_accuracy.py --out digits.jsonl
 """
 
 import argparse
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from lightning.pytorch import LightningModule, seed_everything
 from scipy import stats
 from sklearn.datasets import load_digits
@@ -31,17 +29,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from _adni import cohort
 from _timing import bare_trainer
 
 from lightning_hybrid import HybridGabraStrategy
-from models import ResAttNetClassifier
 
 EXACT = ("gpipe", "looped", "zero_bubble", "1f1b")
 DELAYED = ("pipedream", "ddg", "fdg", "akintoye")
 WINDOW = 4
 """Batches of which 1F1B accumulates the gradients: each has a fourth of the samples."""
-CONFIGS = Path(__file__).parents[1] / "configs"
+STAGES, EPOCHS = 4, 15
 
 
 class Digits(LightningModule):
@@ -53,17 +49,13 @@ class Digits(LightningModule):
             layer for _ in range(7) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())
         ]
         self.net = nn.Sequential(*hidden, nn.Linear(64, 10))
-        self.correct = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
-    def on_test_start(self) -> None:
-        self.correct = 0
-
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.correct += int((self.net(batch[0]).argmax(1) == batch[1]).sum())
-        self.log("test/accuracy", self.correct / 360, on_step=False, reduce_fx="max")
+        found = self.net(batch[0]).argmax(1)
+        self.log("accuracy", (found == batch[1]).double().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.02)
@@ -83,36 +75,23 @@ def digits(batch: int, seed: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     )
 
 
-def run(data: str, schedule: str, seed: int, epochs: int, root: Path) -> float | None:
+def run(schedule: str, seed: int) -> float | None:
     """One run on all its processes; the first one has the accuracy."""
     torch.set_num_threads(1)
     seed_everything(seed, verbose=False)
-    stages = 4 if data == "digits" else 2
     window = WINDOW if schedule == "1f1b" else 1
     batched = {"num_microbatches": 2} if schedule in EXACT and window == 1 else {}
-    trainer = bare_trainer(
-        strategy=HybridGabraStrategy(
-            data_parallel_size=1,
-            pipeline_parallel_size=stages,
-            schedule=schedule,
-            **batched,
-        ),
-        devices=stages,
-        max_epochs=epochs,
-        accumulate_grad_batches=window,
+    strategy = HybridGabraStrategy(
+        data_parallel_size=1, pipeline_parallel_size=STAGES, schedule=schedule, **batched
     )
-    if data == "digits":
-        train, test = digits(32 // window, seed)
-        model: LightningModule = Digits()
-        trainer.fit(model, train)
-        [metrics] = trainer.test(model, test, verbose=False)
-    else:
-        settings = yaml.safe_load((CONFIGS / "demo.yaml").read_text())
-        model = ResAttNetClassifier(**settings["model"] | {"widths": [32, 64, 128, 256]})
-        module = cohort(root)
-        trainer.fit(model, datamodule=module)
-        [metrics] = trainer.test(model, datamodule=module, verbose=False)
-    return metrics["test/accuracy"] if trainer.is_global_zero else None
+    trainer = bare_trainer(
+        strategy, devices=STAGES, max_epochs=EPOCHS, accumulate_grad_batches=window
+    )
+    train, test = digits(32 // window, seed)
+    model = Digits()
+    trainer.fit(model, train)
+    [metrics] = trainer.test(model, test, verbose=False)
+    return metrics["accuracy"] if trainer.is_global_zero else None
 
 
 def table(rows: Sequence[dict[str, Any]], schedules: Sequence[str]) -> None:
@@ -133,30 +112,21 @@ def table(rows: Sequence[dict[str, Any]], schedules: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", choices=["digits", "cohort"], default="digits")
     parser.add_argument("--out", type=Path, default=Path("schedule_accuracy.jsonl"))
-    parser.add_argument("--seeds", type=int, nargs="*")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--schedules", nargs="*")
-    parser.add_argument("--root", type=Path, help="of a cohort made by l1_study.py")
+    parser.add_argument("--seeds", type=int, nargs="*", default=range(1, 6))
     chosen = parser.parse_args()
-    is_digits = chosen.data == "digits"
-    epochs = chosen.epochs or (15 if is_digits else 10)
-    schedules = chosen.schedules or (
-        (*EXACT, *DELAYED) if is_digits else ("gpipe", "fdg", "akintoye")
-    )
     # all processes run this script, and read here what is done already
     lines = chosen.out.read_text().splitlines() if chosen.out.exists() else []
     rows = [json.loads(line) for line in lines]
     done = {(row["schedule"], row["seed"]) for row in rows}
-    for seed in chosen.seeds or range(1, 6 if is_digits else 4):
-        for name in schedules:
+    for seed in chosen.seeds:
+        for name in (*EXACT, *DELAYED):
             if (name, seed) in done:
                 continue
-            accuracy = run(chosen.data, name, seed, epochs, chosen.root)
+            accuracy = run(name, seed)
             if accuracy is not None:
                 rows.append({"schedule": name, "seed": seed, "accuracy": accuracy})
                 with chosen.out.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
     if not os.environ.get("LOCAL_RANK", "0").strip("0"):
-        table(rows, schedules)
+        table(rows, (*EXACT, *DELAYED))

@@ -91,20 +91,17 @@ def put_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
         anything._post_accumulate_grad_hooks = late
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether there are functions that hear of the gradient of a parameter."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+def gradient_hooks(tensor: torch.Tensor, *, late: bool = False) -> list[Any]:
+    """The functions that hear of the gradient of a parameter; there is no public way to ask.
 
-
-def hooks_after_accumulation(tensor: torch.Tensor) -> list[Any]:
-    """Those of them that are called when the gradient is in ``tensor.grad``."""
-    return [*(tensor._post_accumulate_grad_hooks or {}).values()]
-
-
-def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
-    """The functions that hear of the gradient of a parameter; there is no public way to ask."""
-    tables = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
-    return [hook for table in tables for hook in (table or {}).values()]
+    Args:
+        tensor: the parameter.
+        late: only those that are called when the gradient is in ``tensor.grad``.
+    """
+    before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    if not (before or after):  # asked of each parameter in every step
+        return []
+    return [hook for table in (None if late else before, after) for hook in (table or {}).values()]
 
 
 def is_fake(value: Any) -> bool:

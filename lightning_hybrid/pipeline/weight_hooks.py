@@ -18,8 +18,6 @@ from lightning_hybrid._torch.tensors import (
     HookTables,
     as_they_are,
     gradient_hooks,
-    has_hooks,
-    hooks_after_accumulation,
     put_hooks,
     take_hooks,
 )
@@ -58,7 +56,7 @@ class WeightHooks:
     def late(self) -> list[str]:
         """Names of the weights with hooks that may use the gradient up, and step."""
         with as_they_are():
-            found = [(name, hooks_after_accumulation(weight)) for name, weight in self._hooked()]
+            found = [(name, gradient_hooks(weight, late=True)) for name, weight in self._hooked()]
         return [name for name, hooks in found if any(map(is_of_the_user, hooks))]
 
     def hold(self) -> None:
@@ -70,9 +68,9 @@ class WeightHooks:
                 weight.grad = None
 
     def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights that have any. This is asked in every step, and mostly there are none."""
+        """The weights that have any."""
         for name, weight in self._weights:
-            if has_hooks(weight) and any(map(is_of_the_user, gradient_hooks(weight))):
+            if (hooks := gradient_hooks(weight)) and any(map(is_of_the_user, hooks)):
                 yield name, weight
 
     def release(self, chosen: Collection[str] | None = None, *, late: bool = True) -> None:

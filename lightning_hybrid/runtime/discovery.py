@@ -129,7 +129,8 @@ class Discovery:
             )
             what = "that can be cut" if why else "with parameters"
             if self._options.names is not None:
-                what = f"named {' or '.join(map(repr, self._options.names))}"
+                names = " or ".join(map(repr, self._options.names))
+                what = f"named {names} {what}" if why else f"named {names}"
             raise NetworkNotFoundError(
                 f"No call of a module {what} was seen in the first training step of "
                 f"{type(self._module).__name__}, so there is nothing to cut into "

@@ -122,8 +122,8 @@ class OptimizerLink:
         optimizer = self.optimizer
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if not (self.whole or any(map(is_deferred, parameters))):
-            states: dict[Parameter, dict[str, Any]] = {**optimizer.state}  # type: ignore[dict-item]
-            optimizer.state = defaultdict(dict, self._fetch(states))  # type: ignore[arg-type]
+            states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
+            optimizer.state = states
 
     def ship_quietly(self) -> None:
         """Until :meth:`shipped`, ``optimizer.state`` is what this rank has."""
@@ -143,7 +143,7 @@ class OptimizerLink:
             self._state = DriverState(self.optimizer.state, self._fetch)
             self.optimizer.state = self._state
 
-    def _fetch(self, here: dict[Parameter, dict[str, Any]]) -> dict[Parameter, dict[str, Any]]:
+    def _fetch(self, here: Mapping[Any, dict[str, Any]]) -> dict[Parameter, dict[str, Any]]:
         """All states, in the order of the groups."""
         remote, found = self._counterparts.state(self._index), {}
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):

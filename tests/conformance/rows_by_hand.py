@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
+from rows_networks import KeepsPrototypes
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -57,6 +58,10 @@ class ClearsGradientsOfTheModule(_Manual):
     def update(self, optimizer: Any) -> None:
         optimizer.step()
         self.zero_grad()
+
+
+class KeepsPrototypesByHand(ClearsGradientsOfTheModule, KeepsPrototypes):
+    """`ddp` then exchanges buffers before the first step alone."""
 
 
 class SetsGradientsToNone(_Manual):

@@ -313,21 +313,6 @@ class KeepsPrototypesWhileAccumulating(KeepsPrototypes):
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
-class KeepsPrototypesByHand(KeepsPrototypes):
-    """In manual optimization `ddp` exchanges buffers before the first step alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.loss(*batch)
-        self.seen.append(loss.item())
-        self.optimizers().zero_grad()
-        self.manual_backward(loss)
-        self.optimizers().step()
-
-
 class NormalizesOtherwise(Row):
     """Instance, group and layer norm, which have no statistics of the batch."""
 

@@ -66,7 +66,7 @@ class PredictsWithAPart(_Evaluated):
     shapes = EVERY
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net.second(batch[0] @ batch[0].T @ batch[0].new_ones(len(batch[0]), 8))
+        return self.net.second(nn.functional.pad(batch[0], (0, 2)))
 
     def exercise(self, run: Run) -> Any:
         run.trainer().fit(self)
