@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,23 +110,40 @@ def table(rows: Sequence[dict[str, Any]], schedules: Sequence[str]) -> None:
         )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("schedule_accuracy.jsonl"))
-    parser.add_argument("--seeds", type=int, nargs="*", default=range(1, 6))
-    chosen = parser.parse_args()
+def study(
+    out: Path,
+    schedules: Sequence[str],
+    seeds: Sequence[int],
+    run: Callable[[str, int], float | None],
+) -> None:
+    """Every schedule with every seed, but those that `out` has already; then the table.
+
+    Args:
+        out: has a line for each run.
+        schedules: their names, ``gpipe`` among them.
+        seeds: of weights and order.
+        run: trains on all processes; returns the accuracy on the first one.
+    """
     # all processes run this script, and read here what is done already
-    lines = chosen.out.read_text().splitlines() if chosen.out.exists() else []
+    lines = out.read_text().splitlines() if out.exists() else []
     rows = [json.loads(line) for line in lines]
     done = {(row["schedule"], row["seed"]) for row in rows}
-    for seed in chosen.seeds:
-        for name in (*EXACT, *DELAYED):
+    for seed in seeds:
+        for name in schedules:
             if (name, seed) in done:
                 continue
             accuracy = run(name, seed)
             if accuracy is not None:
                 rows.append({"schedule": name, "seed": seed, "accuracy": accuracy})
-                with chosen.out.open("a") as file:
+                with out.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
     if not os.environ.get("LOCAL_RANK", "0").strip("0"):
-        table(rows, (*EXACT, *DELAYED))
+        table(rows, schedules)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("schedule_accuracy.jsonl"))
+    parser.add_argument("--seeds", type=int, nargs="*", default=range(1, 6))
+    chosen = parser.parse_args()
+    study(chosen.out, (*EXACT, *DELAYED), chosen.seeds, run)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_hybrid._lightning import Trainer
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network.own_classes import plain
 from lightning_hybrid.random_draws import Draws
 
 
@@ -26,7 +27,7 @@ class ComingBatch:
         error: what the loader, or what makes it ready, has raised instead.
         state: of a resumable loader after it.
         handed: whether the Trainer has it.
-        tensors: once it is ready, what is in it.
+        tensors: once it is ready, what is in it, as the network gets it.
     """
 
     def __init__(self, raw: Any, error: Exception | None, state: Any) -> None:
@@ -44,7 +45,7 @@ class ComingBatch:
         """
         if not self.is_ready:
             self.ready = move(raw)
-            self.tensors = [tensor for _, tensor in tensors_in(self.ready)]
+            self.tensors = [plain(tensor) for _, tensor in tensors_in(self.ready)]
             self.is_ready, self.raw = True, None
         return self.ready
 

@@ -316,8 +316,10 @@ class DriverSession:
             error: what was raised on this rank.
         """
         self._failure = failure
-        # whoever presses Ctrl-C may do so because a worker does not answer
-        self._salvages = isinstance(error, Exception) and not is_loss(error)
+        # (Ctrl-C waits for the end of a pass, so that the workers are in step; a SystemExit is of
+        # whoever wants an end soon)
+        ours = isinstance(error, Exception | KeyboardInterrupt)
+        self._salvages = ours and not is_loss(error)
 
     def abort(self) -> None:
         """Tell the workers that the run has failed, and save what they have trained."""

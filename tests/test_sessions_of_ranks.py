@@ -199,7 +199,8 @@ def test_what_was_put_into_lightning_is_taken_out_again() -> None:
         (ValueError("mine"), True, True),
         (ValueError("mine"), False, False),
         (ConnectionLost("rank 1 is gone"), True, False),
-        (KeyboardInterrupt(), True, False),  # a worker may not answer
+        (KeyboardInterrupt(), True, True),
+        (SystemExit(1), True, False),
     ],
 )
 def test_what_was_trained_is_saved_where_workers_can_answer(

@@ -13,6 +13,9 @@ from torch import Tensor
 
 # what TorchDynamo keeps for as long as the process lives
 from torch._C._dynamo.eval_frame import reset_code as _reset_code
+
+# by which Python that is being captured says why it cannot be
+from torch._dynamo.decorators import graph_break as stop_capture
 from torch._dynamo.eval_frame import cached_backends as _cached_backends
 
 # what torch.compile raises where it cannot follow, and why it compiled again
@@ -27,7 +30,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from lightning_hybrid._torch.exchanged import Exchanged
 
-__all__ = ["FailOnRecompileLimitHit", "TorchDynamoException"]
+__all__ = ["FailOnRecompileLimitHit", "TorchDynamoException", "stop_capture"]
 
 
 @contextmanager

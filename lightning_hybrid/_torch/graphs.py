@@ -52,6 +52,14 @@ def numpy_from_parts(kind: str, called: Any) -> Any:
     return _NUMPY[kind][0](called)
 
 
+def source_of(placeholder: fx.Node) -> str:
+    """What a placeholder stands for, as an expression over the frame that was captured.
+
+    There is no public way to it: its name is that expression with all but letters replaced.
+    """
+    return str(placeholder._dynamo_source.name)  # type: ignore[attr-defined]
+
+
 def higher_order_name(function: Any) -> str | None:
     """The name of an operation on graphs (a checkpointed region, a hook); ``None``: it is none."""
     return function.name() if isinstance(function, torch._ops.HigherOrderOperator) else None

@@ -44,6 +44,13 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether something else may show a tensor's memory: a view, a saved one, a storage object."""
+    storage = tensor.untyped_storage()
+    owners: int = torch._C._storage_Use_Count(storage._cdata)
+    return owners > 2  # the tensor, and the storage object of this function
+
+
 def refuse_pointer(tensor: Tensor) -> None:
     """From here on torch raises where somebody asks for the address of this tensor's memory."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)

@@ -98,7 +98,7 @@ def _of_results(graph: NetworkGraph) -> str | None:
             return f"{_place(graph, node)} is read from a tensor"
     for leaf in graph.written_leaves:
         if not leaf.batched:
-            return f"{leaf.node.name} is changed in place"
+            return f"{leaf.name} is changed in place"
     return None
 
 

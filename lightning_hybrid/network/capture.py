@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative_batchnorm import captured_averages
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.graph_from_dynamo import describe
+from lightning_hybrid.network.own_classes import Plain, is_followed, refused_class
+from lightning_hybrid.network.padded_encoders import PACKS, captured_encoders
 from lightning_hybrid.network.recurrent_layers import captured_recurrence
 from lightning_hybrid.network.rewritten_functions import captured_classes
 
@@ -64,11 +68,25 @@ class NotCaptured(Exception):
 
     Args:
         reason: what TorchDynamo says, and where in the user's code.
+        by_its_kind: whether calls of another kind (in training) may well be captured.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, by_its_kind: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.by_its_kind = reason, by_its_kind
+
+
+@contextmanager
+def _exchanged() -> Iterator[None]:
+    """Inside, some functions of torch are such as TorchDynamo follows."""
+    with captured_averages, captured_recurrence, captured_classes, captured_encoders:
+        yield
+
+
+def _refuse_classes(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        if (reason := refused_class(tensor)) is not None:
+            raise NotCaptured(reason)
 
 
 class Capture:
@@ -107,6 +125,10 @@ class Capture:
         self._given: set[int] = set()
         self._captured = 0
 
+        if getattr(forward, "__func__", None) is type(network).forward:
+            with _exchanged():  # which the network's own may be
+                forward = MethodType(type(network).forward, network)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
@@ -127,16 +149,26 @@ class Capture:
             NotCaptured: TorchDynamo cannot follow; nothing has happened.
         """
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if not any(is_followed(type(tensor)) for tensor in given):
+            return self._called(args, kwargs, given)
+        with Plain(args, kwargs) as plain:
+            given = [tensor for _, tensor in tensors_in((plain.args, plain.kwargs))]
+            return plain.as_on_one_device(self._called(plain.args, plain.kwargs, given))
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+        _refuse_classes(given)
         self._given = {id(tensor) for tensor in given}
         free_first_size(given)
         try:
-            with capture_settings(), captured_averages, captured_recurrence, captured_classes:
+            with capture_settings(), _exchanged():
                 return self._compiled(*args, **kwargs)
         except (
             TorchDynamoException,
             FailOnRecompileLimitHit,
             GuardOnDataDependentSymNode,
         ) as error:
+            if PACKS in str(error):
+                raise NotCaptured(PACKS, by_its_kind=True) from error
             raise NotCaptured(_reason(error)) from error
 
     def close(self) -> None:
@@ -161,6 +193,7 @@ class Capture:
             names = self._named(values, tensors)
             graph = graphs.get(names)
             if graph is None:
+                _refuse_classes(value for value in values if isinstance(value, Tensor))
                 shared = frozenset(self._shared)
                 graph = describe(module, self.network, names, self._given, values, shared)
                 graphs[names] = graph

@@ -29,6 +29,7 @@ from lightning_hybrid._torch.graphs import higher_order_name
 from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.annotate import Effects
 from lightning_hybrid.network.checkpointing import has_region
+from lightning_hybrid.network.source_places import input_name
 
 Sizes = Mapping[Any, int]
 """The values of size symbols."""
@@ -85,6 +86,11 @@ class Leaf:
     """whether dimension 0 is the batch's: then it is split"""
     number: bool = False
     """a Python number that changes between calls, and travels as a tensor"""
+
+    @property
+    def name(self) -> str:
+        """How the network's code can write it: an argument, or ``self.mask``."""
+        return input_name(self.node)
 
 
 @dataclass(eq=False)

@@ -105,7 +105,9 @@ def _measure(
         tensors = [_own(state[name], device) for name in code.tensors]
         key = code.code.shape(), code.layers[0] == 0, _sizes((*tensors, *values))
         if key not in known:
-            known[key] = _timed(stage, tensors, values, numbers, repeats, device)
+            known[key] = _timed(
+                stage, tensors, values, numbers, repeats, device, learns=graph.differentiable
+            )
         times, saved = known[key]
         with torch.no_grad():
             values = stage.run_with(tensors, values, numbers)
@@ -166,9 +168,31 @@ def _timed(
     numbers: Sequence[Any],
     repeats: int,
     device: torch.device,
+    *,
+    learns: bool,
 ) -> tuple[_Times, int]:
     """Median seconds; bytes held between forward and backward."""
     clock = clock_of(device)
+    try:
+        return _timed_both_ways(stage, tensors, values, numbers, repeats, clock)
+    except RuntimeError:
+        if learns:
+            raise
+    # an evaluation may use what has no derivative, as torch's encoder layers do
+    with torch.no_grad():
+        rounds = [_round(stage, tensors, values, numbers, [], clock) for _ in range(1 + repeats)]
+    forward_s = statistics.median(forward_s for forward_s, _ in rounds[1:])
+    return _Times(forward_s, forward_s, forward_s), 0
+
+
+def _timed_both_ways(
+    stage: Stage,
+    tensors: Sequence[Tensor],
+    values: Sequence[Tensor],
+    numbers: Sequence[Any],
+    repeats: int,
+    clock: Clock,
+) -> tuple[_Times, int]:
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
     held = _Held(tensors)
 

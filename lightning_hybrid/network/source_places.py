@@ -1,4 +1,4 @@
-"""Where in the user's code an operation of a captured graph is."""
+"""Where in the user's code an operation of a captured graph is, and what its inputs are there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 from torch import fx
+
+from lightning_hybrid._torch.graphs import source_of
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
@@ -31,3 +33,20 @@ def place_of(node: fx.Node) -> str | None:
     frames = _FRAME.findall(node.stack_trace or "")
     theirs = [f"{file}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
     return theirs[-1] if theirs else None
+
+
+_AS_WRITTEN = (  # from the names in the frame that is captured, which calls the network's `forward`
+    (re.compile(r"^L\['args'\]"), "args"),
+    (re.compile(r"^L\['kwargs'\]\['(\w+)'\]"), r"\1"),
+    (re.compile(r"^L\['forward'\]\.__self__\b"), "self"),
+    (re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]"), r".\1"),
+    (re.compile(r"^G\['(?:__import_)?(\w+)'\]"), r"\1"),
+)
+
+
+def input_name(placeholder: fx.Node) -> str:
+    """What a graph takes, as the code of the network's `forward` can write it."""
+    name = source_of(placeholder)
+    for theirs, written in _AS_WRITTEN:
+        name = theirs.sub(written, name)
+    return name

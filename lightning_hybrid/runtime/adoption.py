@@ -325,7 +325,7 @@ def why_not_cut(graph: NetworkGraph) -> str | None:
     """What keeps a graph from being cut anywhere, said of its network; ``None``: nothing."""
     for leaf in graph.leaves:
         if not leaf.number and not graph.info[leaf.node].is_strided:
-            return f"takes a tensor that is not dense ({leaf.node.name})"
+            return f"takes a tensor that is not dense ({leaf.name})"
     if graph.uncuttable is not None:
         return f"has {graph.uncuttable}, which runs Python of the user's later"
     if not graph.leaves:

@@ -15,7 +15,7 @@ does a call on other weights than the network's own
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ from lightning_hybrid.tensors.deferred import materialize
 from lightning_hybrid.tensors.emptied_tensors import NoMemory, watched
 from lightning_hybrid.tensors.hollow_network import Hollow
 from lightning_hybrid.tensors.proxy import hook_refused
+from lightning_hybrid.tensors.remote_kind import Kind
 
 
 class Discovery:
@@ -164,11 +165,7 @@ class Discovery:
             return module.forward(*arguments, **keywords)
         aside = self._aside.reason(module)
         if aside is not None:
-            self._called_aside[name] = aside
-            try:
-                return forward(*arguments, **keywords)
-            finally:
-                self._watch(watched)  # look again
+            return self._call_aside(name, aside, watched, lambda: forward(*arguments, **keywords))
         self._called_aside.pop(name, None)
         if self._is_kept_unseen(name, module):
             return forward(*arguments, **keywords)
@@ -177,6 +174,11 @@ class Discovery:
             return self._captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = error.reason
+            if error.by_its_kind:
+                aside = f"is not captured in its first calls: {reason}"
+                return self._call_aside(
+                    name, aside, watched, lambda: forward(*arguments, **keywords)
+                )
         hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
         if hooked:
             reason = f"{hooked[0]!r} has a full backward hook\n{reason}"
@@ -192,6 +194,20 @@ class Discovery:
             f"cannot be captured as one:\n{found.reason}",
         )
         return self._captured(found, arguments, keywords)
+
+    def _call_aside(
+        self,
+        name: str,
+        reason: str,
+        watched: Mapping[str, nn.Module],
+        call: Callable[[], Any],
+    ) -> Any:
+        """A call of a kind that stages cannot do; the next one may be of another."""
+        self._called_aside[name] = reason
+        try:
+            return call()
+        finally:
+            self._watch(watched)  # look again
 
     def _is_kept_unseen(self, name: str, module: nn.Module) -> bool:
         """Whether a module is left on the driver without a look at its graph."""
@@ -274,6 +290,11 @@ class Discovery:
             return self._captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
+            if error.by_its_kind and torch.is_grad_enabled():
+                # (on the driver with proxies of weights, by whose class torch decides as well)
+                raise NetworkError(
+                    f"{found.shown} cannot be called in this way: {error.reason}."
+                ) from error
             if not found.driven:
                 why = f"can be captured in an evaluation, and not here:\n{indented(error.reason)}"
                 self._kept.setdefault(found.name, why)
@@ -288,10 +309,19 @@ class Discovery:
         )
         remote = self._driver.remote
         remote.adopt_replaced()
-        with self._driver.calls.one_stream():  # its Python and its hooks must run once
+        # its Python and its hooks must run once
+        with self._driver.calls.one_stream(), self._weights_at_hand(found):
             result = found.forward(*arguments, **keywords)
         remote.adopt_replaced()  # what the call itself has replaced
         return result
+
+    def _weights_at_hand(self, found: FoundNetwork) -> AbstractContextManager[None]:
+        """Where nothing is learned: ordinary tensors, since torch decides by their class too."""
+        if torch.is_grad_enabled():
+            return nullcontext()
+        remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
+        names = remote.names(Kind.PARAMETER)
+        return remote.at_hand([name for name in names if name.startswith(prefix)])
 
     def _captured(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]

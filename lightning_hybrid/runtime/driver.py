@@ -53,6 +53,7 @@ from lightning_hybrid.runtime.unsettled_gradients import Unsettled
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.tensors.deferred import is_deferred, materialize
+from lightning_hybrid.tensors.living_views import View, views_of
 from lightning_hybrid.tensors.remote import RemoteTensors
 
 
@@ -158,7 +159,7 @@ class Driver:
         Raises:
             Exception: see :meth:`Distribution.distribute`.
         """
-        number = len(self._networks)
+        number, views = len(self._networks), views_of(network)
         made = self.distribution.distribute(number, name, network, codes, placement)
         driven = DrivenNetwork(
             number,
@@ -176,7 +177,7 @@ class Driver:
         )
         if placement.schedule in STREAMED:
             self.optimizers.streamed_by = placement.schedule
-        self._take_charge(driven, made)
+        self._take_charge(driven, made, views)
         self._workers.before_weights_change = self.interrupt
         return driven
 
@@ -207,7 +208,7 @@ class Driver:
         """Only replica 0 has loaded the state of optimizers."""
         self._share_optimizers = self._share
 
-    def _take_charge(self, driven: DrivenNetwork, made: Distributed) -> None:
+    def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
         """All ranks have their stages: tell the parts of the driver whose tensors are where."""
         prefix = f"{driven.name}." if driven.name else ""
         first, replica_group = not self._networks, driven.engine.replica_group
@@ -220,7 +221,7 @@ class Driver:
         stages = [own.specializations[0] for own in driven.engine.owned]
         used_here = [prefix + name for stage in stages for name in stage.buffer_names]
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
-        self.remote.add(self._module, proxies, used_here)
+        self.remote.add(self._module, proxies, used_here, views)
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
         if self._share:
             self._share_from_replica_0(driven.number, replica_group)

@@ -133,7 +133,7 @@ def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None
     for leaf in graph.written_leaves:
         if counts[memory.get(leaf, 0)] > 1:
             raise NetworkError(
-                f"The network changes its argument {leaf.node.name!r} in place ({place_now()}), "
+                f"The network changes its argument {leaf.name!r} in place ({place_now()}), "
                 "and another argument shows the same memory. In stages it would not follow. Pass a "
                 "copy (tensor.clone()) of one of them."
             )

@@ -273,14 +273,14 @@ class Stream:
         """Which tensor of the batch an input is."""
         if leaf.requires_grad:
             raise self._refused(
-                f"input {graph.leaves[number].node.name!r} of the network wants a gradient, which "
+                f"input {graph.leaves[number].name!r} of the network wants a gradient, which "
                 "would come after later batches have begun"
             )
         for place, tensor in enumerate(batch.tensors):
             if _is_same(tensor, leaf):
                 return place
         raise self._refused(
-            f"input {graph.leaves[number].node.name!r} of the network is no tensor of the batch, "
+            f"input {graph.leaves[number].name!r} of the network is no tensor of the batch, "
             "but computed in training_step, so that it is not known of later batches. Compute it "
             "in the dataset, in on_after_batch_transfer, or inside the network"
         )

@@ -5,24 +5,28 @@ are found wherever the user's code keeps them.
 """
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.autograd import is_wrapped
-from lightning_hybrid._torch.tensors import storage_key
+from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
+from lightning_hybrid.tensors.deferred import is_deferred
+
+View = tuple[Tensor, Tensor]
+"""A view, and whose memory it shows."""
 
 
-def living(kind: type[Tensor]) -> Iterator[Tensor]:
-    """Every object of exactly this class."""
-    for candidate in gc.get_objects():
-        if type(candidate) is kind:  # other objects may compute what they give as ``__class__``
-            yield candidate
+def views_of(network: nn.Module) -> list[View]:
+    """What code has taken of the parameters and buffers of a network."""
+    tensors = (*network.parameters(), *network.buffers())
+    with as_they_are():
+        return living_views(tensor for tensor in tensors if not is_deferred(tensor))
 
 
-def living_views(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def living_views(tensors: Iterable[Tensor]) -> list[View]:
     """What shows the memory of tensors.
 
     What is part of a graph of autograd is left out: it belongs to a step that has begun.
@@ -35,8 +39,13 @@ def living_views(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """
     owners: dict[int, Tensor] = {}
     for tensor in filter(_is_strided, tensors):
-        owners.setdefault(storage_key(tensor.untyped_storage()), tensor)
-    plain = (t for t in living(Tensor) if not t.requires_grad and _is_strided(t))
+        if is_shared(tensor):
+            owners.setdefault(storage_key(tensor.untyped_storage()), tensor)
+    if not owners:  # as nearly always: to look at all objects takes a tenth of a second
+        return []
+    # (other objects may compute what they give as ``__class__``)
+    living = (candidate for candidate in gc.get_objects() if type(candidate) is Tensor)
+    plain = (t for t in living if not t.requires_grad and _is_strided(t))
     pairs = ((t, owners.get(storage_key(t.untyped_storage()))) for t in plain)
     return [(view, owner) for view, owner in pairs if owner is not None]
 

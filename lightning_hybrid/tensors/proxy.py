@@ -6,6 +6,7 @@ its source (:class:`Source`) is asked before the values are used, and told when 
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -74,12 +75,22 @@ class RemoteParameter(_Proxy, nn.Parameter):
     """A parameter that another rank owns."""
 
 
+_made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""By identity, as long as they live: tensors do not compare as keys have to."""
+
+
 def make_proxy(tensor: Any, source: Source) -> Tensor:
     """Make a proxy of a tensor; it stays the same object."""
     tensor.__class__ = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
     tensor._source = source
     proxy: Tensor = tensor
+    _made[id(proxy)] = proxy
     return proxy
+
+
+def proxies() -> list[Tensor]:
+    """All that were made and live, wherever the user's code keeps them; some may be plain again."""
+    return list(_made.values())
 
 
 def make_plain(tensor: Any) -> None:

@@ -32,8 +32,8 @@ from lightning_hybrid._torch.tensors import as_they_are, same_numbers
 from lightning_hybrid.errors import HybridError, NetworkError
 from lightning_hybrid.tensors.deferred import is_deferred
 from lightning_hybrid.tensors.emptied_tensors import emptied
-from lightning_hybrid.tensors.living_views import in_one_memory, living, living_views
-from lightning_hybrid.tensors.proxy import RemoteTensor, make_plain, make_proxy, source_of
+from lightning_hybrid.tensors.living_views import View, in_one_memory
+from lightning_hybrid.tensors.proxy import make_plain, make_proxy, proxies, source_of
 from lightning_hybrid.tensors.remote_gradients import RemoteGradients
 from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.remote_source import Remote, RemoteStore
@@ -71,7 +71,13 @@ class RemoteTensors:
         self._brought: dict[str, Tensor] = {}
         self.in_graph = self.changed_here = False
 
-    def add(self, module: nn.Module, names: Iterable[str], here_too: Iterable[str] = ()) -> None:
+    def add(
+        self,
+        module: nn.Module,
+        names: Iterable[str],
+        here_too: Iterable[str] = (),
+        views: Iterable[View] = (),
+    ) -> None:
         """Make proxies of these parameters and buffers of ``module``.
 
         Args:
@@ -80,6 +86,8 @@ class RemoteTensors:
             here_too: names of buffers that stages of this rank use as well. A network is not cut
                 between two uses of a buffer that it changes, so these are constants: what is here
                 is what the owner has.
+            views: what code has taken of them, see :func:`living_views`. (They are sent before
+                this, and messages on their way show their memory, too.)
 
         Raises:
             NetworkError: one shares its memory with another parameter.
@@ -91,7 +99,7 @@ class RemoteTensors:
             owner, _, key = name.rpartition(".")
             parameters, buffers = tables(module.get_submodule(owner))
             self._open(name, buffers if parameters.get(key) is None else parameters, key)
-        self._take_in_views()
+        self._take_in(views)
         # what this step has computed before, it has computed with ordinary tensors
         self._gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
@@ -106,7 +114,7 @@ class RemoteTensors:
         """Make ordinary tensors of all proxies again."""
         _make_plain(self._tensors)
         known = {id(remote) for kind in _KINDS for remote in self._tensors[kind].values()}
-        for view in living(RemoteTensor):
+        for view in proxies():
             if id(source_of(view)) in known:
                 make_plain(view)
         for name, gradient in self._brought.items():
@@ -132,9 +140,9 @@ class RemoteTensors:
         """Inside, what other ranks own has no memory here; computing with it raises."""
         return emptied({r.name: r.value for kind in _KINDS for r in self._tensors[kind].values()})
 
-    def names(self) -> set[str]:
-        """What other ranks own."""
-        return {name for kind in _KINDS for name in self._tensors[kind]}
+    def names(self, *kinds: Kind) -> set[str]:
+        """What other ranks own: of these kinds, or parameters and buffers."""
+        return {name for kind in kinds or _KINDS for name in self._tensors[kind]}
 
     # -- what an optimizer that steps whole does
 
@@ -360,11 +368,11 @@ class RemoteTensors:
         self._places[name] = (place, key, known)
         make_proxy(value, known)
 
-    def _take_in_views(self) -> None:
+    def _take_in(self, views: Iterable[View]) -> None:
         """What code has taken of tensors before (``data``, a state dict) shows what owners have."""
         remotes = {id(r.value): r for kind in _KINDS for r in self._tensors[kind].values()}
-        with as_they_are():
-            for view, value in living_views([remote.value for remote in remotes.values()]):
+        for view, value in views:
+            if id(value) in remotes:
                 make_proxy(view, remotes[id(value)])
 
     def _send_changed(self) -> None:

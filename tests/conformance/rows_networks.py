@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import torch
+from monai.data import MetaTensor
 from suite import ONE_OF_THREE, ONE_OF_TWO, STEPS, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -31,6 +32,19 @@ class ReturnsTuple(Row):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         logits, hidden = self.net(x)
         return cross_entropy(logits, y) + 0.1 * hidden.square().mean()
+
+
+class TakesMetaTensors(Row):
+    """Batches as MONAI's loaders make them: tensors that carry the description of a scan along."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return [MetaTensor(x, meta={"place": f"batch of {len(x)}"}), y]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        found = self.net(x)
+        self.seen.append([type(found).__name__, found.meta["place"]])
+        return cross_entropy(found, y)
 
 
 class ReturnsAScalar(Row):

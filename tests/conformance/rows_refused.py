@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from rows_networks import TiesAcrossStages
+from rows_steps import PacksWhatIsPadded
 from suite import ONE_OF_TWO, Layers, Row
 from torch import Tensor, nn
 
@@ -82,6 +83,42 @@ class RefusedWritesIntoOneOfTwoViews(Row):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.net(x, x.view_as(x)), y)
+
+
+class RefusedClassThatComputes(Row):
+    """A class of tensors that takes part in each operation: TorchDynamo gives other numbers."""
+
+    shapes = (ONE_OF_TWO,)
+    refused = ("Doubles", "__torch_function__", "as_subclass(torch.Tensor)")
+
+    class Doubles(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            return 2 * result if func is nn.functional.linear else result
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x.as_subclass(self.Doubles)), y)
+
+
+class RefusedFrozenEncoderThatPacks(Row):
+    """Inside of what is to be cut: its calls in training are like those of an evaluation."""
+
+    shapes = (ONE_OF_TWO,)
+    cuts = PacksWhatIsPadded.cuts
+    # with automatic sizes it stays on the driver
+    equal_or_refused = ("packs padded sequences", "enable_nested_tensor=False")
+
+    def build(self) -> None:
+        self.net = PacksWhatIsPadded.Net()
+        self.net.embed.requires_grad_(False)
+        self.net.encoder.requires_grad_(False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.net.encoder.eval()
+        return nn.functional.cross_entropy(self.net(x), y)
 
 
 class RefusedOtherMemoryOfABuffer(Row):

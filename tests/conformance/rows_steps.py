@@ -73,6 +73,53 @@ class PredictsWithAPart(_Evaluated):
         return run.trainer().predict(self)
 
 
+class PacksWhatIsPadded(_Evaluated):
+    """Torch's encoder of padded sequences: zeros for what is padded, where nothing is trained."""
+
+    shapes = EVERY
+    cuts: ClassVar = {
+        2: ["net.encoder.layers.1"],
+        3: ["net.encoder.layers.1", "net.encoder.layers.2"],
+    }
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(1, 8)
+            layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3)
+            self.classify = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            length = 3 + (x[:, :1] > 0).long() + (x[:, 1:2] > 0).long()
+            padded = torch.arange(6, device=x.device) >= length
+            features = self.encoder(self.embed(x[:, :, None]), src_key_padding_mask=padded)
+            return self.classify(features.mean(1))
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def exercise(self, run: Run) -> Any:
+        trainer = run.trainer()
+        before = trainer.validate(self)
+        trainer.fit(self)
+        return before, trainer.validate(self), run.trainer().predict(self)
+
+
+class EncodesInEvaluation(PacksWhatIsPadded):
+    """Evaluation alone, and without padding: layers that have no derivative there."""
+
+    shapes = (ONE_OF_TWO,)
+    trains = False
+
+    class Net(PacksWhatIsPadded.Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.classify(self.encoder(self.embed(x[:, :, None])).mean(1))
+
+    def exercise(self, run: Run) -> Any:
+        return run.trainer().validate(self), run.trainer().predict(self)
+
+
 class RegistersInForward(_Evaluated):
     """Buffers of the network and of a layer, in the first call; later runs find them there."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.tensors.living_views import views_of
 from lightning_hybrid.tensors.remote import RemoteTensors
 from lightning_hybrid.tensors.remote_kind import Kind
 
@@ -61,7 +62,7 @@ class World:
         self.remote = RemoteTensors(self.owner)
         names = [n for n, _ in self.here.named_parameters()]
         names += [n for n, _ in self.here.named_buffers()]
-        self.remote.add(self.here, names)
+        self.remote.add(self.here, names, views=views_of(self.here))
 
     def backward_there(self) -> None:
         self.there(torch.randn(5, 3)).square().sum().backward()

@@ -120,7 +120,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, graph: NetworkGraph) -> tuple[int,
     # (the package's `measure` is the function)
     module: Any = sys.modules["lightning_hybrid.network.measure"]
 
-    def note(*_: Any) -> tuple[Any, int]:
+    def note(*_: Any, **__: Any) -> tuple[Any, int]:
         timed.append(None)
         return module._Times(0.1, 0.2, 0.3), 8
 

@@ -1,5 +1,6 @@
 """Tensors that show the memory of others are found wherever code keeps them."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,18 @@ def test_a_view_is_found_where_it_is_kept(take: Callable[[Tensor], Tensor]) -> N
     assert all(owner is parameter for _, owner in found)
     assert any(view is kept[0]["here"] for view, _ in found)
     assert not any(view is kept[1] for view, _ in found)
+
+
+def test_where_nothing_shares_memory_not_all_objects_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise AssertionError("looked at all objects")
+
+    monkeypatch.setattr(gc, "get_objects", refuse)
+    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LSTM(4, 2))
+    network.load_state_dict(network.state_dict())
+    assert not living_views([*network.parameters(), *network.buffers()])
 
 
 def test_what_belongs_to_a_graph_is_not() -> None:

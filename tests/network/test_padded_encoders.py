@@ -1,0 +1,54 @@
+"""An encoder that packs padded sequences by the values of their mask is not captured."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.network.capture import Capture, NotCaptured
+from lightning_hybrid.network.padded_encoders import PACKS
+
+
+class Inside(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, x: Tensor, *, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        found: Tensor = self.encoder(x, src_key_padding_mask=src_key_padding_mask)
+        return found
+
+
+def captured(network: nn.Module, *, padded: bool = True) -> bool:
+    class Seen(Exception):
+        pass
+
+    def run(*_: object) -> list[Tensor]:
+        raise Seen
+
+    mask = torch.arange(5) >= torch.tensor([[3], [5]])
+    try:
+        Capture(network, network.forward, run)(
+            (torch.rand(2, 5, 8),), {"src_key_padding_mask": mask if padded else None}
+        )
+    except Seen:
+        return True
+    except NotCaptured as error:
+        if error.reason != PACKS or not error.by_its_kind:
+            raise
+    return False
+
+
+@pytest.mark.parametrize("make", [lambda encoder: encoder, Inside], ids=["itself", "inside"])
+def test_only_what_may_pack_is_not_captured(make: type[Inside]) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    network = make(encoder)
+    assert captured(network)  # in training
+    network.eval()
+    assert captured(network)  # which learns
+    with torch.no_grad():
+        assert not captured(network)
+        assert captured(network, padded=False)
+    encoder.requires_grad_(False)
+    assert not captured(network)
+    assert captured(make(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval())
