@@ -171,7 +171,9 @@ def _highs(problem: Problem) -> Ints:
         integrality=integral,
         bounds=_bounds(problem),
         constraints=constraints,
-        options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": 1e-9},
+        # (its presolve now and then calls an answer optimal that is up to 1 % from it: 2 of 600
+        # small problems with scipy 1.17.1)
+        options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": 1e-9, "presolve": False},
     )
     if answer.status == _INFEASIBLE:
         raise AllocationError(

@@ -71,11 +71,15 @@ def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
     named = dict(getattr(message, _TENSORS)) if layout.tensors else {}
     data = b""
     if named or not _are_defaults(rest, layout.defaults):
-        specs = {n: TensorSpec.of(t) if _is_dense(t) else t for n, t in named.items()}
+        specs = {n: _contiguous(t) if _is_dense(t) else t for n, t in named.items()}
         data = pickle.dumps((rest, specs), protocol=5)
     values += [0] * (_INTEGERS - len(values))
     dense = [tensor for tensor in named.values() if _is_dense(tensor)]
     return [layout.number, *values, len(data)], data, dense
+
+
+def _contiguous(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -127,4 +131,4 @@ def decode(frame: Sequence[int], data: bytes) -> Parts:
 
 def ready(tensor: Tensor) -> Tensor:
     """A tensor as it travels: with its numbers, contiguous, on the CPU."""
-    return value_of(tensor).cpu().contiguous()
+    return value_of(tensor).cpu().contiguous().resolve_conj().resolve_neg()

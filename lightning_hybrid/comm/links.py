@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.messages import Word
 from lightning_hybrid.comm.replica_channels import Lines
-from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec, memory_of
 from lightning_hybrid.comm.transport import Transfer, Wire
 from lightning_hybrid.errors import HybridError
 
@@ -36,8 +36,8 @@ class Link(Protocol):
     words of another edge between the same two ranks.
     """
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send a message without waiting.
+    def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
+        """Send a message without waiting, for a peer that posts these specs.
 
         It is kept, and must not be changed, until the peer has taken it and :meth:`flush` has
         noticed.
@@ -74,13 +74,13 @@ class PeerLink:
         self._words, self._out, self._back, self._device = words, out, back, device
         self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        contiguous = [tensor.detach().contiguous() for tensor in tensors]
-        self._sent.append([(self._out.send(tensor), tensor) for tensor in contiguous])
+    def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
+        laid_out = [memory_of(spec.laid_out(tensor)) for tensor, spec in zip(tensors, specs)]
+        self._sent.append([(self._out.send(memory), memory) for memory in laid_out])
 
     def post(self, specs: Sequence[TensorSpec]) -> Arriving:
         tensors = [spec.empty(self._device) for spec in specs]
-        return _Posted(tensors, [self._back.receive(tensor) for tensor in tensors])
+        return _Posted(tensors, [self._back.receive(memory_of(tensor)) for tensor in tensors])
 
     def flush(self, left: int = 0) -> None:
         while len(self._sent) > left:
@@ -128,9 +128,12 @@ class LocalLink:
         along, against = _Mailbox(), _Mailbox()
         return cls(along, against), cls(against, along)
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
         # a copy, as over a wire: who receives it may write into it
-        self._out.tensors.append([tensor.detach().clone() for tensor in tensors])
+        copies = [
+            spec.empty(tensor.device).copy_(tensor.detach()) for tensor, spec in zip(tensors, specs)
+        ]
+        self._out.tensors.append(copies)
 
     def post(self, specs: Sequence[TensorSpec]) -> Arriving:
         return self._back

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import compress
 from typing import Any
 
 import torch
@@ -101,18 +102,13 @@ class BackwardPass:
             pattern = [gradient is not None for gradient in self._result]
             traffic.gradients_out[self.mode.pattern] = pattern
             links.previous.send_word(Pattern(pattern))
-        rows = zip(
-            self._result,
-            traffic.incoming[microbatch],
-            traffic.gradients_out[self.mode.pattern],
-        )
-        links.previous.send(
-            [
-                spec.zeros(self.engine.device) if gradient is None else gradient
-                for gradient, spec, here in rows
-                if here
-            ]
-        )
+        present = traffic.gradients_out[self.mode.pattern]
+        specs = list(compress(traffic.incoming[microbatch], present))
+        gradients = [
+            spec.zeros(self.engine.device) if gradient is None else gradient
+            for gradient, spec in zip(compress(self._result, present), specs)
+        ]
+        links.previous.send(gradients, specs)
 
     def _shrunk(self, gradient: Tensor) -> Tensor:
         return gradient if self.engine.shrink == 1 else gradient * self.engine.shrink
@@ -128,7 +124,7 @@ class BackwardPass:
         inputs, outgoing = self.call.key.inputs, self.traffic.outgoing
         sent = inputs[microbatch] if self.own.is_last else outgoing[microbatch]
         present = self.traffic.gradients_in[self.mode.pattern]
-        return self.links.next.post([s for s, here in zip(sent, present) if here])
+        return self.links.next.post(list(compress(sent, present)))
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
         keep = self.mode.keep

@@ -96,10 +96,10 @@ class Engine(RankStages):
             self._raise(next((work.error for work in works if work.error), None))
         return works[-1].inputs
 
-    def send_inputs(self, inputs: Sequence[Values]) -> None:
+    def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
         """On the driver: let stage 0 have the inputs of a call that runs ahead, per micro-batch."""
-        for values in inputs:
-            self.owned[-1].links.next.send(values)
+        for values, specs in zip(inputs, key.inputs):
+            self.owned[-1].links.next.send(values, specs)
 
     def discard(self, call: Call) -> None:
         """Take off the links what the stage before this rank's has sent for a call."""

@@ -60,7 +60,7 @@ class ForwardPass:
 
     def send_input(self, microbatch: int) -> None:
         if not self.call.ahead:  # else they are there already
-            self.links.next.send(self.inputs[microbatch])
+            self.links.next.send(self.inputs[microbatch], self.call.key.inputs[microbatch])
 
     def receive_activation(self, microbatch: int) -> None:
         if self._ahead is not None:
@@ -95,11 +95,11 @@ class ForwardPass:
             self._send_header()
             if self._result is None:
                 return
+        specs = [*self.traffic.outgoing[microbatch], *self._states]
         values = self._result
         if values is None:
-            specs = [*self.traffic.outgoing[microbatch], *self._states]
             values = [spec.zeros(self.engine.device) for spec in specs]
-        self.links.next.send(values)
+        self.links.next.send(values, specs)
 
     def _post(self, microbatch: int) -> Arriving:
         specs = self.traffic.incoming[microbatch]

@@ -158,11 +158,12 @@ def measure_links(mesh: Mesh, cluster: Cluster, device: torch.device) -> Cluster
     [links] = link_stages(mesh, mesh.coordinates.chain, device).values()
     load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     best_s = float("inf")
+    specs = [TensorSpec.of(load)]
     for _ in range(LINK_REPEATS):
-        arrival = links.previous.post([TensorSpec.of(load)])
+        arrival = links.previous.post(specs)
         meet(mesh.world)
         start_s = perf_counter()
-        links.next.send([load])
+        links.next.send([load], specs)
         arrival.wait()
         links.next.flush()
         best_s = min(best_s, perf_counter() - start_s)

@@ -297,8 +297,7 @@ class DrivenNetwork(StagedNetwork):
         continues: bool,
     ) -> CallKey:
         specs = tuple(
-            tuple(TensorSpec(tuple(t.shape), t.dtype, grad and t.requires_grad) for t in leaves)
-            for leaves in slices
+            tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
         )
         precision = Precision.current(self.engine.device)
         training, trainable = self.module.training, self.trainable()

@@ -225,7 +225,7 @@ class Stream:
             call, command = self._open(key, count)
             versions = [version_of(leaf) for leaf in theirs]
             self._pending.append(Launched(later, call, command, theirs, versions))
-            self._engine.send_inputs(slices)
+            self._engine.send_inputs(call.key, slices)
         self._tell()
 
     def drop(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import allocate
@@ -262,6 +262,8 @@ def test_a_faster_device_never_lengthens_the_optimum(seed: int, which: int) -> N
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000), st.permutations(range(3)), st.booleans())
+@example(475, [2, 0, 1], False)  # HiGHS with presolve is 0.2 % off
+@example(429, [0, 2, 1], False)  # and 0.5 % here
 def test_the_order_in_which_devices_are_given_does_not_matter(
     seed: int, order: list[int], contiguous: bool
 ) -> None:

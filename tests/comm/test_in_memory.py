@@ -24,11 +24,11 @@ def test_what_goes_round_the_ring_passes_every_stage_in_order(devices: tuple[int
     def rank(device: int) -> list[float]:
         seen = []
         if device == devices[last]:
-            links[device][last].next.send([torch.zeros(1)])
+            links[device][last].next.send([torch.zeros(1)], [SPEC])
         for both in links[device].values():
             [value] = both.previous.post([SPEC]).wait()
             seen.append(value.item())
-            both.next.send([value + 1])
+            both.next.send([value + 1], [SPEC])
         return seen
 
     found = together(*(lambda d=d: rank(d) for d in set(devices)))
@@ -40,10 +40,10 @@ def test_the_neighbours_of_a_killed_rank_notice() -> None:
     links = [link_stages(lines, (1, 2, 0), CPU) for lines in replica.lines]
     replica.kill(2)
     with pytest.raises(ConnectionLost, match="Lost rank 2"):
-        links[1][0].next.send([torch.zeros(1)])
+        links[1][0].next.send([torch.zeros(1)], [SPEC])
     with pytest.raises(ConnectionLost, match="Lost rank 2"):
         links[0][2].previous.post([SPEC])
-    links[0][2].next.send([torch.zeros(1)])  # to rank 1, which lives
+    links[0][2].next.send([torch.zeros(1)], [SPEC])  # to rank 1, which lives
 
 
 def test_channels_pass_messages_both_ways() -> None:

@@ -46,7 +46,7 @@ def numbers(link: Link, count: int) -> list[float]:
 def test_further_messages_may_be_sent_before_the_first_is_taken(wires: Wires) -> None:
     here, there = link(wires())
     for number in range(3):
-        here.send(message(number))
+        here.send(message(number), [SPEC, SPEC])
     assert numbers(there, 3) == [0, 1, 2]
     here.flush()
 
@@ -55,7 +55,7 @@ def test_further_receives_may_be_posted_before_the_first_arrives(wires: Wires) -
     here, there = link(wires())
     posted = [there.post([SPEC, SPEC]) for _ in range(3)]
     for number in range(3):
-        here.send(message(number))
+        here.send(message(number), [SPEC, SPEC])
     assert [arriving.wait()[0][0].item() for arriving in posted] == [0, 1, 2]
 
 
@@ -63,7 +63,7 @@ def test_a_sender_bounds_its_queue_and_waits_where_nobody_takes_anything(wires: 
     here, _ = link(wires(2.0))
     for number in range(2):
         here.flush(left=1)
-        here.send(message(number))
+        here.send(message(number), [SPEC, SPEC])
     with pytest.raises(ConnectionLost, match="rank 1"):
         here.flush(left=1)
 
@@ -74,7 +74,7 @@ def test_a_bounded_queue_moves_on_when_the_peer_has_taken_enough(wires: Wires) -
     def send() -> None:
         for number in range(10):
             here.flush(left=1)
-            here.send(message(number))
+            here.send(message(number), [SPEC, SPEC])
         here.flush()
 
     assert together(send, lambda: numbers(there, 10))[1] == [*range(10)]
@@ -84,7 +84,7 @@ def test_what_was_sent_is_kept_until_it_is_taken_and_no_longer(wires: Wires) -> 
     here, there = link(wires())
     sent = [torch.ones(2), -torch.ones(2)]
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in sent]
-    here.send(sent)
+    here.send(sent, [SPEC, SPEC])
     sent.clear()
     assert not any(storage.expired() for storage in storages)
     assert numbers(there, 1) == [1]
@@ -95,7 +95,7 @@ def test_what_was_sent_is_kept_until_it_is_taken_and_no_longer(wires: Wires) -> 
 def test_a_flushed_link_has_nothing_on_its_way(wires: Wires) -> None:
     here, _ = link(wires(2.0))
     here.flush()
-    here.send(message(1))
+    here.send(message(1), [SPEC, SPEC])
     with pytest.raises(ConnectionLost):
         here.flush()
 
@@ -135,7 +135,7 @@ def test_stages_of_one_rank_hand_tensors_on_in_order_without_a_graph() -> None:
     here, there = LocalLink.pair()
     value = torch.ones(2, requires_grad=True) * 2
     for factor in (1, 2):
-        here.send([value * factor])
+        here.send([value * factor], [SPEC])
     here.flush()
     found = [there.post([SPEC]).wait()[0] for _ in range(2)]
     assert [tensor.tolist() for tensor in found] == [[2, 2], [4, 4]]

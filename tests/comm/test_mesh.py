@@ -64,9 +64,9 @@ def test_links_lead_round_the_ring_in_both_directions(meshes: Any) -> None:
     links = {stage: both for m in ranks for stage, both in link_stages(m, (1, 2, 0), CPU).items()}
     for stage in range(3):
         after = links[(stage + 1) % 3].previous
-        links[stage].next.send([torch.tensor([float(stage)])])
+        links[stage].next.send([torch.tensor([float(stage)])], [SPEC])
         links[stage].next.send_word(Status())
-        after.send([torch.tensor([-float(stage)])])
+        after.send([torch.tensor([-float(stage)])], [SPEC])
         assert after.post([SPEC]).wait()[0].item() == stage
         assert links[stage].next.post([SPEC]).wait()[0].item() == -stage
         assert after.receive_word(Status) == Status()

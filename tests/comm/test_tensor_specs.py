@@ -1,8 +1,10 @@
 """A spec tells all that a receiver needs."""
 
+import pytest
 import torch
+from torch import Tensor
 
-from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec, memory_of
 
 CPU = torch.device("cpu")
 
@@ -14,3 +16,37 @@ def test_memory_made_from_a_spec_takes_the_tensor() -> None:
     for made in (spec.empty(CPU), spec.zeros(CPU)):
         assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
     assert not spec.zeros(CPU).any()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(4, 3),
+        torch.rand(4, 3).t(),
+        torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)[1:],
+        torch.rand(2, 6).permute(1, 0)[::2],  # with gaps
+        torch.rand(3, 1).expand(3, 4),
+        torch.rand(3, dtype=torch.complex64).conj(),
+        torch.rand(3, dtype=torch.complex64).conj().imag,
+        torch.rand(0, 3).t(),
+        torch.rand(()),
+    ],
+)
+def test_the_numbers_arrive_in_the_order_that_they_have_in_memory(tensor: Tensor) -> None:
+    spec = TensorSpec.of(tensor)
+    there = spec.empty(CPU)
+    memory_of(there).copy_(memory_of(spec.laid_out(tensor)))
+    assert torch.equal(there, tensor)
+    assert there.stride() == tensor.clone().stride() or not tensor.numel()
+
+
+def test_what_fills_its_memory_travels_without_a_copy() -> None:
+    tensor = torch.rand(4, 3).t()
+    assert TensorSpec.of(tensor).laid_out(tensor).data_ptr() == tensor.data_ptr()
+
+
+def test_another_order_than_the_peer_expects_is_exchanged() -> None:
+    tensor = torch.rand(4, 3)
+    spec = TensorSpec.of(torch.empty(3, 4).t())
+    assert torch.equal(spec.laid_out(tensor), tensor)
+    assert spec.laid_out(tensor).stride() == (1, 4)

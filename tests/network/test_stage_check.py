@@ -75,3 +75,32 @@ def test_batch_norm_does_not_keep_a_network_from_being_split(training: bool) -> 
     state = {name: value.clone() for name, value in network.state_dict().items()}
     assert why_whole(found.graph, found.leaves, 3, tried=True) is None
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+
+
+class ReadsBeyond(nn.Module):
+    """Reads memory beside what a slice shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.first(x)[:, :2]
+        y = self.second(half)
+        return y + torch.as_strided(half, (x.shape[0], 4), (4, 1))
+
+
+def test_code_that_reads_beyond_a_slice_is_refused() -> None:
+    found = captured(ReadsBeyond(), torch.randn(3, 4))
+    with pytest.raises(StitchError, match=r"shape \(3, 2\) crosses a cut: a slice"):
+        check(found.graph, two_stages(found.graph), found.leaves)
+
+
+def test_a_slice_may_cross_a_cut() -> None:
+    class Sliced(ReadsBeyond):
+        def forward(self, x: Tensor) -> Tensor:
+            half = self.first(x)[:, :2]
+            return self.second(half) + half.sum()
+
+    found = captured(Sliced(), torch.randn(3, 4))
+    check(found.graph, two_stages(found.graph), found.leaves)
