@@ -7,26 +7,22 @@ runs, like every later call, through the pipeline
 
 A module whose Python cannot be captured as one graph (it prints, or branches on values) runs that
 Python as ever, on the driver, and the modules that it calls are looked at in its place; if
-none of them is large enough, it becomes a chain of graphs, of which the large ones are cut. A
-network that is cut already and is then called in a way that cannot be captured, or that does not
-suit its cuts, runs on the driver too, on weights that are fetched for it: slowly, and right. So
-does a call on other weights than the network's own
-(:mod:`lightning_hybrid.runtime.driver_only_calls`).
+none of them is large enough, it becomes a chain of graphs, of which the large ones are cut. Each
+later call is the matter of :mod:`lightning_hybrid.runtime.captured_calls`. A call on other weights
+than the network's own runs on the driver (:mod:`lightning_hybrid.runtime.driver_only_calls`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.autograd import backwards_as_ever, own_saved_tensors
-from lightning_hybrid._torch.capture import without_mode
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
 from lightning_hybrid._torch.tensors import as_they_are, gradient_hooks
 from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.errors import NetworkError, NetworkNotFoundError
+from lightning_hybrid.errors import NetworkNotFoundError
 from lightning_hybrid.network import (
     Capture,
     NetworkGraph,
@@ -35,8 +31,6 @@ from lightning_hybrid.network import (
     network_partitions,
 )
 from lightning_hybrid.network.capture import kind_of
-from lightning_hybrid.network.matching_cuts import CannotFollow
-from lightning_hybrid.network.stage import compute_whole
 from lightning_hybrid.network.watched_calls import (
     candidates,
     is_watched,
@@ -44,24 +38,21 @@ from lightning_hybrid.network.watched_calls import (
     unwatch,
     watch,
 )
-from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.pipeline.staged_network import tensors_of
 from lightning_hybrid.pipeline.weight_hooks import is_of_the_user
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime.adoption import Adoption, why_not_cut
 from lightning_hybrid.runtime.announcements import Announcements
+from lightning_hybrid.runtime.captured_calls import CapturedCalls
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.driver_only_calls import DriverOnlyCalls
 from lightning_hybrid.runtime.found_network import FoundNetwork, count, indented, inside, layers
-from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.microbatch_reference import call_in_chunks
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
 from lightning_hybrid.tensors.deferred import materialize
-from lightning_hybrid.tensors.emptied_tensors import NoMemory, watched
 from lightning_hybrid.tensors.hollow_network import Hollow
 from lightning_hybrid.tensors.proxy import hook_refused
-from lightning_hybrid.tensors.remote_kind import Kind
 
 
 class Discovery:
@@ -98,8 +89,17 @@ class Discovery:
         self._shared = {name: kind_of(tensors[name]) for name in names}
         self._hooks = _hooks_of(module)
         self._aside = DriverOnlyCalls(module)
+        self._calls = CapturedCalls(
+            module,
+            driver,
+            self._adoption,
+            self._adopt,
+            self._aside,
+            self._kept,
+            options,
+            self._announcements,
+        )
         self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how
-        self._logging_later = LoggingLater(module)
         self._watched: dict[str, nn.Module] = {}
         self._ranks = mesh.coordinates.ranks_per_replica
         if self._ranks > 1 or (options.microbatches or 1) > 1 or options.compiled:
@@ -160,25 +160,24 @@ class Discovery:
         for candidate in inner.values():
             unwatch(candidate)
         forward = own_forward(module)
+        call = partial(forward, *arguments, **keywords)
         if self._ranks == 1:
             self._adopt_whole(name, module, forward)
             return module.forward(*arguments, **keywords)
         aside = self._aside.reason(module)
         if aside is not None:
-            return self._call_aside(name, aside, watched, lambda: forward(*arguments, **keywords))
+            return self._call_aside(name, aside, watched, call)
         self._called_aside.pop(name, None)
         if self._is_kept_unseen(name, module):
-            return forward(*arguments, **keywords)
+            return call()
         found = self._prepare(name, module, forward, whole=True)
         try:
-            return self._captured(found, arguments, keywords)
+            return self._calls.captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = error.reason
             if error.by_its_kind:
                 aside = f"is not captured in its first calls: {reason}"
-                return self._call_aside(
-                    name, aside, watched, lambda: forward(*arguments, **keywords)
-                )
+                return self._call_aside(name, aside, watched, call)
         hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
         if hooked:
             reason = f"{hooked[0]!r} has a full backward hook\n{reason}"
@@ -186,14 +185,14 @@ class Discovery:
         parts = {n: m for n, m in inner.items() if n != name}
         if any(len(layers(part)) >= self._ranks for part in parts.values()):
             self._open(found, parts)
-            return forward(*arguments, **keywords)
+            return call()
         found = self._prepare(name, module, forward, whole=False)
         self._announcements.say(
             found,
             "becomes several graphs, with its own Python between them on the driver, since it "
             f"cannot be captured as one:\n{found.reason}",
         )
-        return self._captured(found, arguments, keywords)
+        return self._calls.captured(found, arguments, keywords)
 
     def _call_aside(
         self,
@@ -235,7 +234,7 @@ class Discovery:
         hollow = Hollow(module, self._driver.device)
 
         def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
-            return self._run(found, graph, values)
+            return self._calls.run(found, graph, values)
 
         capture = Capture(module, forward, run, shared, whole=whole)
         reason = "" if whole else self._opened[name]
@@ -278,136 +277,6 @@ class Discovery:
         self._driver.keep(module)
         unwatch(module)
 
-    # ------------------------------------------------------------------ every call
-
-    def _call(
-        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
-        """A call of a network that is cut."""
-        if self._aside.reason(found.module) is not None:
-            return found.forward(*arguments, **keywords)
-        try:
-            return self._captured(found, arguments, keywords)
-        except NotCaptured as error:
-            reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
-            if error.by_its_kind and torch.is_grad_enabled():
-                # (on the driver with proxies of weights, by whose class torch decides as well)
-                raise NetworkError(
-                    f"{found.shown} cannot be called in this way: {error.reason}."
-                ) from error
-            if not found.driven:
-                why = f"can be captured in an evaluation, and not here:\n{indented(error.reason)}"
-                self._kept.setdefault(found.name, why)
-        except CannotFollow as error:
-            reason = str(error)
-        if not found.whole:  # a part of it has run already
-            raise NetworkError(f"{found.shown} cannot be called in this way, since {reason}")
-        self._announcements.say(
-            found,
-            "runs on the driver in some calls, on whole batches and on weights that are fetched "
-            "for each of them, since " + reason,
-        )
-        remote = self._driver.remote
-        remote.adopt_replaced()
-        # its Python and its hooks must run once
-        with self._driver.calls.one_stream(), self._weights_at_hand(found):
-            result = found.forward(*arguments, **keywords)
-        remote.adopt_replaced()  # what the call itself has replaced
-        return result
-
-    def _weights_at_hand(self, found: FoundNetwork) -> AbstractContextManager[None]:
-        """Where nothing is learned: ordinary tensors, since torch decides by their class too."""
-        if torch.is_grad_enabled():
-            return nullcontext()
-        remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
-        names = remote.names(Kind.PARAMETER)
-        return remote.at_hand([name for name in names if name.startswith(prefix)])
-
-    def _captured(
-        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
-        """A call through TorchDynamo, which comes back to :meth:`_run` with each graph."""
-        remote = self._driver.remote
-        with ExitStack() as stack:
-            stack.enter_context(self._logging_later())
-            if not found.driven:
-                self._options.progress.begin(f"capturing {found.name or 'self'!r}")
-                stack.callback(self._options.progress.over)
-            stack.enter_context(without_mode(Synchronised))
-            stack.enter_context(own_saved_tensors())
-            stack.enter_context(backwards_as_ever())
-            stack.enter_context(remote.suspended())
-            stack.enter_context(found.hollow)
-            if found.whole:
-                result = found.capture(arguments, keywords)
-            else:  # its graphs and the Python between them draw from one stream
-                stack.enter_context(self._driver.calls.one_stream())
-                result = self._chain(found, arguments, keywords)
-        if not found.driven and found.name not in self._kept:  # it is too early, look again
-            watch(found.module, found.name, lambda n, m, a, k: self._call(found, a, k))
-        return result
-
-    def _chain(
-        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
-        """A call of a chain of graphs: the Python between them must not use weights of others."""
-        try:
-            with ExitStack() as found.between:
-                found.read_between.clear()
-                found.between.enter_context(self._between(found))
-                return found.capture(arguments, keywords)
-        except NoMemory as error:
-            raise NetworkError(
-                f"{found.shown} was captured as several graphs, and the Python between two of them "
-                f"computes with a weight that a stage on another rank owns: {error}. Compute with "
-                "it inside a module, or let the network be one graph. It is none because of\n"
-                f"{found.reason}"
-            ) from error
-        except NotCaptured as error:  # parts of it may have run
-            raise NetworkError(
-                f"{found.shown} cannot be captured:\n{indented(error.reason)}\nName the part of "
-                "the model that is to be cut: HybridGabraStrategy(network='...')."
-            ) from error
-
-    def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:
-        """What holds between two graphs; before there are stages it is noted what is read."""
-        if found.driven:
-            return self._driver.remote.emptied()
-        prefix = f"{found.name}." if found.name else ""
-        named = (*found.module.named_parameters(), *found.module.named_buffers())
-        tensors = {prefix + name: tensor for name, tensor in named}
-        return watched(tensors, found.read_between, found.hollow.shown_of(tensors))
-
-    def _run(
-        self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]
-    ) -> Sequence[Any]:
-        """A captured call, or a part of one."""
-        with self._in_graph(found), found.hollow.lifted():
-            call = found.calls.get(graph)
-            known = None
-            if call is None:
-                known = found.network_of(graph)
-                if known is None and not self._waits(found):
-                    call = self._adopt(found, graph, values)
-            self._announcements.captured(found)
-            if known is not None:
-                call = self._adoption.add(found, known, graph, values)
-            return compute_whole(graph, values) if call is None else call(values)
-
-    @contextmanager
-    def _in_graph(self, found: FoundNetwork) -> Iterator[None]:
-        """Inside, what holds between two graphs of a chain does not."""
-        if found.whole:
-            yield
-            return
-        found.between.close()
-        try:
-            yield
-        finally:
-            found.between.enter_context(self._between(found))
-        if used := sorted(found.read_between & self._driver.remote.names()):
-            raise NoMemory(f"it needs the numbers of {used[0]!r}")
-
     # ------------------------------------------------------------------ a new graph
 
     def _waits(self, found: FoundNetwork) -> bool:
@@ -426,6 +295,8 @@ class Discovery:
         self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]
     ) -> NetworkCall | None:
         """Plan, cut and check a network; or leave it on the driver."""
+        if self._waits(found):
+            return None
         name, module = found.name, found.module
         refusal = why_not_cut(graph)
         partitions = network_partitions(graph)
@@ -446,7 +317,7 @@ class Discovery:
             inner = {n: m for n, m in self._watched.items() if inside(n, name) and n != name}
             owned = call.network.tensors()
             self._watch({n: m for n, m in inner.items() if not _shares(m, owned)})
-        watch(module, name, lambda n, m, a, k: self._call(found, a, k))
+        watch(module, name, lambda n, m, a, k: self._calls.call(found, a, k))
         return call
 
     def _require_hooks_of_all_ranks(self) -> None:

@@ -1,0 +1,216 @@
+"""Calls of a network that was found: through its capture, or on the driver.
+
+A network that is called in a way that cannot be captured, or that does not suit its cuts, runs on
+the driver, on weights that are fetched for it: slowly, and right.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid._torch.autograd import backwards_as_ever, own_saved_tensors
+from lightning_hybrid._torch.capture import without_mode
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network import NetworkGraph, NotCaptured
+from lightning_hybrid.network.matching_cuts import CannotFollow
+from lightning_hybrid.network.stage import compute_whole
+from lightning_hybrid.network.watched_calls import watch
+from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.runtime.adoption import Adoption
+from lightning_hybrid.runtime.announcements import Announcements
+from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.driver_only_calls import DriverOnlyCalls
+from lightning_hybrid.runtime.found_network import FoundNetwork, indented
+from lightning_hybrid.runtime.logging_later import LoggingLater
+from lightning_hybrid.runtime.network_call import NetworkCall
+from lightning_hybrid.runtime.network_options import NetworkOptions
+from lightning_hybrid.tensors.emptied_tensors import NoMemory, watched
+from lightning_hybrid.tensors.remote_kind import Kind
+
+Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
+"""Cuts a network, or leaves it whole; the graph and the values are of its first call."""
+
+
+class CapturedCalls:
+    """Calls of the networks of one LightningModule, on a driver.
+
+    Args:
+        module: the LightningModule.
+        driver: of this replica.
+        adoption: takes in further graphs of a network that is cut.
+        adopt: cuts a network.
+        aside: tells which calls are the driver's own.
+        kept: by name, the networks that stay on the driver, and why.
+        options: how networks are found and cut.
+        announcements: tells the user.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        driver: Driver,
+        adoption: Adoption,
+        adopt: Adopt,
+        aside: DriverOnlyCalls,
+        kept: dict[str, str],
+        options: NetworkOptions,
+        announcements: Announcements,
+    ) -> None:
+        self._driver, self._adoption, self._adopt = driver, adoption, adopt
+        self._aside, self._kept = aside, kept
+        self._options, self._announcements = options, announcements
+        self._logging_later = LoggingLater(module)
+
+    def call(
+        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """A call of a network that is cut, or has been captured at least.
+
+        Args:
+            found: the network.
+            arguments: of the call.
+            keywords: of the call.
+
+        Raises:
+            NetworkError: it can neither be captured nor run on the driver.
+        """
+        if self._aside.reason(found.module) is not None:
+            return found.forward(*arguments, **keywords)
+        try:
+            return self.captured(found, arguments, keywords)
+        except NotCaptured as error:
+            reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
+            if error.by_its_kind and torch.is_grad_enabled():
+                # (on the driver with proxies of weights, by whose class torch decides as well)
+                raise NetworkError(
+                    f"{found.shown} cannot be called in this way: {error.reason}."
+                ) from error
+            if not found.driven:
+                why = f"can be captured in an evaluation, and not here:\n{indented(error.reason)}"
+                self._kept.setdefault(found.name, why)
+        except CannotFollow as error:
+            reason = str(error)
+        if not found.whole:  # a part of it has run already
+            raise NetworkError(f"{found.shown} cannot be called in this way, since {reason}")
+        self._announcements.say(
+            found,
+            "runs on the driver in some calls, on whole batches and on weights that are fetched "
+            "for each of them, since " + reason,
+        )
+        remote = self._driver.remote
+        remote.adopt_replaced()
+        # its Python and its hooks must run once
+        with self._driver.calls.one_stream(), self._weights_at_hand(found):
+            result = found.forward(*arguments, **keywords)
+        remote.adopt_replaced()  # what the call itself has replaced
+        return result
+
+    def _weights_at_hand(self, found: FoundNetwork) -> AbstractContextManager[None]:
+        """Where nothing is learned: ordinary tensors, since torch decides by their class too."""
+        if torch.is_grad_enabled():
+            return nullcontext()
+        remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
+        names = remote.names(Kind.PARAMETER)
+        return remote.at_hand([name for name in names if name.startswith(prefix)])
+
+    def captured(
+        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """A call through TorchDynamo, which comes back to :meth:`run` with each graph.
+
+        Args:
+            found: the network.
+            arguments: of the call.
+            keywords: of the call.
+
+        Raises:
+            NotCaptured: TorchDynamo cannot follow; nothing has happened.
+            NetworkError: one part of several cannot be captured.
+        """
+        remote = self._driver.remote
+        with ExitStack() as stack:
+            stack.enter_context(self._logging_later())
+            if not found.driven:
+                self._options.progress.begin(f"capturing {found.name or 'self'!r}")
+                stack.callback(self._options.progress.over)
+            stack.enter_context(without_mode(Synchronised))
+            stack.enter_context(own_saved_tensors())
+            stack.enter_context(backwards_as_ever())
+            stack.enter_context(remote.suspended())
+            stack.enter_context(found.hollow)
+            if found.whole:
+                result = found.capture(arguments, keywords)
+            else:  # its graphs and the Python between them draw from one stream
+                stack.enter_context(self._driver.calls.one_stream())
+                result = self._chain(found, arguments, keywords)
+        if not found.driven and found.name not in self._kept:  # it is too early, look again
+            watch(found.module, found.name, lambda n, m, a, k: self.call(found, a, k))
+        return result
+
+    def _chain(
+        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """A call of a chain of graphs: the Python between them must not use weights of others."""
+        try:
+            with ExitStack() as found.between:
+                found.read_between.clear()
+                found.between.enter_context(self._between(found))
+                return found.capture(arguments, keywords)
+        except NoMemory as error:
+            raise NetworkError(
+                f"{found.shown} was captured as several graphs, and the Python between two of them "
+                f"computes with a weight that a stage on another rank owns: {error}. Compute with "
+                "it inside a module, or let the network be one graph. It is none because of\n"
+                f"{found.reason}"
+            ) from error
+        except NotCaptured as error:  # parts of it may have run
+            raise NetworkError(
+                f"{found.shown} cannot be captured:\n{indented(error.reason)}\nName the part of "
+                "the model that is to be cut: HybridGabraStrategy(network='...')."
+            ) from error
+
+    def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:
+        """What holds between two graphs; before there are stages it is noted what is read."""
+        if found.driven:
+            return self._driver.remote.emptied()
+        prefix = f"{found.name}." if found.name else ""
+        named = (*found.module.named_parameters(), *found.module.named_buffers())
+        tensors = {prefix + name: tensor for name, tensor in named}
+        return watched(tensors, found.read_between, found.hollow.shown_of(tensors))
+
+    def run(self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+        """A captured call, or a part of one.
+
+        Args:
+            found: the network.
+            graph: what was captured.
+            values: that it takes.
+        """
+        with self._in_graph(found), found.hollow.lifted():
+            call = found.calls.get(graph)
+            known = None
+            if call is None:
+                known = found.network_of(graph)
+                if known is None:
+                    call = self._adopt(found, graph, values)
+            self._announcements.captured(found)
+            if known is not None:
+                call = self._adoption.add(found, known, graph, values)
+            return compute_whole(graph, values) if call is None else call(values)
+
+    @contextmanager
+    def _in_graph(self, found: FoundNetwork) -> Iterator[None]:
+        """Inside, what holds between two graphs of a chain does not."""
+        if found.whole:
+            yield
+            return
+        found.between.close()
+        try:
+            yield
+        finally:
+            found.between.enter_context(self._between(found))
+        if used := sorted(found.read_between & self._driver.remote.names()):
+            raise NoMemory(f"it needs the numbers of {used[0]!r}")
