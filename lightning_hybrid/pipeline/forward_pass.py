@@ -16,6 +16,7 @@ from lightning_hybrid.pipeline.random_numbers import (
     microbatch_seed,
     random_state,
     set_random_state,
+    state_specs,
 )
 from lightning_hybrid.pipeline.rank_stages import RankStages
 from lightning_hybrid.pipeline.recompute import forward
@@ -41,9 +42,7 @@ class ForwardPass:
         self._result: Values | None = None
         self._first = self.own.number == 0
         # what the generators' state looks like on the way; nothing if it does not travel
-        self._states = (
-            [TensorSpec.of(state) for state in random_state(engine.device)] if call.uses_rng else []
-        )
+        self._states = state_specs(engine.device) if call.uses_rng else ()
         self._takes_states = call.uses_rng and (not self._first or call.key.continues)
         self._previous_failed = False
         self._told_failure = False
@@ -103,7 +102,7 @@ class ForwardPass:
 
     def _post(self, microbatch: int) -> Arriving:
         specs = self.traffic.incoming[microbatch]
-        states = [] if self._first else self._states
+        states = () if self._first else self._states
         return self.links.previous.post([*specs, *states])
 
     def _send_header(self) -> None:

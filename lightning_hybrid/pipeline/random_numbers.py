@@ -10,9 +10,18 @@ on the micro-batch alone. The generators of the user's code are never touched.
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from threading import Lock
 
 import torch
 from torch import Tensor
+
+from lightning_hybrid.comm.tensor_specs import TensorSpec
+
+_one_at_a_time = Lock()
+"""Of two threads that ask torch for a state, both may wait for ever (torch 2.13): one has the
+generator's lock, and gives Python's to the other, which keeps that while it waits for the
+generator."""
 
 
 def draw_number(batch: int, call: int) -> int:
@@ -34,17 +43,25 @@ def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
 
 def random_state(device: torch.device) -> list[Tensor]:
     """The states of the generators that a layer on ``device`` may draw from, as byte tensors."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+    with _one_at_a_time:
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return states
+
+
+@cache
+def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
+    """What :func:`random_state` gives, as far as a receiver must know it."""
+    return tuple(TensorSpec.of(state) for state in random_state(device))
 
 
 def set_random_state(states: list[Tensor], device: torch.device) -> None:
     """Go on from ``states``, as :func:`random_state` gave them."""
-    torch.set_rng_state(states[0].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1].cpu(), device)
+    with _one_at_a_time:
+        torch.set_rng_state(states[0].cpu())
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[1].cpu(), device)
 
 
 @contextmanager
@@ -58,7 +75,8 @@ def generators_of_microbatch(seed: int | None, device: torch.device) -> Iterator
     before = random_state(device)
     try:
         if seed is not None:
-            torch.manual_seed(seed)
+            with _one_at_a_time:
+                torch.manual_seed(seed)
         yield
     finally:
         set_random_state(before, device)

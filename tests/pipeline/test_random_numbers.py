@@ -1,9 +1,12 @@
 """A micro-batch draws the same numbers wherever its layers are."""
 
+import gc
 from itertools import product
+from time import sleep
 
 import pytest
 import torch
+from ranks import together
 
 from lightning_hybrid.pipeline.random_numbers import (
     draw_number,
@@ -63,3 +66,27 @@ def test_seeds_are_those_of_earlier_releases() -> None:
 def test_calls_of_different_batches_have_different_numbers() -> None:
     numbers = {draw_number(batch, call) for batch in range(5) for call in (0, 1, 2**16 - 1)}
     assert len(numbers) == 15
+
+
+class _Collected:
+    """Garbage that lets another thread run when it is collected."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        sleep(0)
+
+
+def test_ranks_that_are_threads_may_ask_for_the_state_at_the_same_time() -> None:
+    def ask() -> None:
+        for _ in range(1000):
+            _Collected()
+            random_state(CPU)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(5)  # while torch makes the tensor, too
+    try:
+        together(ask, ask, ask)
+    finally:
+        gc.set_threshold(*thresholds)
