@@ -205,3 +205,16 @@ def test_a_network_that_differentiates_inside_is_measured_too() -> None:
     graph = graph_of(Net(), torch.ones(2, 4))
     profile = measure(graph, network_partitions(graph), [torch.ones(2, 4)], repeats=1)
     assert profile.is_measured
+
+
+def test_a_network_without_a_derivative_is_measured_forward() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    network = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 2)).eval()
+    x = torch.ones(2, 3, 8)
+    with torch.no_grad():  # in which the layer is one operation
+        graph = graph_of(network, x)
+    assert not graph.differentiable
+    profile = measure(graph, network_partitions(graph), [x], repeats=1)
+    assert all(p.forward_s for p in profile.partitions)
+    # what one operation does cannot be timed backward, and is taken to be as long
+    assert any(p.backward_weight_s == p.forward_s for p in profile.partitions)
