@@ -80,23 +80,15 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     x = torch.randn(chosen.batch, 1, *chosen.size, device=device)
     y = torch.arange(chosen.batch, device=device) % 2
-    last = torch.channels_last_3d
     monai = resnet18(
         spatial_dims=3, n_input_channels=1, num_classes=2, conv1_t_size=3, conv1_t_stride=2
     )
     subjects = {
         REFERENCE: Subject(monai, x, y),
         "ResAttNet3D": Subject(ResAttNet3D(18), x, y),
-        "  channels last": Subject(
-            ResAttNet3D(18).to(memory_format=last), x.contiguous(memory_format=last), y
-        ),
+        "  channels last": Subject(ResAttNet3D(18, channels_last=True), x, y),
         "  bfloat16": Subject(ResAttNet3D(18), x, y, bfloat16=True),
-        "  both": Subject(
-            ResAttNet3D(18).to(memory_format=last),
-            x.contiguous(memory_format=last),
-            y,
-            bfloat16=True,
-        ),
+        "  both": Subject(ResAttNet3D(18, channels_last=True), x, y, bfloat16=True),
     }
     spent_s: dict[str, list[float]] = {name: [] for name in subjects}
     for number in range(chosen.steps + 1):

@@ -32,7 +32,7 @@ class ResAttNetClassifier(LightningModule):
 
     Args:
         task: "ad_nc", "pmci_smci" or "three_way": decides number and names of the classes.
-        depth: Layers of the network, 18 or 34; this and the next ten are those of `ResAttNet3D`.
+        depth: Layers of the network, 18 or 34; this and the next eleven are those of `ResAttNet3D`.
         in_channels: Channels C of the images.
         stem_kernel: Kernel of the network's first convolution.
         stem_stride: Its stride.
@@ -43,6 +43,7 @@ class ResAttNetClassifier(LightningModule):
         attention: "sdpa" stores no attention map, "explicit" does.
         dropout: Of the inputs of the last linear layer.
         recompute: Layers whose blocks are computed again in the backward pass, to save memory.
+        channels_last: Whether features lie in memory with the channels last.
         optimizer: "sgd" or "adamw".
         learning_rate: The highest learning rate.
         weight_decay: Weight decay of the optimizer.
@@ -74,6 +75,7 @@ class ResAttNetClassifier(LightningModule):
         attention: AttentionKind = "sdpa",
         dropout: float = 0.0,
         recompute: list[int] = [],  # noqa: B006
+        channels_last: bool = False,
         optimizer: OptimizerName = "sgd",
         learning_rate: float = 1e-3,
         weight_decay: float = 1e-4,
@@ -112,6 +114,7 @@ class ResAttNetClassifier(LightningModule):
             options["attention"],
             options["dropout"],
             options["recompute"],
+            options["channels_last"],
         )
 
     def setup(self, stage: str) -> None:

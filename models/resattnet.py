@@ -15,7 +15,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import convert_conv3d_weight_memory_format
 
 from models.attention import AttentionKind, SelfAttention3D
 from models.recompute import recomputed
@@ -94,6 +96,8 @@ class ResAttNet3D(nn.Sequential):
         attention: "sdpa" stores no N x N map; "explicit" does, and refuses one that is too large.
         dropout: Probability that an input of the last linear layer is zeroed in training.
         recompute: Layers (of 1 to 4) whose blocks are computed again in the backward pass.
+        channels_last: Whether weights and features lie in memory with the channels last, which
+            is faster where torch has better kernels for it (``docs/measurements.md``).
 
     Raises:
         ValueError: If an option is none of those values.
@@ -118,6 +122,7 @@ class ResAttNet3D(nn.Sequential):
         attention: AttentionKind = "sdpa",
         dropout: float = 0.0,
         recompute: Collection[int] = (),
+        channels_last: bool = False,
     ) -> None:
         _check_stem(stem_kernel, stem_stride)
         _check_layers(depth, widths, attention_after, recompute)
@@ -141,6 +146,8 @@ class ResAttNet3D(nn.Sequential):
         modules["classifier"] = nn.Linear(channels, num_classes)
         super().__init__(modules)
         self.apply(_initialise)
+        if channels_last:  # convolutions pass it on to their results
+            convert_conv3d_weight_memory_format(self, torch.channels_last_3d)
 
 
 def _check_stem(kernel: int, stride: int) -> None:

@@ -85,22 +85,29 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(network(x), network(x))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_equal_when_compiled_and_in_channels_last(channels_last) -> None:
+def test_equal_when_compiled() -> None:
     network = ResAttNet3D(widths=(8, 16, 16, 16)).eval()
     network.attention3.gamma.data.fill_(0.5)
     x = torch.randn(2, 1, 33, 32, 31)
     with torch.no_grad():
-        expected = network(x)
-        if channels_last:
-            other, x = (
-                network.to(memory_format=torch.channels_last_3d),
-                x.contiguous(memory_format=torch.channels_last_3d),
-            )
-        else:
-            # the graph is what is tested, not the C++ compiler of the machine
-            other = torch.compile(network, backend="aot_eager")
-        torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-4)
+        # the graph is what is tested, not the C++ compiler of the machine
+        compiled = torch.compile(network, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), network(x), rtol=1e-4, atol=1e-4)
+
+
+def test_channels_last_changes_where_numbers_lie_and_not_what_they_are() -> None:
+    network, other = (
+        ResAttNet3D(widths=(8, 16, 16, 16), channels_last=last).eval() for last in (False, True)
+    )
+    network.attention3.gamma.data.fill_(0.5)
+    other.load_state_dict(network.state_dict())
+    x = torch.randn(2, 1, 33, 32, 31)
+    with torch.no_grad():
+        torch.testing.assert_close(other(x), network(x), rtol=1e-4, atol=1e-4)
+        for parts in (2, 5):  # before and behind an attention block
+            features = nn.Sequential(*list(other)[:parts])(x)
+            assert not features.is_contiguous()
+            assert features.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 @pytest.mark.parametrize(("depth", "convolutions"), [(18, 17), (34, 33)])
