@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -102,3 +104,15 @@ def outside_of_transforms() -> Iterator[None]:
     """
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
+
+
+def fails_apart(node: Node) -> bool:
+    """Whether an operation must compute the gradients of its input together with its weights'.
+
+    For the weights alone the backward of group normalisation reads memory that it has not got where
+    the channels lie last (torch 2.13), and the process ends.
+    """
+    if node.name() != "NativeGroupNormBackward0":
+        return False
+    saved: Tensor = node._saved_input  # type: ignore[attr-defined]
+    return not saved.is_contiguous()

@@ -10,6 +10,7 @@ That is exact as long as it can be told which operation leads to which weights, 
 operation may run twice. Not so, and therefore not split:
 
 * operations of the user's (``autograd.Function``), which may do more than to return gradients;
+* one of torch's that ends the process where it is asked for the gradients of its weights alone;
 * tensors that the network itself hooks or wants the gradients of, which would hear of them twice
   (:class:`HookWatch`);
 * weights that two operations use of which one leads to the other (a recurrent layer).
@@ -28,6 +29,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid._torch.autograd import fails_apart
 
 
 def operations_behind(outputs: Sequence[Any]) -> list[Node]:
@@ -162,7 +165,7 @@ class _Way:
         self._inputs = {get_gradient_edge(value).node for value in inputs}
         self._weights: list[Tensor] = []
         self._nodes: dict[Node, _Node] = {}  # children before their parents
-        self._python = False
+        self._splits = True
         for edge in self.roots:
             self._walk(edge.node)
         for edge in self.roots:
@@ -179,7 +182,7 @@ class _Way:
 
         What two operations need both (a cast of a weight) can run only once, so they are a group.
         """
-        if self._python:
+        if not self._splits:
             return None
         groups = _Groups()
         bounds = {n: r for n, r in self._nodes.items() if r.leads and self._aside(r)}
@@ -248,7 +251,7 @@ class _Way:
             elif node not in self._nodes:
                 children = [(child, n) for child, n in node.next_functions if child is not None]
                 record = self._nodes[node] = _Node(children)
-                self._python |= isinstance(node, BackwardCFunction)
+                self._splits &= not isinstance(node, BackwardCFunction) and not fails_apart(node)
                 if node in self._inputs:
                     record.leads = True
                 elif not children and isinstance(leaf := getattr(node, "variable", None), Tensor):

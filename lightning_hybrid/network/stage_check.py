@@ -100,7 +100,8 @@ def _once(
     grad = torch.set_grad_enabled(graph.differentiable)
     with untouched(graph.network, graph.written), grad:
         found = run(graph, stages, fresh(graph, leaves), received)
-        return [value.detach() if isinstance(value, Tensor) else value for value in found]
+        # (copies: a buffer that is written and returned is put back now)
+        return [value.detach().clone() if isinstance(value, Tensor) else value for value in found]
 
 
 def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -40,6 +40,7 @@ SPLIT: dict[str, Callable[[], Network]] = {
         lambda s, x: s.net(x.view(3, 1, 2, 2)),
         net=nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)),
     ),
+    "group norm": lambda: Network(lambda s, x: s.a(x.view(3, 4, 1, 1)), a=nn.GroupNorm(2, 4)),
     "residual": lambda: Network(lambda s, x: x + s.a(x).relu() * x, a=nn.Linear(4, 4)),
     "attention": lambda: Network(lambda s, x: s.a(x[None]), a=attention(4)),
     "added parameter": lambda: Network(lambda s, x: s.a(x + s.p), a=nn.Linear(4, 4), p=weight(4)),
@@ -92,6 +93,10 @@ WHOLE: dict[str, Callable[[], Network]] = {
     ),
     "recurrent layer": lambda: Network(
         lambda s, x: s.a(x[None])[0], a=nn.LSTM(4, 4, batch_first=True)
+    ),
+    "group norm with channels last": lambda: Network(
+        lambda s, x: s.a(x.view(1, 3, 2, 2).to(memory_format=torch.channels_last)),
+        a=nn.GroupNorm(3, 3),
     ),
 }
 

@@ -104,3 +104,21 @@ def test_a_slice_may_cross_a_cut() -> None:
 
     found = captured(Sliced(), torch.randn(3, 4))
     check(found.graph, two_stages(found.graph), found.leaves)
+
+
+def test_a_buffer_that_is_counted_up_and_returned_is_what_it_was_then() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.calls += 1
+            return self.second(self.first(x)), self.calls
+
+    network = Counts()
+    found = captured(network, torch.randn(3, 4))
+    before = network.calls.clone()
+    check(found.graph, two_stages(found.graph), found.leaves)
+    assert network.calls == before
