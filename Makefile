@@ -34,8 +34,9 @@ demo: $(READY)
 PYTEST := python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test conformance third: export OMP_NUM_THREADS := 1
 
+# (a hang that Python cannot interrupt, as it can for pytest's own timeout, ends its process)
 test: $(READY)
-	$(PYTEST)
+	$(PYTEST) -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true
 
 conformance: $(READY)
 	$(PYTEST) -m conformance

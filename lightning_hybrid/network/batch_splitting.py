@@ -2,9 +2,13 @@
 
 What the graph shows is asked first: sizes that are used as numbers, results that do not follow the
 batch, writes, random numbers. What it cannot show (``x - x.mean(0)``) is tried: the captured graph,
-in the mode in which it was captured, on the whole batch and on its parts, with the same random
-numbers and with parameters (and buffers and inputs that are zero) a little off, so that a gate that
-starts at zero is open.
+in the mode in which it was captured, with the same random numbers and with parameters (and buffers
+and inputs that are zero) a little off, so that a gate that starts at zero is open.
+
+* On the whole batch and on its parts. Sums over tensors of other sizes may be rounded otherwise, so
+  this finds only what is well above rounding, beside the largest number of an output.
+* On the whole batch and on one in which all samples but those of one part are others. The sizes are
+  the same, so what comes of that part has the same bits, unless it depends on the other samples.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator
+from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator, set_gradients
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
 from lightning_hybrid._torch.tensors import TorchDispatchMode
@@ -188,23 +192,30 @@ def _tried(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> 
     generator = torch.Generator().manual_seed(0)
     tensors = [_a_little_off(state[name], generator, here) for name in code.tensors]
     leaves = [_a_little_off(t, generator, here) if _is_zero(t) else t for t in leaves]
+    leaves = [t if t.is_contiguous() else t.clone() for t in leaves]  # as copies of them are
     draws = _SameDraws()
 
-    def once(part: Sequence[Tensor], start: int | None, size: int) -> list[Any]:
-        with _trial(draws, start, size, grad=False):
+    def once(part: Sequence[Tensor], drawing: TorchDispatchMode) -> list[Any]:
+        with _trial(drawing, grad=False):
             numbers = graph.values_of_numbers(graph.sizes(part))
             own = [tensor.clone() for tensor in tensors] if graph.written else tensors
             return stage.run_with(own, fresh(graph, part), numbers)
 
-    batch = graph.batch_of(leaves) or 1
     try:
-        whole = once(leaves, None, batch)
-        parts = [once(*rows) for rows in _rows_of_parts(graph, leaves, microbatches)]
+        rows = _rows_of_parts(graph, leaves, microbatches)
+        whole = once(leaves, draws.first())
+        parts = [once(part, draws.of_rows(start, size)) for part, start, size in rows]
         tensors_out = range(len(graph.tensor_outputs))
         pairs = [(whole[n], torch.cat([part[n] for part in parts])) for n in tensors_out]
         for node, (one, other) in zip(graph.tensor_outputs, pairs):
             if not _close(one, other):
                 return f"{_place(graph, node)} depends on how the batch is split"
+        for part, start, size in (rows[0], rows[-1]):
+            others = once(_among_copies(graph, part, start, size, leaves), draws.again())
+            its = slice(start, start + size)
+            for n, node in enumerate(graph.tensor_outputs):
+                if not _is_same(whole[n][its], others[n][its]):
+                    return f"{_place(graph, node)} depends on how the batch is split"
         learned = [isinstance(state[name], nn.Parameter) for name in code.tensors]
         return _tried_backward(graph, stage, tensors, learned, leaves, microbatches)
     except _OtherDraws as error:
@@ -221,11 +232,11 @@ def _tried_backward(
     leaves: Sequence[Tensor],
     microbatches: int,
 ) -> str | None:
-    """The same for gradients, where a backward is the user's own code.
+    """The same for gradients, where a backward need not be the derivative of the forward.
 
     Each part gets its rows of the random numbers of the whole batch here too.
     """
-    if not any(map(_has_own_backward, graph.graph.nodes)):
+    if not any(map(_may_differ_in_the_backward, graph.graph.nodes)):
         return None
     with torch.inference_mode(False):  # what an evaluation gives can't be saved for a backward
         leaves = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
@@ -237,20 +248,22 @@ def _tried_backward(
 
     draws = _SameDraws()
 
-    def gradients(part: Sequence[Tensor], start: int | None, size: int) -> list[Tensor | None]:
-        with _trial(draws, start, size, grad=True):
+    def gradients(
+        part: Sequence[Tensor], start: int, drawing: TorchDispatchMode
+    ) -> list[Tensor | None]:
+        with _trial(drawing, grad=True):
             numbers = graph.values_of_numbers(graph.sizes(part))
             outputs = stage.run_with(weights, fresh(graph, part), numbers)
             rooted = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
-            starts = [_weights_of_samples(output, (start or 0) + 1) for output in rooted]
+            starts = [_weights_of_samples(output, start + 1) for output in rooted]
             if not rooted or not wanted:
                 return []
             return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
 
-    whole = gradients(leaves, None, graph.batch_of(leaves) or 1)
+    whole = gradients(leaves, 0, draws.first())
     sums: list[Tensor | None] = [None] * len(whole)
-    for rows in _rows_of_parts(graph, leaves, microbatches):
-        found = gradients(*rows)
+    for part, start, size in _rows_of_parts(graph, leaves, microbatches):
+        found = gradients(part, start, draws.of_rows(start, size))
         sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
     for one, other in zip(whole, sums):
         if one is not None and other is not None and not _close(one, other):
@@ -260,24 +273,25 @@ def _tried_backward(
 
 def _rows_of_parts(
     graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int
-) -> Iterator[tuple[list[Tensor], int, int]]:
+) -> list[tuple[list[Tensor], int, int]]:
     """The parts of a batch, each with the number of its first sample and of its samples."""
-    start = 0
+    start, rows = 0, []
     for part in graph.split(leaves, microbatches):
         size = graph.batch_of(part) or 0
-        yield part, start, size
+        rows.append((part, start, size))
         start += size
+    return rows
 
 
 @contextmanager
-def _trial(draws: _SameDraws, start: int | None, size: int, *, grad: bool) -> Iterator[None]:
+def _trial(drawing: TorchDispatchMode, *, grad: bool) -> Iterator[None]:
     """Inside, a network is tried on some rows of a batch, and nothing outside hears of it."""
     with (
         torch.inference_mode(False),
         torch.random.fork_rng(devices=[]),
         torch.set_grad_enabled(grad),
         _StatisticsAside(),
-        draws.of_rows(start, size),
+        drawing,
     ):
         yield
 
@@ -291,10 +305,30 @@ def _weights_of_samples(output: Tensor, first: int) -> Tensor:
     return weights.view(-1, *[1] * (output.dim() - 1)).expand_as(output)
 
 
-def _has_own_backward(node: fx.Node) -> bool:
-    return higher_order_name(node.target) == "autograd_function_apply" or is_custom_operator(
-        node.target
+def _may_differ_in_the_backward(node: fx.Node) -> bool:
+    """Whether a backward is the user's own code, or leaves out a part of the forward."""
+    return (
+        node.target in ("detach", "detach_", torch.detach, set_gradients)
+        or higher_order_name(node.target) == "autograd_function_apply"
+        or is_custom_operator(node.target)
     )
+
+
+def _among_copies(
+    graph: NetworkGraph,
+    part: Sequence[Tensor],
+    start: int,
+    size: int,
+    leaves: Sequence[Tensor],
+) -> list[Tensor]:
+    """The whole batch, with samples of one part in the places of all others."""
+    made = []
+    for leaf, some, tensor in zip(graph.leaves, part, leaves):
+        if leaf.batched:
+            order = (torch.arange(len(tensor), device=tensor.device) - start) % size
+            tensor = torch.empty_like(tensor).copy_(some.index_select(0, order))
+        made.append(tensor)
+    return made
 
 
 def _a_little_off(value: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
@@ -311,6 +345,15 @@ def _a_little_off(value: Tensor, generator: torch.Generator, device: torch.devic
 
 def _is_zero(value: Tensor) -> bool:
     return value.layout is torch.strided and not value.any()
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs differ by the rounding of single numbers at most."""
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point():
+        return False
+    return torch.allclose(one, other, 16 * torch.finfo(one.dtype).eps, atol=0.0, equal_nan=True)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -355,20 +398,45 @@ class _OtherDraws(Exception):
 
 
 class _SameDraws:
-    """Random numbers drawn once for the whole batch; the parts get their rows of them."""
+    """Random numbers drawn once for the whole batch; the parts get their rows of them.
+
+    Each method makes a mode.
+    """
 
     def __init__(self) -> None:
         self._drawn: list[list[Tensor]] = []
 
-    def of_rows(self, start: int | None, size: int) -> TorchDispatchMode:
-        """A mode for the whole batch (``start`` is ``None``), or for some of its rows."""
-        return _Drawing(self._drawn, start, size)
+    def first(self) -> TorchDispatchMode:
+        """For the whole batch, which draws."""
+        return _Noting(self._drawn)
+
+    def again(self) -> TorchDispatchMode:
+        """For another batch of this size, which gets the same numbers."""
+        return _Drawing(self._drawn, None)
+
+    def of_rows(self, start: int, size: int) -> TorchDispatchMode:
+        """For so many samples of the batch."""
+        return _Drawing(self._drawn, (start, size))
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self, drawn: list[list[Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn = drawn
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._drawn.append([tensor.clone() for _, tensor in tensors_in(result)])
+        return result
 
 
 class _Drawing(TorchDispatchMode):
-    def __init__(self, drawn: list[list[Tensor]], start: int | None, size: int) -> None:
+    def __init__(self, drawn: list[list[Tensor]], rows: tuple[int, int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._drawn, self._start, self._size, self._count = drawn, start, size, 0
+        self._drawn, self._of, self._count = drawn, rows, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -376,13 +444,9 @@ class _Drawing(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return result
-        results = [tensor for _, tensor in tensors_in(result)]
-        if self._start is None:
-            self._drawn.append([tensor.clone() for tensor in results])
-            return result
         if self._count >= len(self._drawn):
             raise _OtherDraws("it draws more random numbers for a part than for the whole batch")
-        for tensor, whole in zip(results, self._drawn[self._count]):
+        for (_, tensor), whole in zip(tensors_in(result), self._drawn[self._count]):
             tensor.copy_(self._rows(whole, tensor, func))
         self._count += 1
         return result
@@ -392,11 +456,14 @@ class _Drawing(TorchDispatchMode):
 
         (Where it is not, other samples' draws are taken, and the results will differ.)
         """
+        if self._of is None and whole.shape == part.shape:
+            return whole
+        first, size = self._of or (0, 1)
         other = [d for d, (a, b) in enumerate(zip(whole.shape, part.shape)) if a != b]
-        if len(other) != 1 or whole.dim() != part.dim() or part.shape[other[0]] % self._size:
+        if len(other) != 1 or whole.dim() != part.dim() or part.shape[other[0]] % size:
             raise _OtherDraws(f"{func} draws random numbers that are not of one sample each")
-        each = part.shape[other[0]] // self._size
-        start = (self._start or 0) * each
-        if start + each * self._size > whole.shape[other[0]]:
+        each = part.shape[other[0]] // size
+        start = first * each
+        if start + each * size > whole.shape[other[0]]:
             raise _OtherDraws(f"{func} draws random numbers that are not of one sample each")
-        return whole.narrow(other[0], start, each * self._size)
+        return whole.narrow(other[0], start, each * size)

@@ -118,6 +118,37 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Turned(Block):
+    """In memory the numbers of one sample are far from each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)).t().contiguous().t()
+
+
+class Apart(Block):
+    """Its numbers lie in memory with others between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        return torch.stack((x, x.detach()), 2)[..., 0]
+
+
+class Negated(Block):
+    """Its numbers are to be negated when they are read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, torch.tanh(self.layer(x))).conj().imag
+
+
+class LooksAtTheLayout(Block):
+    """Computes by the order of numbers in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_contiguous():
+            return torch.tanh(self.layer(x))
+        return torch.sigmoid(self.layer(x)) * x.stride(0)
+
+
 class PartlyWithoutGradient(Block):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -231,6 +262,7 @@ class StoresPenaltyOfTheBatch(StoresPenalty):
 
 
 PLAIN = (Block, Residual, Gated, InPlace, Powers, Normed, Convolved, Recurrent, Attends)
+LAID_OUT = (Turned, Apart, Negated, LooksAtTheLayout, LooksAtTheLayout)
 REGIONS = (Checkpointed, PartlyWithoutGradient)
 PYTHON = (ReadsTheStep, BranchesOnTheEpoch, Counts, ReadsSettings, StoresPenalty)
 RANDOM = (Drops, DropsInACheckpoint, AddsNoise)
@@ -293,7 +325,7 @@ def recipe(seed: int) -> Recipe:
     """The network of a seed: 4 to 7 blocks, of which some have habits."""
     draw = random.Random(seed)
     count = draw.randint(4, 7)
-    groups = [PLAIN, PLAIN, REGIONS, PYTHON, PYTHON]
+    groups = [PLAIN, PLAIN, LAID_OUT, REGIONS, PYTHON, PYTHON]
     if draw.random() < 0.3:
         groups.append(RANDOM)
     if draw.random() < 0.3:

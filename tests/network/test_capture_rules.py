@@ -539,6 +539,36 @@ def balanced(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return net.b(h), h.softmax(1).mean(0).square().sum()
 
 
+def centred(net: Any, x: Tensor) -> Tensor:
+    h: Tensor = net.a(x)
+    return h - h.mean(0)
+
+
+def masked(net: Any, x: Tensor) -> Tensor:
+    return net.b(centred(net, x)).masked_fill(torch.arange(4) > 2, -1e9)
+
+
+def far_from_zero(net: Any, x: Tensor) -> Tensor:
+    return net.b(centred(net, x)) * 50 + 101325
+
+
+def weakly(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.b(h) - 1e-5 * h.mean(0)
+
+
+def in_the_backward(net: Any, x: Tensor) -> Tensor:
+    mean = net.a(x).mean(0)
+    return net.b(net.a(x) + (mean - mean.detach()))
+
+
+def behind_no_grad(net: Any, x: Tensor) -> Tensor:
+    mean = net.a(x).mean(0)
+    with torch.no_grad():
+        same = mean.clone()
+    return net.b(net.a(x) + (mean - same))
+
+
 def gated(net: Any, x: Tensor) -> Tensor:
     h = net.a(x)
     return h + net.state * (h - h.mean(0))
@@ -556,6 +586,11 @@ def gated(net: Any, x: Tensor) -> Tensor:
         (balanced, "does not have the batch as its first dimension"),
         (lambda net, x: net.b(net.a(x)) - net.b(x).mean(0), "depends on how the batch is split"),
         (lambda net, x: net.b(net.a(x).t()[:, :4]).t(), "batch"),
+        (masked, "depends on how the batch is split"),
+        (far_from_zero, "depends on how the batch is split"),
+        (weakly, "depends on how the batch is split"),
+        (in_the_backward, "gradients depend on how the batch is split"),
+        (behind_no_grad, "gradients depend on how the batch is split"),
         (read, "does not have the batch as its first dimension|is read from a tensor"),
     ],
 )
