@@ -83,7 +83,8 @@ class Worker:
         self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._reports = reports
         self._networks: list[StagedNetwork] = []
-        parameters = dict(module.named_parameters())
+        # a weight that is tied may be asked for under any of its names
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         self._optimizers = WorkerOptimizers(parameters)
         self._weights = WorkerWeights(module, parameters, self._networks)
         self._modes: tuple[int, int] | None = None

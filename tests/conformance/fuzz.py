@@ -146,7 +146,7 @@ class LooksAtTheLayout(Block):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_contiguous():
             return torch.tanh(self.layer(x))
-        return torch.sigmoid(self.layer(x)) * x.stride(0)
+        return torch.sigmoid(self.layer(x)) * (1 + x.stride(0) / 20)
 
 
 class PartlyWithoutGradient(Block):
@@ -333,6 +333,9 @@ def recipe(seed: int) -> Recipe:
     if draw.random() < 0.15:
         groups.append(OF_THE_BATCH)
     kinds = [draw.choice(draw.choice(groups)) for _ in range(count)]
+    if any(kind.normalises for kind in kinds):
+        # of few samples it multiplies rounding, which another order in memory changes
+        kinds = [Block if kind in LAID_OUT else kind for kind in kinds]
     order = list(range(count))
     cuts = sorted(draw.sample(range(1, count), 2))
     if draw.random() < 0.3:
