@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 from comparison import differences
-from fuzz import STEPS, Fuzzed, fuzzed, one_device, recipe
+from fuzz import OTHER_LAYOUTS, STEPS, Fuzzed, fuzzed, one_device, recipe
 from suite import Conformance, Record, Row, assert_no_error, assert_refused, was_refused
 
 from lightning_hybrid import HybridGabraStrategy
@@ -146,3 +146,15 @@ class TestFuzzReplicas(_Fuzz):
     stages = 2
     reference = FuzzTwoDevices
     seeds = range(400, 500)
+
+
+class FuzzLayoutsOneDevice(FuzzOneDevice):
+    seeds = range(OTHER_LAYOUTS, OTHER_LAYOUTS + 40)
+
+
+class TestFuzzLayouts(_Fuzz):
+    """Tensors cross cuts whose numbers lie in memory in many orders."""
+
+    stages = 2
+    reference = FuzzLayoutsOneDevice
+    seeds = range(OTHER_LAYOUTS, OTHER_LAYOUTS + 40)

@@ -19,12 +19,16 @@ GRADIENTS = {"weight": torch.full((2, 3), 3.0), "bias": torch.tensor([4.0, -1.0]
 
 
 class Service:
-    """A worker in a thread, and the driver's end of its channel."""
+    """A worker in a thread, and the driver's end of its channel.
 
-    def __init__(self) -> None:
+    Args:
+        module: that the worker has a part of; a linear layer by default.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
         self.driver, there = memory_channels(("driver", "worker"))
         torch.manual_seed(0)
-        self.module = nn.Linear(3, 2)
+        self.module: Any = module or nn.Linear(3, 2)
         mesh: Any = SimpleNamespace(
             coordinates=Coordinates(1, 1, 2), channel=lambda _: there, timeout=timedelta(minutes=1)
         )

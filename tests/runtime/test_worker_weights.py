@@ -2,10 +2,12 @@
 
 import torch
 from served import GRADIENTS, Service
+from torch import nn
 
 from lightning_hybrid.comm.protocol import (
     Check,
     ClearGradients,
+    End,
     GiveGradients,
     TakeGradients,
     TakeWeights,
@@ -29,3 +31,17 @@ def test_gradients_are_set_added_given_and_cleared(service: Service) -> None:
     service.driver.send(ClearGradients(["bias"]))
     service.ask(Check())
     assert service.module.bias.grad is None
+
+
+def test_a_tied_weight_is_known_by_each_of_its_names() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    network[1].weight = network[0].weight
+    service = Service(network)
+    gradient = torch.ones(2, 2)
+    for name in ("0.weight", "1.weight"):
+        service.driver.send(TakeGradients(True, {name: gradient}.items()))
+        found = dict(service.ask(GiveGradients([name])).tensors)
+        assert torch.equal(found[name], network[0].weight.grad)
+    assert torch.equal(network[0].weight.grad, 2 * gradient)
+    service.ask(End(None))
+    service.close()
