@@ -79,6 +79,7 @@ def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
 
 
 def _contiguous(tensor: Tensor) -> TensorSpec:
+    # they are copied into tensors that have an order in memory already
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
@@ -131,4 +132,5 @@ def decode(frame: Sequence[int], data: bytes) -> Parts:
 
 def ready(tensor: Tensor) -> Tensor:
     """A tensor as it travels: with its numbers, contiguous, on the CPU."""
-    return value_of(tensor).cpu().contiguous().resolve_conj().resolve_neg()
+    value = value_of(tensor).cpu()
+    return _contiguous(value).laid_out(value)

@@ -271,16 +271,22 @@ class Stream:
 
     def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int:
         """Which tensor of the batch an input is."""
+        given = graph.leaves[number]
+        if given.number:
+            raise self._refused(
+                f"{given.name!r} is a number that is another one from batch to batch, so that it "
+                "is not known of later batches"
+            )
         if leaf.requires_grad:
             raise self._refused(
-                f"input {graph.leaves[number].name!r} of the network wants a gradient, which "
+                f"input {given.name!r} of the network wants a gradient, which "
                 "would come after later batches have begun"
             )
         for place, tensor in enumerate(batch.tensors):
             if _is_same(tensor, leaf):
                 return place
         raise self._refused(
-            f"input {graph.leaves[number].name!r} of the network is no tensor of the batch, "
+            f"input {given.name!r} of the network is no tensor of the batch, "
             "but computed in training_step, so that it is not known of later batches. Compute it "
             "in the dataset, in on_after_batch_transfer, or inside the network"
         )

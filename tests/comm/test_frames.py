@@ -8,7 +8,7 @@ import torch
 from lightning_hybrid.comm import frames
 from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.frames import FRAME, decode, encode
+from lightning_hybrid.comm.frames import FRAME, decode, encode, ready
 from lightning_hybrid.comm.messages import (
     Answer,
     Header,
@@ -95,6 +95,22 @@ def test_tensors_are_not_pickled() -> None:
     assert len(data) < 1000
     assert [tensor.shape for tensor in tensors] == [value.shape for value in values.values()]
     assert decode(frame, data).specs["b"] == TensorSpec((2,), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([3j]).conj().imag,
+    ],
+)
+def test_what_travels_has_the_numbers_that_one_reads(tensor: torch.Tensor) -> None:
+    travels = ready(tensor)
+    assert torch.equal(travels, tensor)
+    assert travels.is_contiguous()
+    assert not travels.is_conj()
+    assert not travels.is_neg()
 
 
 def test_a_sparse_tensor_travels_in_the_message_among_dense_ones() -> None:

@@ -119,6 +119,26 @@ class ViewsAndCopies(_Between):
             return nn.functional.pad(windows.sum(2), (1, 1)) + x.permute(0, 2, 1)[:, 1]
 
 
+class DependsOnTheOrderInMemory(_Between):
+    """Tensors cross cuts whose numbers lie in another order, with gaps, or negated when read."""
+
+    fast = True
+    shapes = EVERY
+
+    class Net(_Between.Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            turned = x.unflatten(1, (2, 4)).transpose(1, 2).contiguous().transpose(1, 2)
+            half, negated = x[:, ::2], torch.complex(x, 2 * x).conj().imag
+            x = self.again(torch.tanh(self.second(x)), turned, half, negated)
+            return self.third(self.again(x, turned, half, negated))
+
+        def again(self, x: Tensor, turned: Tensor, half: Tensor, negated: Tensor) -> Tensor:
+            rows = turned.as_strided(x.shape, (x.shape[1], 1))
+            rows = rows * turned.transpose(1, 2).view(x.shape)
+            return x + rows * half.sum(1, keepdim=True) + negated
+
+
 # ---------------------------------------------------------------- operators of the user's own
 
 
@@ -142,26 +162,6 @@ def _cube_backward(context: Any, gradient: Tensor) -> Tensor:
 
 
 cube.register_autograd(_cube_backward, setup_context=_keep)
-
-
-class DependsOnTheOrderInMemory(_Between):
-    """Tensors cross cuts whose numbers lie in another order, with gaps, or negated when read."""
-
-    fast = True
-    shapes = EVERY
-
-    class Net(_Between.Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            turned = x.unflatten(1, (2, 4)).transpose(1, 2).contiguous().transpose(1, 2)
-            half, negated = x[:, ::2], torch.complex(x, 2 * x).conj().imag
-            x = self.again(torch.tanh(self.second(x)), turned, half, negated)
-            return self.third(self.again(x, turned, half, negated))
-
-        def again(self, x: Tensor, turned: Tensor, half: Tensor, negated: Tensor) -> Tensor:
-            rows = turned.as_strided(x.shape, (x.shape[1], 1))
-            rows = rows * turned.transpose(1, 2).view(x.shape)
-            return x + rows * half.sum(1, keepdim=True) + negated
 
 
 class HasAnOperator(_Between):

@@ -1,4 +1,5 @@
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -80,29 +81,61 @@ def test_batch_norm_does_not_keep_a_network_from_being_split(training: bool) -> 
 class ReadsBeyond(nn.Module):
     """Reads memory beside what a slice shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(2, 4)
+        self.first, self.second, self.made = nn.Linear(4, 4), nn.Linear(2, 4), made
 
     def forward(self, x: Tensor) -> Tensor:
-        half = self.first(x)[:, :2]
+        half = self.first(x)[:, 1:3]
         y = self.second(half)
-        return y + torch.as_strided(half, (x.shape[0], 4), (4, 1))
+        # within the memory of a copy too, but for its last number
+        return self.made(y + torch.as_strided(half, (x.shape[0] - 1, 1), (4, 1), 3))
 
 
-def test_code_that_reads_beyond_a_slice_is_refused() -> None:
-    found = captured(ReadsBeyond(), torch.randn(3, 4))
-    with pytest.raises(StitchError, match=r"shape \(3, 2\) crosses a cut: a slice"):
+def far_from_zero(y: Tensor) -> Tensor:
+    return y + 1e6
+
+
+def complex_numbers(y: Tensor) -> Tensor:
+    return torch.complex(y, y)
+
+
+def truths(y: Tensor) -> Tensor:
+    return y > 0
+
+
+@pytest.mark.parametrize("made", [torch.tanh, far_from_zero, complex_numbers, truths])
+def test_code_that_reads_beyond_a_slice_is_refused(made: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    found = captured(ReadsBeyond(made), torch.randn(2, 4))
+    with pytest.raises(StitchError, match=r"shape \(2, 2\) crosses a cut: a slice"):
         check(found.graph, two_stages(found.graph), found.leaves)
 
 
-def test_a_slice_may_cross_a_cut() -> None:
-    class Sliced(ReadsBeyond):
-        def forward(self, x: Tensor) -> Tensor:
-            half = self.first(x)[:, :2]
-            return self.second(half) + half.sum()
+def sliced(x: Tensor) -> Tensor:
+    return x[:, 1:3]
 
-    found = captured(Sliced(), torch.randn(3, 4))
+
+def expanded(x: Tensor) -> Tensor:
+    return x[:, :1].expand(-1, 2)
+
+
+def overlapping(x: Tensor) -> Tensor:
+    return x.unfold(1, 2, 1)[:, 1]
+
+
+@pytest.mark.parametrize("part", [sliced, expanded, overlapping])
+def test_a_part_of_a_tensor_may_cross_a_cut(part: Callable[[Tensor], Tensor]) -> None:
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            some = part(self.first(x))
+            return self.second(some) + some.sum(1, keepdim=True)
+
+    found = captured(Crossed(), torch.randn(3, 4))
     check(found.graph, two_stages(found.graph), found.leaves)
 
 
