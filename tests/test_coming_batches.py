@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hybrid.coming_batches import ComingBatches, ComingLoader
+from lightning_hybrid.coming_batches import ComingBatch, ComingBatches, ComingLoader
 from lightning_hybrid.errors import NetworkError
 
 
@@ -182,3 +182,14 @@ def test_a_loader_and_a_step_that_draw_from_one_generator_are_refused_in_the_fir
     other = Trained(Loader(4))
     for _ in range(4):
         other.step_that_draws(look=2)
+
+
+def test_tensors_of_another_class_are_known_as_the_network_gets_them() -> None:
+    class Named(Tensor):
+        pass
+
+    batch, x = ComingBatch(None, None, None), torch.ones(2).as_subclass(Named)
+    assert batch.make_ready(lambda raw: raw, {"x": x})["x"] is x
+    [found] = batch.tensors
+    assert type(found) is Tensor
+    assert found.data_ptr() == x.data_ptr()
