@@ -28,17 +28,19 @@ class WorkerOptimizers:
     """The user's optimizers on a worker, with the state of what it owns.
 
     Args:
-        parameters: all of the LightningModule, by name.
+        parameters: all of the LightningModule, by name; a tied one under each of its names.
 
     Attributes:
         all: the optimizers, in the user's order.
-        names: of the parameters, by their identities.
+        names: of the parameters, by their identities; of a tied one the first, as on the driver.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.all: list[Optimizer] = []
         self._parameters = parameters
-        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.names: dict[int, str] = {}
+        for name, parameter in parameters.items():
+            self.names.setdefault(id(parameter), name)
 
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
         """What carries out each command."""

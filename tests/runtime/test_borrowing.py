@@ -38,6 +38,23 @@ def test_tied_weights_train_as_on_one_device(replicas: Any, devices: tuple[int, 
     torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("devices", [(1, 0), (1, 2, 0), (2, 0, 1, 0)])
+def test_their_optimizer_states_are_as_on_one_device(
+    replicas: Any, devices: tuple[int, ...]
+) -> None:
+    module = Model(Tied()).double()
+    reference = deepcopy(module)
+    alone = torch.optim.Adam(reference.parameters(), lr=0.1)
+    train_one_device(reference, alone)
+    replica, optimizer = replicas(module, devices), torch.optim.Adam(module.parameters(), lr=0.1)
+    train(replica, optimizer)
+    states = optimizer.state_dict()["state"], alone.state_dict()["state"]
+    assert states[0].keys() == states[1].keys()
+    torch.testing.assert_close(*states, rtol=0, atol=1e-12)
+    replica.end()
+    torch.testing.assert_close(optimizer.state_dict()["state"], states[1], rtol=0, atol=1e-12)
+
+
 def test_what_the_user_writes_reaches_the_borrower(replicas: Any) -> None:
     module, [value] = Model(Tied()).double(), batches(1)
     reference, replica = deepcopy(module), replicas(module, (1, 2, 0))
