@@ -55,10 +55,12 @@ __all__ = [
     "TunerExit",
     "WrappingCheckpointIO",
     "ask_strategy_whether_distributed",
+    "batch_counts",
     "call_teardown_hooks",
     "end_run",
     "forget_loaded_checkpoint",
     "random_states",
+    "set_batch_counts",
     "set_module_device",
     "set_num_threads",
     "set_random_states",
@@ -95,6 +97,23 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: dict[str, Any]) -> None:
     """Put back what :func:`random_states` gave."""
     _set_rng_states(states)
+
+
+def batch_counts(trainer: Trainer) -> list[Any]:
+    """What ``num_training_batches``, ``num_val_batches`` and so on are, of all loops."""
+    evaluations = [loop._max_batches for loop in _evaluation_loops(trainer)]
+    return [trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations]
+
+
+def set_batch_counts(trainer: Trainer, counts: list[Any]) -> None:
+    """Put there what :func:`batch_counts` gave: a worker's loops have seen no loader."""
+    trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations = counts
+    for loop, count in zip(_evaluation_loops(trainer), evaluations):
+        loop._max_batches = count
+
+
+def _evaluation_loops(trainer: Trainer) -> list[Any]:
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
 
 
 def training_source(trainer: Trainer) -> Any:

@@ -22,7 +22,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_hybrid._lightning import Callback, Logger, Strategy, Trainer, move_data_to_device
-from lightning_hybrid._lightning_private import random_states, set_random_states
+from lightning_hybrid._lightning_private import (
+    batch_counts,
+    random_states,
+    set_batch_counts,
+    set_random_states,
+)
 from lightning_hybrid.planning.plan import Plan
 
 LIMIT_BYTES = 16 * 2**20
@@ -41,8 +46,10 @@ class Results:
         returned: what ``fit/validate/test/predict`` returns, pickled; see :meth:`value`.
         callback_metrics: the Trainer's.
         logged_metrics: likewise.
+        progress_bar_metrics: likewise.
         attributes: changed plain data by owner and name, each pickled.
         loops: the state of the fit loop (epoch, step).
+        batches: how many there were, by loop.
         state: the Trainer's state.
         should_stop: the Trainer's.
         random: states of the generators, so that later draws are the same on all ranks.
@@ -54,8 +61,10 @@ class Results:
     returned: bytes
     callback_metrics: Mapping[str, Tensor]
     logged_metrics: Mapping[str, Tensor]
+    progress_bar_metrics: Mapping[str, float]
     attributes: Mapping[_Key, bytes]
     loops: Mapping[str, Any]
+    batches: list[Any]
     state: Any
     should_stop: bool
     random: Mapping[str, Any]
@@ -103,8 +112,10 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Result
         returned=_pickled_or_why_not(returned),
         callback_metrics=move_data_to_device(dict(trainer.callback_metrics), cpu),
         logged_metrics=move_data_to_device(dict(trainer.logged_metrics), cpu),
+        progress_bar_metrics=dict(trainer.progress_bar_metrics),
         attributes=before.changes(trainer),
         loops=trainer.fit_loop.state_dict(),
+        batches=batch_counts(trainer),
         state=trainer.state,
         should_stop=trainer.should_stop,
         random=random_states(),
@@ -137,6 +148,7 @@ def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
     """On a worker: what its driver has collected, but for what this rank has changed itself."""
     trainer.callback_metrics.update(results.callback_metrics)
     trainer.logged_metrics.update(results.logged_metrics)
+    trainer.progress_bar_metrics.update(results.progress_bar_metrics)
     own = before.changes(trainer)
     owners = dict(_owners(trainer))
     for (owner, name), data in results.attributes.items():
@@ -144,6 +156,7 @@ def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
             with suppress(Exception):  # a class may refuse to be made again in any way it likes
                 vars(owners[owner])[name] = pickle.loads(data)
     trainer.fit_loop.load_state_dict(dict(results.loops))
+    set_batch_counts(trainer, results.batches)
     trainer.state = results.state
     trainer.should_stop = results.should_stop
     set_random_states(dict(results.random))

@@ -328,6 +328,25 @@ class ClipsInItsStepTiedWeights(TiesAcrossStages):
         return ClippedLamb(self.parameters(), lr=0.05)
 
 
+class LooksAtStatesOfTiedWeights(TiesAcrossStages):
+    """A weight is trained and looked at under its first name, on whichever rank it is."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.log("in_the_bar", loss, prog_bar=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        optimizer = self.optimizers().optimizer
+        saved = optimizer.state_dict()["state"]
+        self.seen.append([saved[key]["exp_avg"].sum().item() for key in saved])
+        self.seen.append([optimizer.state[p]["exp_avg"].sum().item() for p in self.parameters()])
+
+
 class ResumesOptimizers(_Optimized):
     """States that lie on the driver, in a checkpoint and back; looked at on the way."""
 

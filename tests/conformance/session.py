@@ -87,7 +87,11 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
         "trained": any(not before[n].equal(weights[n]) for n in before.keys() & weights.keys()),
         "said": said.texts,
         "metrics": [
-            [dict(t.callback_metrics), dict(t.logged_metrics), t.global_step, t.current_epoch]
+            [
+                [dict(t.callback_metrics), dict(t.progress_bar_metrics)],
+                *(dict(t.logged_metrics), t.global_step, t.current_epoch),
+                *(t.num_training_batches, t.num_val_batches, t.num_test_batches),
+            ]
             for t in run.trainers
         ],
         "forwards": witness.forwards,
