@@ -13,7 +13,8 @@ from torch import nn
 
 from datamodules import ADNIDataModule
 from models import ResAttNetClassifier
-from models.explain import MethodName, explain, summarise
+from models.explain import explain, summarise
+from models.findings import MethodName
 
 
 def cohort(root: Path, **options: Any) -> ADNIDataModule:

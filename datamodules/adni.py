@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
@@ -23,10 +21,22 @@ from .profiles import Profile, choose_profile
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import ScanRecord, fingerprint, read_manifest, write_manifest
-from .report import write_demographics, write_shareable
+from .report import class_table, write_demographics, write_shareable
 from .seeding import Draws, EpochLoader
 from .sources import Layout
-from .splits import SPLITS, Split, SplitName, assign, check_leak, load_split, make_split, save_split
+from .splits import (
+    SPLITS,
+    Split,
+    SplitName,
+    assign,
+    check_classes,
+    check_leak,
+    chosen_fold,
+    load_split,
+    make_split,
+    permuted,
+    save_split,
+)
 from .survey import cut_brains, refuse_inside, survey, write_problems
 from .transforms import SHAPE, SPACING_MM, fixed_transforms, random_transforms
 
@@ -269,29 +279,12 @@ class ADNIDataModule(lightning.LightningDataModule):
             )
         records = read_manifest(manifest)
         path = self._split_path()
-        self.split = self._fitting(load_split(path), path)
+        self.split = chosen_fold(load_split(path), self.fold, self.task.name, self.rule, path)
         records = assign(records, self.split, str(path))
         check_leak(records)
         choose_profile(self.profile, records)
-        self.records = _permuted(records, self.seed) if self.shuffle_labels else records
-        self._check_classes()
-
-    def _fitting(self, split: Split, path: Path) -> Split:
-        """The split of today's fold, if it was made for today's labels."""
-        mine = {"task": self.task.name, **asdict(self.rule)}
-        its = {"task": split.task, **asdict(LabelRule()), **split.rule}
-        differ = [f"{k} {its[k]!r} there, {mine[k]!r} here" for k in its if its[k] != mine.get(k)]
-        if differ and split.task:
-            raise SplitError(
-                "OTHER_RULE",
-                f"the split was made for other labels: {'; '.join(differ)}",
-                str(path),
-                "use the same options, or a new --data.split_file",
-            )
-        try:
-            return split.of_fold(self.fold) if split.folds or self.fold else split
-        except SplitError as error:
-            raise SplitError(error.code, error.found, str(path), error.action) from None
+        self.records = permuted(records, self.seed) if self.shuffle_labels else records
+        check_classes(self.records, self.class_names, self.root)
 
     @property
     def _checks_file(self) -> Path:
@@ -305,17 +298,6 @@ class ADNIDataModule(lightning.LightningDataModule):
             return self.split_file
         key = f"{self.val_fraction}|{self.test_fraction}|{self.folds}|{self.seed}"
         return self.state_dir / f"split-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
-
-    def _check_classes(self) -> None:
-        present = {record.label for record in self.records if record.split == "train"}
-        missing = [n for label, n in enumerate(self.class_names) if label not in present]
-        if missing:
-            raise SplitError(
-                "MISSING_CLASS",
-                f"no training scan of {', '.join(missing)}",
-                str(self.root),
-                "add scans of that class, or use another split",
-            )
 
     @property
     def class_weights(self) -> list[float]:
@@ -385,14 +367,7 @@ class ADNIDataModule(lightning.LightningDataModule):
 
     def describe(self) -> str:
         """Scans and subjects per class and part, as a small table."""
-        lines = [
-            f"{'':8}" + "".join(f"{name:>8}" for name in self.class_names) + f"{'subjects':>10}"
-        ]
-        for part in SPLITS:
-            scans = self.scans(part)
-            counts = Counter(record.label for record in scans)
-            numbers = "".join(f"{counts[label]:>8}" for label in range(self.num_classes))
-            lines.append(f"{part:8}{numbers}{len({r.subject for r in scans}):>10}")
+        lines = class_table({part: self.scans(part) for part in SPLITS}, self.class_names)
         present = {record.subject for record in self.records if record.used}
         gone = set(self.split.part_of()) - present if self.split else set()
         if gone:
@@ -450,14 +425,3 @@ class ADNIDataModule(lightning.LightningDataModule):
                 str(self.root),
                 "use the settings of that run: --config RUN/config.yaml",
             )
-
-
-def _permuted(records: Sequence[ScanRecord], seed: int) -> list[ScanRecord]:
-    """Labels permuted over the subjects of each part, so that the class counts stay."""
-    labels: dict[str, int | None] = {}
-    for number, part in enumerate(SPLITS):
-        own = {record.subject: record.label for record in records if record.split == part}
-        subjects = sorted(own)
-        order = np.random.default_rng([seed, number]).permutation(len(subjects))
-        labels |= {subject: own[subjects[other]] for subject, other in zip(subjects, order)}
-    return [replace(r, label=labels[r.subject]) if r.split else r for r in records]

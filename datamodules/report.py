@@ -223,3 +223,13 @@ def write_shareable(
     """Write the shareable report as JSON."""
     text = json.dumps(shareable(records, task, rule), indent=1, ensure_ascii=False)
     write_atomically(path, (text + "\n").encode())
+
+
+def class_table(parts: Mapping[str, Sequence[ScanRecord]], names: Sequence[str]) -> list[str]:
+    """Scans per class and subjects, a line per part of a split below one with the names."""
+    lines = [f"{'':8}" + "".join(f"{name:>8}" for name in names) + f"{'subjects':>10}"]
+    for part, scans in parts.items():
+        counts = Counter(record.label for record in scans)
+        numbers = "".join(f"{counts[label]:>8}" for label in range(len(names)))
+        lines.append(f"{part:8}{numbers}{len({record.subject for record in scans}):>10}")
+    return lines

@@ -18,6 +18,7 @@ import numpy as np
 
 from .atomic import write_atomically
 from .errors import SplitError
+from .progression import LabelRule
 from .records import ScanRecord
 from .report import first_scans
 from .sources.ids import canonical_subject
@@ -307,3 +308,53 @@ def load_split(path: Path) -> Split:
         raise SplitError(
             "BAD_SPLIT", f"not a split file ({error})", str(path), "remove it to make a new split"
         ) from None
+
+
+def chosen_fold(split: Split, fold: int, task: str, rule: LabelRule, path: Path) -> Split:
+    """One fold of a split, if that was made for these labels.
+
+    Raises:
+        SplitError: it was made for another task or label rule, or has no such fold.
+    """
+    mine = {"task": task, **asdict(rule)}
+    its = {"task": split.task, **asdict(LabelRule()), **split.rule}
+    differ = [f"{k} {its[k]!r} there, {mine[k]!r} here" for k in its if its[k] != mine.get(k)]
+    if differ and split.task:
+        raise SplitError(
+            "OTHER_RULE",
+            f"the split was made for other labels: {'; '.join(differ)}",
+            str(path),
+            "use the same options, or a new --data.split_file",
+        )
+    try:
+        return split.of_fold(fold) if split.folds or fold else split
+    except SplitError as error:
+        raise SplitError(error.code, error.found, str(path), error.action) from None
+
+
+def check_classes(records: Iterable[ScanRecord], names: Sequence[str], root: Path) -> None:
+    """Refuse to train without a scan of some class.
+
+    Raises:
+        SplitError: names the classes.
+    """
+    present = {record.label for record in records if record.split == "train"}
+    missing = [name for label, name in enumerate(names) if label not in present]
+    if missing:
+        raise SplitError(
+            "MISSING_CLASS",
+            f"no training scan of {', '.join(missing)}",
+            str(root),
+            "add scans of that class, or use another split",
+        )
+
+
+def permuted(records: Sequence[ScanRecord], seed: int) -> list[ScanRecord]:
+    """Labels permuted over the subjects of each part, so that the class counts stay."""
+    labels: dict[str, int | None] = {}
+    for number, part in enumerate(SPLITS):
+        own = {record.subject: record.label for record in records if record.split == part}
+        subjects = sorted(own)
+        order = np.random.default_rng([seed, number]).permutation(len(subjects))
+        labels |= {subject: own[subjects[other]] for subject, other in zip(subjects, order)}
+    return [replace(r, label=labels[r.subject]) if r.split else r for r in records]

@@ -17,7 +17,7 @@ from datamodules import ADNIDataModule, DataError
 from models.classifier import ResAttNetClassifier
 from models.environment import save_environment
 from models.errors import UseError
-from models.explain import MethodName
+from models.findings import MethodName
 from models.maps.common import named_layer
 from models.predictions import WritePredictions
 from models.results import free_path, save_result, scans_hash

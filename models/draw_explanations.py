@@ -6,7 +6,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from models.classifier import ResAttNetClassifier
 from models.errors import UseError
-from models.explain import MethodName, explain
+from models.explain import explain
+from models.findings import MethodName
 
 
 class DrawExplanations(Callback):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -19,7 +19,8 @@ import torch
 from nibabel.processing import resample_from_to
 from torch import Tensor, nn
 
-from models.localisation import Localisation, by_region, localise, similarity
+from models.findings import OF_A_LAYER, TITLES, Case, Findings, Map, MethodName, Verdict
+from models.localisation import by_region, localise, similarity
 from models.maps import (
     AttentionMap3D,
     GradCAM3D,
@@ -31,77 +32,8 @@ from models.maps import (
 from models.maps.common import evaluation, named_layer
 from models.maps.native import Array, head_mask, masked
 
-MethodName = Literal["gradcam", "gradcam++", "hirescam", "gradient", "occlusion", "attention"]
-TITLES: dict[str, str] = {
-    "gradcam": "Grad-CAM",
-    "gradcam++": "Grad-CAM++",
-    "hirescam": "HiResCAM",
-    "gradient": "input gradient",
-    "occlusion": "occlusion",
-    "attention": "attention map",
-}
-OF_A_LAYER = ("gradcam", "gradcam++", "hirescam", "attention")
-"""Methods whose map is that of a layer."""
 Sample = Mapping[str, Any]
 Explainer = Callable[[Tensor, int], Tensor]
-
-
-@dataclass(frozen=True)
-class Map:
-    """One map of one scan, masked to the head, (D, H, W)."""
-
-    method: MethodName
-    values: Array
-    cell_mm: tuple[float, float, float]
-    """What the map can tell apart along each axis."""
-    score: Localisation | None
-    """How it meets the truth; None without one, or if the map is empty."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether it is zero everywhere: the method found no evidence."""
-        return not self.values.any()
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the trained network says of a scan."""
-
-    predicted: int
-    """The class of the highest probability."""
-    probability: float
-    """Of the class that is explained."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One scan that is drawn: its image and maps lie on the grid of ``affine`` (voxels to mm)."""
-
-    subject: str
-    image_id: str
-    label: int
-    verdict: Verdict
-    image: Array
-    affine: Array
-    truth: Array | None
-    maps: tuple[Map, ...]
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What an explanation of a test set found; maps and images are (D, H, W)."""
-
-    cases: list[Case]
-    rows: list[dict[str, Any]]
-    """One per scan, network and method, for a table."""
-    means: dict[tuple[int, MethodName], Array]
-    """Mean map of each label and method, of the trained network."""
-    mean_images: dict[int, Array]
-    regions: dict[MethodName, dict[str, tuple[float, float]]]
-    """Share of the explained class's mean map and of the head in each anatomical box."""
-    affine: Array
-    counts: Mapping[int, int]
-    """Scans of each label."""
 
 
 def make_explainer(name: MethodName, network: nn.Module, layer: str) -> Explainer:

@@ -8,7 +8,8 @@ from typing import Any
 
 import nibabel as nib
 
-from models.explain import OF_A_LAYER, Case, Findings, Map, summarise
+from models.explain import summarise
+from models.findings import OF_A_LAYER, Case, Findings, Map
 from models.maps.native import to_native
 from models.overlay import (
     case_title,

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from models import ResAttNet3D
-from models.explain import TITLES, choose_cases, explain, make_explainer, summarise
+from models.explain import choose_cases, explain, make_explainer, summarise
 from models.explanation import Writer
+from models.findings import TITLES
 from models.overlay import case_title, meaning
 from models.tables import read_table
 
