@@ -20,6 +20,7 @@ from lightning_hybrid._torch.autograd import (
 from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NetworkGraph
+from lightning_hybrid.network.input_views import views_of_inputs
 from lightning_hybrid.network.source_places import place_now
 from lightning_hybrid.pipeline.calls import Gradients
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
@@ -36,6 +37,7 @@ class NetworkCall:
 
     def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
         self.network, self.specialization = network, specialization
+        self._views = views_of_inputs(specialization.graph)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Call the network.
@@ -59,6 +61,10 @@ class NetworkCall:
             outputs = _join(parts)
         if graph.written_leaves:
             _write_back(graph, leaves, outputs)
+        if self._views:
+            outputs = list(outputs)
+            for view in self._views:
+                outputs[view.output] = view.of(graph, values)
         numbers = graph.values_of_numbers(graph.sizes(leaves)) if graph.numbers else ()
         return graph.returned(outputs, numbers)
 

@@ -656,6 +656,29 @@ class ReturnsItsWeights(Row):
         return cross_entropy(output, y) + 0.01 * weight.square().sum() + bias.square().sum()
 
 
+class ChangesAViewOfItsInput(Row):
+    """What is returned beside the output shows the memory of the argument."""
+
+    fast = True
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x.detach()[:, : x.shape[1] // 2]
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            _, half = self.net(x)
+            half.mul_(0.5)
+        self.seen.append(x.clone())
+        output, half = self.net(x)
+        other, again = self.net(x.clone().requires_grad_())
+        self.seen.append((half.requires_grad, again.requires_grad))
+        return cross_entropy(output + other, y) + 0.1 * half.square().mean()
+
+
 # ---------------------------------------------------------------- other `forward`s
 
 

@@ -1,0 +1,93 @@
+"""Outputs of a network that show the memory of its inputs: ``return logits, x[:, -1]``.
+
+On one device who changes such an output in place changes the input. What comes back from the last
+stage is a copy, so the driver makes the view itself, of the tensor that the call was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_hybrid.network.graph import NetworkGraph
+
+
+@dataclass(frozen=True)
+class InputView:
+    """An output that is a view of an input, and needs no gradient.
+
+    Attributes:
+        output: its number among the tensor outputs of the graph.
+        nodes: what makes it, in order: placeholders, sizes, views.
+    """
+
+    output: int
+    nodes: tuple[fx.Node, ...]
+
+    def of(self, graph: NetworkGraph, values: Sequence[Any]) -> Tensor:
+        """The view.
+
+        Args:
+            graph: what was captured.
+            values: the arguments of the graph.
+        """
+        found: dict[fx.Node, Any] = {n: values[i] for n, i in graph.place.items()}
+        learns = any(
+            isinstance(found.get(n), Tensor) and found[n].requires_grad for n in self.nodes
+        )
+        with torch.no_grad() if learns else nullcontext():
+            for node in self.nodes:
+                if node not in found:
+                    found[node] = _run(node, found)
+        view: Tensor = found[self.nodes[-1]]
+        return view
+
+
+def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
+    """The outputs of a graph that are views of what its calls bring."""
+    memory = {graph.memory[node] for node in graph.inputs if node in graph.memory}
+    effects = {layer.node: layer.effects for layer in graph.layers}
+    order = {node: number for number, node in enumerate(graph.graph.nodes)}
+    found = []
+    for number, node in enumerate(graph.tensor_outputs):
+        if node in graph.place or graph.memory.get(node) not in memory:
+            continue
+        if node.meta["example_value"].requires_grad:
+            continue
+        nodes = sorted(_needed(node), key=order.__getitem__)
+        if all(
+            n in graph.place
+            or graph.is_scalar(n)
+            or (graph.memory.get(n) == graph.memory[node] and not _writes(effects.get(n)))
+            for n in nodes
+        ):
+            found.append(InputView(number, tuple(nodes)))
+    return tuple(found)
+
+
+def _needed(node: fx.Node) -> set[fx.Node]:
+    found, waiting = {node}, [node]
+    while waiting:
+        for taken in waiting.pop().all_input_nodes:
+            if taken not in found:
+                found.add(taken)
+                waiting.append(taken)
+    return found
+
+
+def _writes(effects: Any) -> bool:
+    return effects is not None and bool(effects.writes)
+
+
+def _run(node: fx.Node, found: dict[fx.Node, Any]) -> Any:
+    args: Any = fx.map_arg(node.args, found.__getitem__)
+    kwargs: Any = fx.map_arg(dict(node.kwargs), found.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = node.target
+    return function(*args, **kwargs)
