@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_hybrid.network.annotate import Effects
 from lightning_hybrid.network.graph import NetworkGraph
 
 
@@ -36,10 +37,8 @@ class InputView:
             graph: what was captured.
             values: the arguments of the graph.
         """
-        found: dict[fx.Node, Any] = {n: values[i] for n, i in graph.place.items()}
-        learns = any(
-            isinstance(found.get(n), Tensor) and found[n].requires_grad for n in self.nodes
-        )
+        found = {n: values[graph.place[n]] for n in self.nodes if n in graph.place}
+        learns = any(isinstance(v, Tensor) and v.requires_grad for v in found.values())
         with torch.no_grad() if learns else nullcontext():
             for node in self.nodes:
                 if node not in found:
@@ -49,25 +48,29 @@ class InputView:
 
 
 def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
-    """The outputs of a graph that are views of what its calls bring."""
+    """The outputs of a graph that are views of what its calls bring, and made by views alone."""
     memory = {graph.memory[node] for node in graph.inputs if node in graph.memory}
     effects = {layer.node: layer.effects for layer in graph.layers}
     order = {node: number for number, node in enumerate(graph.graph.nodes)}
     found = []
     for number, node in enumerate(graph.tensor_outputs):
-        if node in graph.place or graph.memory.get(node) not in memory:
-            continue
-        if node.meta["example_value"].requires_grad:
+        shown = graph.memory.get(node)
+        if node in graph.place or shown not in memory or node.meta["example_value"].requires_grad:
             continue
         nodes = sorted(_needed(node), key=order.__getitem__)
         if all(
             n in graph.place
             or graph.is_scalar(n)
-            or (graph.memory.get(n) == graph.memory[node] and not _writes(effects.get(n)))
+            or (_looks(effects[n], shown) if n in effects else graph.memory.get(n) == shown)
             for n in nodes
         ):
             found.append(InputView(number, tuple(nodes)))
     return tuple(found)
+
+
+def _looks(effects: Effects, memory: int) -> bool:
+    """Whether an operation does nothing but show this memory, as one tensor or several."""
+    return effects.known and not effects.writes and effects.results == {memory}
 
 
 def _needed(node: fx.Node) -> set[fx.Node]:
@@ -78,10 +81,6 @@ def _needed(node: fx.Node) -> set[fx.Node]:
                 found.add(taken)
                 waiting.append(taken)
     return found
-
-
-def _writes(effects: Any) -> bool:
-    return effects is not None and bool(effects.writes)
 
 
 def _run(node: fx.Node, found: dict[fx.Node, Any]) -> Any:

@@ -679,6 +679,14 @@ class ChangesAViewOfItsInput(Row):
         return cross_entropy(output + other, y) + 0.1 * half.square().mean()
 
 
+class ChangesAPartOfItsInput(ChangesAViewOfItsInput):
+    """The same, of a view that an operation returns among others."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x.detach().chunk(2, 1)[0]
+
+
 # ---------------------------------------------------------------- other `forward`s
 
 

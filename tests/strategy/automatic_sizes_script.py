@@ -218,9 +218,10 @@ def main(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     seen: dict[str, Any] = {}
     for job in config["jobs"]:
-        if job["strategy"] == "as chosen":  # with the number of micro-batches of an earlier job
-            replicas, stages, after = *job["shape"], seen[job["after"]]
-            job["strategy"] = [replicas, stages, after["microbatches"] or 1]
+        if job["strategy"] == "as chosen":  # with the sizes of an earlier job
+            before = seen[job["after"]]
+            replicas, _ = before["shape"]
+            job["strategy"] = [replicas, 2 // replicas, before["microbatches"] or 1]
         seen[job["name"]] = fit(job, folder)
     torch.save(seen, folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")
 
