@@ -212,6 +212,12 @@ class NetworkGraph:
                 waiting += one.all_input_nodes
         return found
 
+    def place_of(self, node: fx.Node) -> str:
+        """Its name and its module's, for messages."""
+        layer = next((y for y in self.layers if node is y.node or node in y.parts), None)
+        module = f" (of module {layer.module!r})" if layer is not None and layer.module else ""
+        return f"{node.name!r}{module}"
+
     def is_scalar(self, node: fx.Node) -> bool:
         """Whether a node is recomputed where it is needed."""
         return bool(node.meta.get("scalar") and not node.meta.get("number"))
