@@ -28,6 +28,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 # modes that rewrite functions are part of what TorchDynamo captures, so ours must step aside
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
+from lightning_hybrid._torch.absent_names import guarded_absences
 from lightning_hybrid._torch.exchanged import Exchanged
 
 __all__ = ["FailOnRecompileLimitHit", "TorchDynamoException", "stop_capture"]
@@ -71,6 +72,12 @@ _PATCHES = (
 
 
 _capturing = threading.local()
+
+
+def _is_capturing() -> bool:
+    return getattr(_capturing, "depth", 0) > 0
+
+
 _optimizers: Any = OptimizerVariable
 _looks: Any = _optimizers.var_getattr
 
@@ -81,7 +88,7 @@ def _looks_at_optimizer(*arguments: Any) -> Any:
     TorchDynamo would make constants of its parameters, and set `capturable` in it: it is prepared
     for code that steps, which other threads may be capturing meanwhile.
     """
-    if getattr(_capturing, "depth", 0):
+    if _is_capturing():
         return UserDefinedObjectVariable.var_getattr(*arguments)
     return _looks(*arguments)
 
@@ -101,7 +108,7 @@ def _guard_number_as_key(self: Any, tx: Any, args: Any) -> None:
     TorchDynamo makes a constant of it to look it up, and where it was not found does not guard that
     it still is not there: a cache that has been filled since would never be read.
     """
-    if getattr(_capturing, "depth", 0):
+    if _is_capturing():
         args = [specialize_symnode(args[0]), *args[1:]]
     _guard_key(self, tx, args)
 
@@ -110,6 +117,8 @@ _guarded_keys = Exchanged(
     lambda: setattr(_dictionaries, "install_dict_contains_guard", _guard_number_as_key),
     lambda: setattr(_dictionaries, "install_dict_contains_guard", _guard_key),
 )
+
+_guarded_absences = guarded_absences(_is_capturing)
 
 _guards: Any = torch._dynamo.guards
 _measure_guards: Any = _guards.profile_guard_manager
@@ -130,7 +139,7 @@ def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
     into smaller ones. The graph is the same, and each part is computed as its own size wants it.
     """
     mode = getattr(input, "fake_mode", None)
-    if not getattr(_capturing, "depth", 0) or mode is None or mode.shape_env is None:
+    if not _is_capturing() or mode is None or mode.shape_env is None:
         return _select_backend(input, *arguments, **keywords)
     with mode.shape_env.suppress_guards():
         return _select_backend(input, *arguments, **keywords)
@@ -148,7 +157,13 @@ def capture_settings() -> Iterator[None]:
     reverts = [patch() for patch in _PATCHES]
     _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:
-        with _captured_optimizers, _guarded_keys, _unmeasured_guards, _free_convolutions:
+        with (
+            _captured_optimizers,
+            _guarded_keys,
+            _guarded_absences,
+            _unmeasured_guards,
+            _free_convolutions,
+        ):
             yield
     finally:
         _capturing.depth -= 1
