@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+def is_batched(gradient: Tensor | None) -> bool:
+    """Whether it stands for many gradients at once (``is_grads_batched``, `torch.func.vmap`)."""
+    return gradient is not None and (
+        is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient)
+    )
 
 
 def backward_reaches(ctx: Any, index: int) -> bool:

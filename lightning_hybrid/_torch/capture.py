@@ -31,6 +31,12 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from lightning_hybrid._torch.absent_names import guarded_absences
 from lightning_hybrid._torch.exchanged import Exchanged
 
+FAILED_AT_ONCE = "Guard failed on the same frame it was created"
+"""How an `AssertionError` of TorchDynamo's begins where it describes an object wrongly.
+
+(In inference mode: an array of NumPy that becomes a tensor. Nothing has run then.)
+"""
+
 __all__ = ["FailOnRecompileLimitHit", "TorchDynamoException", "stop_capture"]
 
 

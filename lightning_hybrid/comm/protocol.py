@@ -121,6 +121,8 @@ class Backward(Command):
         keep: ``retain_graph``.
         input_gradient: whether the driver wants the gradient of the inputs.
         reduce: average over the replicas, overlapped with the last micro-batch.
+        trainable: ``requires_grad`` of every parameter, if it has changed since the forward: what
+            has been frozen since gets no gradient. ``None``: as in the call's key.
     """
 
     in_frame = True
@@ -134,6 +136,7 @@ class Backward(Command):
     keep: bool
     input_gradient: bool
     reduce: bool
+    trainable: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.graphs import higher_order_name
@@ -103,6 +105,8 @@ def _of_layer(graph: NetworkGraph, layer: Layer) -> str | None:
         return f"what {where!r} does depends on values"
     if layer.effects.random and not _follows_batch(graph, layer):
         return f"{where!r} draws random numbers that are not of one sample each"
+    if _scales_by_frequency(layer.node):
+        return f"{where!r} divides gradients by how often an index is in the batch"
     for argument, number in _numbers_taken(layer.node):
         if _has_batch(graph, number) and not _is_size_argument(layer.node, argument):
             return f"{where!r} computes with the batch size"
@@ -114,6 +118,15 @@ def _follows_batch(graph: NetworkGraph, layer: Layer) -> bool:
     examples = [n.meta.get("example_value") for n in (layer.node, *layer.parts)]
     sizes = [size for e in examples if isinstance(e, Tensor) for size in e.shape]
     return any(is_symbolic(size) and graph.symbol in symbols_in(size) for size in sizes)
+
+
+def _scales_by_frequency(node: fx.Node) -> bool:
+    """An embedding whose samples meet in the backward alone."""
+    place = {F.embedding: 5, F.embedding_bag: 5, torch.embedding: 3, torch.embedding_bag: 3}
+    if node.op != "call_function" or node.target not in place:
+        return False
+    given = node.args[place[node.target] :][:1]
+    return any((*given, node.kwargs.get("scale_grad_by_freq", False)))
 
 
 def _is_statistic(network: nn.Module, name: str) -> bool:

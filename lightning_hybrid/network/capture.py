@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.capture import (
+    FAILED_AT_ONCE,
     FailOnRecompileLimitHit,
     TorchDynamoException,
     capture_settings,
@@ -170,6 +171,12 @@ class Capture:
             if PACKS in str(error):
                 raise NotCaptured(PACKS, by_its_kind=True) from error
             raise NotCaptured(_reason(error)) from error
+        except AssertionError as error:
+            if not str(error).startswith(FAILED_AT_ONCE):
+                raise
+            inference = torch.is_inference_mode_enabled()
+            hint = "\nWith Trainer(inference_mode=False) it can be." if inference else ""
+            raise NotCaptured(_reason(error) + hint) from error
 
     def close(self) -> None:
         """Let go of the network, which TorchDynamo would keep for as long as the process lives."""

@@ -140,7 +140,8 @@ class BackwardPass:
             return [None] * len(values)
         roots, starts = [root for root, _ in pairs], [start for _, start in pairs]
         if self.mode.parameters:
-            if self.own.splits and wanted:
+            # (what has been frozen since the forward is asked for where gradients are added)
+            if self.own.splits and wanted and self.mode.trainable is None:
                 parts = input_part(roots, starts, wanted)
                 if parts is not None:
                     found, self._put_off[microbatch] = parts

@@ -46,6 +46,7 @@ class Engine(RankStages):
             Exception: on the driver, what a stage raised; caused by a RemoteError if that stage is
                 on another rank. On a worker it is kept in ``failure`` and travels to the driver.
         """
+        self.passed = False
         works = [ForwardPass(self, index, call, inputs) for index in range(len(self.owned))]
         todo, _ = self._lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
@@ -63,6 +64,7 @@ class Engine(RankStages):
             return []
         if not call.ahead:
             self.owned[-1].links.next.flush()  # from here on the user may change the inputs
+        self.passed = True
         self._raise(error)
         return works[-1].outputs
 
@@ -83,6 +85,7 @@ class Engine(RankStages):
             Exception: on the driver, what its own stage raised. On a worker it is kept in
                 ``failure``; the driver hears of it with the next forward.
         """
+        self.passed = False
         works = [
             BackwardPass(self, index, call, mode, gradients) for index in range(len(self.owned))
         ]
@@ -92,6 +95,7 @@ class Engine(RankStages):
         if mode.reduce:
             self.replica_group.finish()
         self.commit(call)
+        self.passed = True
         if self.coordinates.is_driver:
             self._raise(next((work.error for work in works if work.error), None))
         return works[-1].inputs

@@ -41,6 +41,7 @@ class RankStages:
     Attributes:
         owned: the stages of this rank, in their order.
         failure: what went wrong on this rank or before it, for the driver.
+        passed: whether the last pass came to its end: what fails in a stage does not end it.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RankStages:
         self.coordinates, self.replica_group = coordinates, replica_group
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: Failure | None = None
+        self.passed = True
         streamed = STREAMED.get(schedule)
         delayed = options.delayed_weights if streamed and streamed.delayed else None
         self._ahead = streamed.look_aheads(len(devices))[0] if streamed else 0

@@ -89,9 +89,9 @@ class StagedNetwork:
         with as_they_are():
             return tuple([parameter.requires_grad for parameter in self._parameters])
 
-    def set_trainable(self, key: CallKey) -> None:
+    def set_trainable(self, flags: Sequence[bool]) -> None:
         """On a worker: the flags that the driver's network has."""
-        for parameter, trainable in zip(self._parameters, key.trainable):
+        for parameter, trainable in zip(self._parameters, flags):
             parameter.requires_grad_(trainable)
 
     def owned(self) -> list[str]:

@@ -26,6 +26,8 @@ class Workers:
     Attributes:
         ranks: ``pp_rank`` of each worker.
         passing_now: whether the pipeline runs.
+        in_step: whether the workers wait for a command when no pass is under way, and not for what
+            this rank was to send in a pass that it has left with an error.
         before_weights_change: called before weights are sent that are not those that workers have.
     """
 
@@ -36,7 +38,7 @@ class Workers:
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
         self._in_pass = False  # workers may be waiting for a stage of this rank
-        self.passing_now = False
+        self.passing_now, self.in_step = False, True
         self.before_weights_change: Callable[[], None] = lambda: None
 
     def send(self, rank: int, command: Command) -> None:
@@ -73,6 +75,9 @@ class Workers:
         self.passing_now = True
         try:
             yield
+        except BaseException:
+            self.in_step = self.in_step and engine.passed
+            raise
         finally:
             self._in_pass = self.passing_now = False
 

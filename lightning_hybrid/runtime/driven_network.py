@@ -221,8 +221,12 @@ class DrivenNetwork(StagedNetwork):
             pattern = self._pattern_count
             self._pattern_count += 1
         reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
+        was, now = call.key.trainable, self.trainable()
+        # (what was frozen in the forward is not part of its graph)
+        trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])
         mode = Backward(
-            self.number, call.number, pattern, exchange, parameters, keep, input_gradient, reduce
+            *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
+            *(reduce, trainable),
         )
         self._commands.tell(mode)
         if not keep:

@@ -279,7 +279,7 @@ class Driver:
 
     @signals_deferred
     def end(self, results: Any, *, weights: bool) -> None:
-        """End the run: the workers get the results and, after a fit, the whole module.
+        """End the run: the workers get the results and, if weights have changed, the whole module.
 
         Of the optimizers they get the groups, and keep the states that they have; this rank gets
         those of all.
@@ -290,7 +290,7 @@ class Driver:
         if weights and self._workers.ranks:
             self.weights.hand_out_all()
             self.optimizers.ship_in_any_case(fresh=0)
-            self.optimizers.bring_states()
+        self.optimizers.bring_states()  # an evaluation after a fit has given them away, too
         self.commands.ask(End(results))
         self._workers.flush()
         self._workers.close()
@@ -302,7 +302,7 @@ class Driver:
         A script that catches the error finds there what its training has made, as on one device;
         here also the states of the optimizers, for a checkpoint.
         """
-        if self._networks:
+        if self._networks and self._workers.in_step:
             self.commands.tell(ForgetFailure())
             self.weights.gather()
             self.weights.hand_out_all()

@@ -16,6 +16,7 @@ from lightning_hybrid._torch.autograd import (
     backward_reaches,
     forward_derivatives,
     graph_is_kept,
+    is_batched,
 )
 from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.errors import NetworkError
@@ -111,6 +112,13 @@ class _CallNode(torch.autograd.Function):
                 "gradients of gradients cannot pass through a network that is cut into stages. "
                 "Compute the penalty with a network that is not cut "
                 "(HybridGabraStrategy(network=...)), or train with strategy='ddp'."
+            )
+        if any(map(is_batched, gradients)):
+            raise NetworkError(
+                f"is_grads_batched=True, or another vmap of a backward ({place_now()}): many "
+                "gradients at once cannot pass through a network that is cut into stages. Compute "
+                "them one after the other, with retain_graph=True (for jacobians: "
+                "vectorize=False)."
             )
         network: DrivenNetwork = ctx.network
         keep = graph_is_kept()

@@ -87,7 +87,7 @@ class Worker:
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._optimizers = WorkerOptimizers(parameters)
         self._weights = WorkerWeights(module, parameters, self._networks)
-        self._modes: tuple[int, int] | None = None
+        self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
             Cut: self._cut,
@@ -225,9 +225,7 @@ class Worker:
         with ExitStack() as surroundings:
             try:
                 surroundings.enter_context(key.precision.applied())
-                if self._modes != (command.network, command.key):
-                    network.set_trainable(key)
-                    self._modes = (command.network, command.key)
+                self._set_trainable(network, key.trainable)
             except Exception as error:  # the other stages wait for this one all the same
                 self._fail(error)
             network.engine.failure = self._failure
@@ -240,9 +238,16 @@ class Worker:
         network = self._networks[command.network]
         calls = network.calls
         opened = calls[command.call] if command.keep else calls.pop(command.call)
+        now = command.trainable
+        self._set_trainable(network, opened.key.trainable if now is None else now)
         network.engine.failure = self._failure
         network.engine.backward(opened, command)
         self._failure = network.engine.failure
+
+    def _set_trainable(self, network: StagedNetwork, flags: tuple[bool, ...]) -> None:
+        if self._trainable != (network.number, flags):
+            network.set_trainable(flags)
+            self._trainable = (network.number, flags)
 
     def _hear_key(self, network: StagedNetwork, command: Forward | Skip) -> None:
         # of several calls that are under way with a new key, the first one brings it

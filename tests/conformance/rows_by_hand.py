@@ -64,6 +64,38 @@ class KeepsPrototypesByHand(ClearsGradientsOfTheModule, KeepsPrototypes):
     """`ddp` then exchanges buffers before the first step alone."""
 
 
+class FreezesBetweenForwardAndBackward(_Manual):
+    """Gradients are added to what is trainable when the backward comes, for two open calls too."""
+
+    fast = True
+    shapes = EVERY
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(*batch)
+        again = self.loss(*batch)
+        for layer in (self.net.first, self.net.third):
+            layer.requires_grad_(False)
+        self.manual_backward(loss)
+        self.seen.append([p.grad is None for p in self.parameters()])
+        third = self.loss(*batch)  # in which these layers are frozen
+        for layer in (self.net.first, self.net.third):
+            layer.requires_grad_(True)
+        self.manual_backward(third)
+        if batch_idx % 2:
+            self.manual_backward(again)
+        self.seen.append([p.grad is None for p in self.parameters()])
+        self.update(self.optimizers())
+
+    def update(self, optimizer: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class FreezesWithASplitBackward(FreezesBetweenForwardAndBackward):
+    arguments: ClassVar = {"schedule": "zero_bubble"}
+    cuts: ClassVar = {2: ["net.second"]}
+
+
 class SetsGradientsToNone(_Manual):
     def update(self, optimizer: Any) -> None:
         self.net.first.bias.grad = None  # not trained
@@ -519,3 +551,21 @@ class LooksAtOptimizerStatesAfterwards(Row):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class LooksAtOptimizerStatesAfterAnEvaluation(LooksAtOptimizerStatesAfterwards):
+    """By the Trainer that has fitted, which has its optimizers still."""
+
+    def exercise(self, run: Any) -> Any:
+        trainer = run.trainer()
+        trainer.fit(self)
+        for _ in range(2):
+            trainer.validate(self, self.train_dataloader(), verbose=False)
+            if trainer.is_global_zero:
+                (optimizer,) = trainer.optimizers
+                self.seen.append(copy.deepcopy(optimizer.state_dict()))
+        trainer.fit_loop.epoch_loop.max_steps = 9
+        trainer.fit(self)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(*batch))

@@ -369,6 +369,20 @@ class ReadsSequences(Row):
         return super().loss(torch.bucketize(x, torch.linspace(-1, 1, 4, dtype=x.dtype)), y)
 
 
+class ScalesByFrequency(ReadsSequences):
+    """Samples meet in the backward of the embedding alone, by how often a token is in the batch."""
+
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    cuts: ClassVar = {2: ["net.attention"], 3: ["net.attention", "net.head"]}
+
+    def build(self) -> None:
+        super().build()
+        self.net.embedding.scale_grad_by_freq = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
 class SmallNetworkComesFirst(Row):
     """A single layer is called before the network that is large enough to be cut."""
 

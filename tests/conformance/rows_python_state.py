@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from rows_steps import _Evaluated
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -211,6 +212,56 @@ class ReadsAnArray(_Scaled):
 
     def change(self, step: int) -> None:
         self.net.table[step % 8] = 0.5
+
+
+class ReadsAnArrayInEvaluation(ReadsAnArray, _Evaluated):
+    """In inference mode an array becomes a tensor that TorchDynamo describes wrongly: refused."""
+
+    shapes = EVERY
+    options: ClassVar = {"inference_mode": False}
+
+    def exercise(self, run: Run) -> Any:
+        trainer = run.trainer(max_epochs=2, max_steps=-1)
+        trainer.fit(self)
+        return trainer.validate(self), trainer.test(self), trainer.predict(self)
+
+
+class LooksInVain(_Scaled, _Evaluated):
+    """For a key, an attribute and a variable of the environment, which come in the middle."""
+
+    fast = True
+    shapes = EVERY
+
+    class Net(_Scaled.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: dict[str, float] = {}
+            self.settings = SimpleNamespace()
+
+        def scale(self) -> float:
+            scale = float(os.getenv("LOOKS_IN_VAIN", "1"))
+            with suppress(AttributeError):
+                scale = scale * self.settings.scale
+            try:
+                return scale * self.table["scale"]
+            except KeyError:
+                return scale
+
+    def change(self, step: int) -> None:
+        if step == 2:
+            self.net.table["scale"] = 0.5
+        if step == 3:
+            self.net.settings.scale = 0.8
+        if step == 4:
+            os.environ["LOOKS_IN_VAIN"] = "0.7"
+
+    def exercise(self, run: Run) -> Any:
+        trainer = run.trainer()
+        before = trainer.validate(self)
+        trainer.fit(self)
+        after = trainer.validate(self), trainer.predict(self)
+        os.environ.pop("LOOKS_IN_VAIN", None)
+        return before, after
 
 
 class ReadsAPlainTensor(_Scaled):

@@ -195,6 +195,21 @@ class RefusedCreateGraph(Row):
         return super().loss(x, y) + gradient.square().mean()
 
 
+class RefusedBatchedGradients(Row):
+    """A jacobian in one backward: many gradients at once in the place of one."""
+
+    fast = True
+    shapes = (ONE_OF_TWO,)
+    refused = ("is_grads_batched=True", "vectorize=False")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        output = self.net(x)
+        every = torch.eye(3, dtype=x.dtype)[:, None].expand(3, len(x), 3)
+        torch.autograd.grad(output, x, every, is_grads_batched=True)
+        return super().loss(x, y)
+
+
 class RefusedFusedLossScaling(Row):
     """A fused optimizer takes the loss scale into its step."""
 
