@@ -44,11 +44,16 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Whether something else may show a tensor's memory: a view, a saved one, a storage object."""
+def is_shared(tensor: Tensor, *, besides: int = 0) -> bool:
+    """Whether something else may show a tensor's memory: a view, a saved one, a storage object.
+
+    Args:
+        tensor: strided.
+        besides: how many others that show it are known.
+    """
     storage = tensor.untyped_storage()
     owners: int = torch._C._storage_Use_Count(storage._cdata)
-    return owners > 2  # the tensor, and the storage object of this function
+    return owners > 2 + besides  # the tensor, and the storage object of this function
 
 
 def refuse_pointer(tensor: Tensor) -> None:

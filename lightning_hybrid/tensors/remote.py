@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, same_numbers
-from lightning_hybrid.errors import HybridError, NetworkError
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.deferred import is_deferred
 from lightning_hybrid.tensors.emptied_tensors import emptied
-from lightning_hybrid.tensors.living_views import View, in_one_memory
+from lightning_hybrid.tensors.living_views import View, refuse_larger, refuse_one_memory
 from lightning_hybrid.tensors.proxy import make_plain, make_proxy, proxies, source_of
 from lightning_hybrid.tensors.remote_gradients import RemoteGradients
 from lightning_hybrid.tensors.remote_kind import Kind
@@ -90,11 +90,11 @@ class RemoteTensors:
                 this, and messages on their way show their memory, too.)
 
         Raises:
-            NetworkError: one shares its memory with another parameter.
+            NetworkError: one shares its memory with another parameter, or with a larger tensor.
         """
         self._here_too.update(here_too)
         names = list(names)
-        _refuse_shared_memory(module, names)
+        refuse_one_memory(module, names)
         for name in names:
             owner, _, key = name.rpartition(".")
             parameters, buffers = tables(module.get_submodule(owner))
@@ -333,6 +333,10 @@ class RemoteTensors:
         self.release_gradients([remote.name])
         self._gradients.assign(remote, value)
 
+    def refuse_parts(self) -> None:
+        """Before a backward; see :meth:`RemoteGradients.refuse_parts`."""
+        self._gradients.refuse_parts()
+
     def release_gradients(self, names: Iterable[str]) -> None:
         """Parameters are about to lose their gradients; who has kept one keeps it as it is now."""
         names = [name for name in names if name in self._tensors[Kind.GRADIENT]]
@@ -372,8 +376,10 @@ class RemoteTensors:
         """What code has taken of tensors before (``data``, a state dict) shows what owners have."""
         remotes = {id(r.value): r for kind in _KINDS for r in self._tensors[kind].values()}
         for view, value in views:
-            if id(value) in remotes:
-                make_proxy(view, remotes[id(value)])
+            if id(value) not in remotes:
+                continue
+            refuse_larger(view, value, remotes[id(value)].name)
+            make_proxy(view, remotes[id(value)])
 
     def _send_changed(self) -> None:
         changed: dict[Kind, dict[str, Tensor]] = {}
@@ -391,23 +397,6 @@ class RemoteTensors:
             self._owners.take(kind, values)
             self._writes += 1
             self.changed_here |= kind is not Kind.GRADIENT
-
-
-def _refuse_shared_memory(module: nn.Module, names: Iterable[str]) -> None:
-    everything = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    with as_they_are():
-        found = in_one_memory({n: t for n, t in everything if not is_deferred(t)}, names)
-    if found is not None:
-        one, other = found
-        raise NetworkError(
-            f"{one!r} and {other!r} are two tensors in one memory (as after `a.data = b.data`), "
-            f"and another rank is to own {one!r}. A change of it there would not change the other "
-            "here. Make them one parameter (`module.a = module.b`), which may be in several "
-            "stages, or give each its own memory (`a.data = b.data.clone()`)."
-        )
 
 
 def _make_plain(tensors: Mapping[Kind, Mapping[str, Remote]]) -> None:

@@ -6,12 +6,13 @@ They are in three places: where the owners have them; here, where the user has a
 the owner's.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.tensors.proxy import make_proxy, source_of
 from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.remote_source import Remote, RemoteStore, Table
@@ -41,6 +42,7 @@ class RemoteGradients:
         self._table, self._owners = table, owners
         self._parameters, self._held = parameters, held
         self._present: set[str] | None = None
+        self._parts: dict[str, Tensor] = {}  # what was assigned, of larger tensors
         self.in_graph: dict[str, Remote] = {}
         self.assigned: dict[str, Tensor | None] = {}
 
@@ -103,6 +105,7 @@ class RemoteGradients:
                 found[name], remote.value.grad = remote.value.grad, None
         if found:
             self._owners.take(Kind.GRADIENT, found, add=True)
+            self._note_parts(found)
         return bool(found)
 
     def send_assigned(self) -> Collection[str]:
@@ -116,7 +119,34 @@ class RemoteGradients:
             self._owners.take(Kind.GRADIENT, values)
         for name in assigned:
             self.release(name)
+        self._note_parts(values)
         return assigned.keys()
+
+    def refuse_parts(self) -> None:
+        """A backward adds to gradients: not in memory of a larger tensor that code has still.
+
+        Raises:
+            NetworkError: that tensor would not have the sum.
+        """
+        for name, gradient in self._parts.items():
+            storage = gradient.untyped_storage()
+            ours = [
+                g
+                for g in self._parts.values()
+                if storage_key(g.untyped_storage()) == storage_key(storage)
+            ]
+            if is_shared(gradient, besides=len(ours) - 1):
+                raise NetworkError(
+                    f"The gradient of {name!r} was made a part of a larger tensor, and a backward "
+                    "adds to it. Another rank owns it, so the larger tensor would not change. Give "
+                    "the parameter a gradient of its own memory (`parameter.grad = part.clone()`), "
+                    "or clear it before the backward (`optimizer.zero_grad()`)."
+                )
+
+    def _note_parts(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, value in gradients.items():
+            if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
+                self._parts[name] = value
 
     def kept(self, names: Iterable[str]) -> list[Remote]:
         """Those of these gradients that code here has a proxy of at this moment."""
@@ -125,6 +155,7 @@ class RemoteGradients:
 
     def release(self, name: str) -> None:
         """A parameter has another gradient, or none: who has kept the old one keeps it."""
+        self._parts.pop(name, None)
         found = self._held.pop(name, None)
         if found is not None:
             found.keep()
@@ -137,4 +168,5 @@ class RemoteGradients:
         """Nothing is in the graph, and nothing assigned; nobody is asked any more."""
         self.in_graph.clear()
         self.assigned.clear()
+        self._parts.clear()
         self._present = set()

@@ -210,6 +210,35 @@ class RefusedBatchedGradients(Row):
         return super().loss(x, y)
 
 
+class RefusedGradientsInOneTensor(Row):
+    """One buffer for all gradients, of which each has its part."""
+
+    fast = True
+    refused = ("a part of a larger tensor",)
+
+    def on_train_start(self) -> None:
+        parameters = list(self.parameters())
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+        sizes = [p.numel() for p in parameters]
+        for parameter, part in zip(parameters, self.flat.split(sizes)):
+            parameter.grad = part.view_as(parameter)
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        self.flat.zero_()
+
+
+class RefusedParametersInOneTensor(Row):
+    fast = True
+    refused = ("shows the memory of", "parameter.data = part.clone()")
+
+    def on_fit_start(self) -> None:
+        parameters = list(self.parameters())
+        self.flat = torch.cat([p.detach().flatten() for p in parameters])
+        sizes = [p.numel() for p in parameters]
+        for parameter, part in zip(parameters, self.flat.split(sizes)):
+            parameter.data = part.view_as(parameter)
+
+
 class RefusedFusedLossScaling(Row):
     """A fused optimizer takes the loss scale into its step."""
 
