@@ -17,11 +17,13 @@ from typing import Any
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import TypeDictSource
+from torch._dynamo.source import AttrSource, TypeDictSource, TypeSource
+from torch._dynamo.variables import nn_module
 from torch._dynamo.variables.base import NO_SUCH_SUBOBJ
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.misc import PythonModuleVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
@@ -138,6 +140,14 @@ def _call_of_attributes(own: Any, self: Any, tx: Any, name: str, *arguments: Any
     return own(self, tx, name, *arguments)
 
 
+def _watch_forward(own: Any, source: Any, module: Any) -> Any:
+    """Another `forward` of a module's class is seen; classes of torch's keep theirs."""
+    kind = type(module)
+    if source is not None and not kind.__module__.startswith("torch."):
+        _guard(AttrSource(TypeSource(source), "forward"), GuardBuilder.CLOSURE_MATCH)
+    return own(source, module)
+
+
 def _never_changes(own: Any, module: Any) -> bool:
     """Whether what functions of a standard module read there needs no guards: not `os.environ`."""
     return bool(own(module)) and module is not os
@@ -160,6 +170,8 @@ _INSTEAD: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (DunderDictVariable, "install_dict_contains_guard", _ask_for_key_of_attributes),
     (DunderDictVariable, "install_dict_keys_match_guard", _list_attributes),
     (DunderDictVariable, "call_method", _call_of_attributes),
+    (TensorVariable, "var_getattr", _find_attribute),
+    (nn_module, "guard_to_detect_forward_monkeypatching", _watch_forward),
     (symbolic_convert, "is_stdlib", _never_changes),
 )
 

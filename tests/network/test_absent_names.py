@@ -51,6 +51,14 @@ class Attributes(dict[str, Any]):
     """A dictionary with attributes."""
 
 
+class Part(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+PART_FORWARD = Part.forward
+
+
 def function() -> None:
     pass
 
@@ -66,7 +74,8 @@ class Net(nn.Module):
         self.space, self.slots, self.answers = SimpleNamespace(), Slots(), Answers()
         self.derived, self.attributes = Derived(), Attributes(known=1.0)
         self.attributes.known = 1.0
-        self.parts = nn.ModuleDict()
+        self.parts, self.part = nn.ModuleDict(), Part()
+        self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.look(self)
@@ -203,6 +212,19 @@ def a_method_that_a_base_class_gives(net: Net) -> float:
     return net.derived.method()
 
 
+@changed_by(lambda _: setattr(Part, "forward", lambda self, x: 0.5 * x))
+def the_forward_of_a_class_of_modules(net: Net) -> float:
+    return net.part(torch.ones(1))  # type: ignore[no-any-return]
+
+
+@changed_by(lambda net: setattr(net.weight, "scale", 0.5))
+def an_attribute_of_a_tensor(net: Net) -> float:
+    try:
+        return net.weight.scale  # type: ignore[return-value]
+    except AttributeError:
+        return 1.0
+
+
 @changed_by(lambda _: setattr(settings, "scale", 0.5))
 def an_attribute_of_a_module(net: Net) -> float:
     try:
@@ -276,6 +298,7 @@ def undone() -> Any:
         for name in names:
             with suppress(AttributeError):
                 delattr(owner, name)
+    Part.forward = PART_FORWARD  # type: ignore[method-assign]
     vars(function).clear()
     vars(local).clear()
 

@@ -27,8 +27,8 @@ class Proxies:
         self.notes += kinds
 
 
-def passing(stages: int) -> Any:
-    return SimpleNamespace(owned=[None] * stages)
+def passing(stages: int, *, passed: bool = True) -> Any:
+    return SimpleNamespace(owned=[None] * stages, passed=passed)
 
 
 def test_changes_travel_before_a_command_which_makes_stale_what_it_changes(crew: Crew) -> None:
@@ -74,3 +74,12 @@ def test_a_pass_that_fails_is_over(crew: Crew) -> None:
         raise KeyError
     crew.workers.send(1, Check())
     assert crew.heard(1) == Check()
+    assert crew.workers.in_step
+
+
+def test_workers_are_out_of_step_once_a_pass_was_left_in_its_middle(crew: Crew) -> None:
+    with pytest.raises(KeyError), crew.workers.passing(passing(1, passed=False)):
+        raise KeyError
+    with crew.workers.passing(passing(1)):
+        pass
+    assert not crew.workers.in_step
