@@ -10,7 +10,7 @@ itself has none.
 
 import os
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from types import FunctionType, MemberDescriptorType
 from typing import Any
 
@@ -29,8 +29,6 @@ from torch._dynamo.variables.user_defined import (
     UserDefinedObjectVariable,
 )
 from torch.nn import Module
-
-from lightning_hybrid._torch.exchanged import Exchanged
 
 _NOWHERE = object()
 _CONSTANT = (bool, int, float, str, type(None))
@@ -157,7 +155,7 @@ def _guard(source: Any, kind: Any, **what: str) -> None:
     install_guard(source.make_guard(partial(kind, **what) if what else kind))
 
 
-_INSTEAD: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+ABSENT_NAMES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (ConstDictVariable, "getitem_const_raise_exception_if_absent", _find_key),
     (UserDefinedObjectVariable, "generic_getattr", _find_in_object),
     (UserDefinedObjectVariable, "get_source_by_walking_mro", _find_in_base),
@@ -174,32 +172,4 @@ _INSTEAD: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (nn_module, "guard_to_detect_forward_monkeypatching", _watch_forward),
     (symbolic_convert, "is_stdlib", _never_changes),
 )
-
-
-def guarded_absences(capturing: Callable[[], bool]) -> Exchanged:
-    """Inside, names that captured code has not found are guarded to be absent.
-
-    Args:
-        capturing: whether this thread captures a network.
-    """
-    found = [(kind, name, vars(kind).get(name)) for kind, name, _ in _INSTEAD]
-
-    def put() -> None:
-        for kind, name, look in _INSTEAD:
-            setattr(kind, name, _looking(capturing, look, getattr(kind, name)))
-
-    def back() -> None:
-        for kind, name, own in found:
-            delattr(kind, name) if own is None else setattr(kind, name, own)
-
-    return Exchanged(put, back)
-
-
-def _looking(capturing: Callable[[], bool], look: Callable[..., Any], own: Any) -> Any:
-    @wraps(own)
-    def chosen(*arguments: Any, **keywords: Any) -> Any:
-        if keywords or not capturing():
-            return own(*arguments, **keywords)
-        return look(own, *arguments)
-
-    return chosen
+"""What takes the place of methods and functions of TorchDynamo; see `exchanged_methods`."""

@@ -28,8 +28,9 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 # modes that rewrite functions are part of what TorchDynamo captures, so ours must step aside
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from lightning_hybrid._torch.absent_names import guarded_absences
-from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.absent_names import ABSENT_NAMES
+from lightning_hybrid._torch.containers import CONTAINERS
+from lightning_hybrid._torch.exchanged import Exchanged, exchanged_methods
 
 FAILED_AT_ONCE = "Guard failed on the same frame it was created"
 """How an `AssertionError` of TorchDynamo's begins where it describes an object wrongly.
@@ -124,7 +125,7 @@ _guarded_keys = Exchanged(
     lambda: setattr(_dictionaries, "install_dict_contains_guard", _guard_key),
 )
 
-_guarded_absences = guarded_absences(_is_capturing)
+_corrected = exchanged_methods((*ABSENT_NAMES, *CONTAINERS), _is_capturing)
 
 _guards: Any = torch._dynamo.guards
 _measure_guards: Any = _guards.profile_guard_manager
@@ -166,7 +167,7 @@ def capture_settings() -> Iterator[None]:
         with (
             _captured_optimizers,
             _guarded_keys,
-            _guarded_absences,
+            _corrected,
             _unmeasured_guards,
             _free_convolutions,
         ):

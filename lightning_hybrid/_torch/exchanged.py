@@ -1,7 +1,9 @@
 """How something of torch's is exchanged for a while, and put back as it was."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 
 class Exchanged:
@@ -30,3 +32,36 @@ class Exchanged:
             self._inside -= 1
             if not self._inside:
                 self._back()
+
+
+def exchanged_methods(
+    instead: Sequence[tuple[Any, str, Callable[..., Any]]], wanted: Callable[[], bool]
+) -> Exchanged:
+    """A context in which methods of classes, or functions of modules, are exchanged.
+
+    Args:
+        instead: the class or module, the name, and what is called instead: with what was there, and
+            its arguments. (A call with keywords goes to what was there.)
+        wanted: whether it is to be called in this thread.
+    """
+    found = [(owner, name, vars(owner).get(name)) for owner, name, _ in instead]
+
+    def put() -> None:
+        for owner, name, new in instead:
+            setattr(owner, name, _chosen(new, getattr(owner, name), wanted))
+
+    def back() -> None:
+        for owner, name, own in found:
+            delattr(owner, name) if own is None else setattr(owner, name, own)
+
+    return Exchanged(put, back)
+
+
+def _chosen(new: Callable[..., Any], own: Any, wanted: Callable[[], bool]) -> Any:
+    @wraps(own)
+    def chosen(*arguments: Any, **keywords: Any) -> Any:
+        if keywords or not wanted():
+            return own(*arguments, **keywords)
+        return new(own, *arguments)
+
+    return chosen

@@ -1,0 +1,56 @@
+"""What TorchDynamo computes wrongly of containers and generators: right in a capture, or refused."""
+
+import random
+from collections import OrderedDict, deque
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.capture import TorchDynamoException, capture_settings
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.order = OrderedDict(a=1.0, b=2.0)
+        self.random = random.Random(3)
+
+
+class Remembers(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.recent.append(x.detach())
+        return x + sum(self.recent)
+
+
+class Moves(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.order.move_to_end("a")
+        return x * next(iter(self.order.values()))
+
+
+class Draws(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.random.random()
+
+
+def test_a_full_queue_gives_up_an_element_for_each_new_one() -> None:
+    torch._dynamo.reset()
+    net, same = Remembers(), Remembers()
+    captured = torch.compile(net, backend="eager", fullgraph=True)
+    for step in range(5):
+        with capture_settings():
+            found = captured(torch.tensor(float(step)))
+        assert torch.equal(found, same(torch.tensor(float(step))))
+    assert net.recent == same.recent
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(Moves, "OrderedDict.move_to_end"), (Draws, "random.Random.random")]
+)
+def test_what_would_go_wrong_is_not_captured(kind: type[Net], what: str) -> None:
+    torch._dynamo.reset()
+    captured = torch.compile(kind(), backend="eager", fullgraph=True)
+    with capture_settings(), pytest.raises(TorchDynamoException, match=what):
+        captured(torch.ones(1))
