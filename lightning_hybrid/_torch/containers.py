@@ -6,9 +6,11 @@ from typing import Any
 
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.user_defined import OrderedDictVariable
 
@@ -21,6 +23,19 @@ def _take_length(own: Any, self: Any, value: Any) -> Any:
         source = AttrSource(self.source, "maxlen")
         install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
     return taken
+
+
+def _write_back(own: Any, self: Any, *arguments: Any) -> Any:
+    """Queues get their elements anew, of which there are no more than fit: no length is needed."""
+    queues = [one for one in self._get_modified_vars() if isinstance(one, DequeVariable)]
+    lengths = [queue.maxlen for queue in queues]
+    for queue in queues:
+        queue.maxlen = ConstantVariable.create(None)
+    try:
+        return own(self, *arguments)
+    finally:
+        for queue, length in zip(queues, lengths):
+            queue.maxlen = length
 
 
 def _move(own: Any, self: Any, tx: Any, name: str, *arguments: Any) -> Any:
@@ -48,6 +63,7 @@ def _refuse(what: str) -> None:
 
 CONTAINERS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (VariableBuilder, "wrap_listlike", _take_length),
+    (SideEffects, "codegen_update_mutated", _write_back),
     (OrderedDictVariable, "call_method", _move),
     (RandomVariable, "call_method", _draw),
 )

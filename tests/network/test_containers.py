@@ -1,4 +1,4 @@
-"""What TorchDynamo computes wrongly of containers and generators: right in a capture, or refused."""
+"""Containers and generators that TorchDynamo computes wrongly: right here, or not captured."""
 
 import random
 from collections import OrderedDict, deque
@@ -14,6 +14,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.recent: deque[Tensor] = deque(maxlen=2)
+        self.last: deque[Tensor] = deque(maxlen=3)
         self.order = OrderedDict(a=1.0, b=2.0)
         self.random = random.Random(3)
 
@@ -21,7 +22,8 @@ class Net(nn.Module):
 class Remembers(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.recent.append(x.detach())
-        return x + sum(self.recent)
+        self.last.extendleft([x.detach(), 2 * x.detach()])
+        return x + sum(self.recent) + sum(self.last)
 
 
 class Moves(Net):
@@ -43,7 +45,7 @@ def test_a_full_queue_gives_up_an_element_for_each_new_one() -> None:
         with capture_settings():
             found = captured(torch.tensor(float(step)))
         assert torch.equal(found, same(torch.tensor(float(step))))
-    assert net.recent == same.recent
+    assert (net.recent, net.last) == (same.recent, same.last)
 
 
 @pytest.mark.parametrize(
