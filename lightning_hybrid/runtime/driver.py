@@ -302,11 +302,13 @@ class Driver:
         A script that catches the error finds there what its training has made, as on one device;
         here also the states of the optimizers, for a checkpoint.
         """
-        if self._networks and self._workers.in_step:
+        if not (self._workers.ranks and self._workers.in_step):
+            return
+        if self._networks:
             self.commands.tell(ForgetFailure())
             self.weights.gather()
-            self.weights.hand_out_all()
-            self.optimizers.gather_states()
+        self.weights.hand_out_all()
+        self.optimizers.gather_states()
 
     def abort(self, failure: Failure) -> None:
         """Tell the workers that this replica has failed: all that are still there."""

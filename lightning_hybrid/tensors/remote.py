@@ -351,12 +351,22 @@ class RemoteTensors:
     # -- inside
 
     def _fetch(self, wanted: Iterable[Remote]) -> None:
-        """Have here what the owners have, of tensors of one kind."""
+        """Have here what the owners have, of tensors of one kind.
+
+        Raises:
+            HybridError: a sparse gradient, for which there is dense memory here.
+        """
         stale = [r for r in wanted if r.seen != self._age[r.kind]]
         if not stale:
             return
         values = self._owners.give(stale[0].kind, [r.name for r in stale])
         for remote in stale:
+            if values[remote.name].layout is not torch.strided:
+                raise HybridError(
+                    f"The gradient of {remote.name!r}, which another rank owns, is sparse, and was "
+                    "read here. Only an optimizer of configure_optimizers can use it there; for "
+                    "any other use make it dense (torch.nn.Embedding(sparse=False))."
+                )
             # a graph may have saved it, and autograd refuses what was written to since
             if not same_numbers(remote.value, values[remote.name]):
                 remote.value.copy_(values[remote.name])

@@ -1,5 +1,6 @@
 """Kinds of networks and ways to build and to call them."""
 
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -425,6 +426,20 @@ class HasOneLayer(_AutomaticSizes):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(self(x), y)
+
+
+class CatchesAnErrorWithOneLayer(HasOneLayer):
+    """The script finds what was trained until then, on all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.trainer.global_step == 3:
+            raise ValueError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+    def exercise(self, run: Any) -> Any:
+        with suppress(ValueError):
+            run.trainer().fit(self)
+        run.trainers.clear()  # a worker is not told what its failed driver has logged
 
 
 class TiesAcrossStages(Row):

@@ -689,6 +689,13 @@ class HasSparseGradients(_Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class RefusedReadOfASparseGradient(HasSparseGradients):
+    refused = ("is sparse", "sparse=False")
+
+    def on_after_backward(self) -> None:
+        self.seen.append(self.net.first.weight.grad.norm().item())
+
+
 class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):
     """`SparseAdam` for the table, AdamW for the rest, by hand."""
 
