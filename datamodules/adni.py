@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from .cache import Item, ScanDataset
-from .errors import DataError, ProblemsError, SplitError
+from .errors import DataError, ProblemsError
 from .labels import TASKS, TaskName
 from .nifti import Leniency
 from .profiles import Profile, choose_profile
@@ -31,6 +31,7 @@ from .splits import (
     assign,
     check_classes,
     check_leak,
+    check_same,
     chosen_fold,
     load_split,
     make_split,
@@ -407,21 +408,5 @@ class ADNIDataModule(lightning.LightningDataModule):
             SplitError: today's held-out subjects may have been trained on.
             DataError: another preprocessing.
         """
-        if self.split is None:
-            return
-        if state_dict.get("split") not in (None, self.split.fingerprint):
-            raise SplitError(
-                "OTHER_SPLIT",
-                "the checkpoint was trained on another split of the subjects",
-                str(self._split_path()),
-                "give the split of that run with --data.split_file, or start anew",
-            )
-        its, mine = state_dict.get("preprocessing") or {}, self.preprocessing
-        differ = [f"{k} {its[k]} there, {mine.get(k)} here" for k in its if its[k] != mine.get(k)]
-        if differ:
-            raise DataError(
-                "OTHER_PREPROCESSING",
-                f"the checkpoint was trained on images prepared otherwise: {'; '.join(differ)}",
-                str(self.root),
-                "use the settings of that run: --config RUN/config.yaml",
-            )
+        if self.split is not None:
+            check_same(state_dict, self.state_dict(), self._split_path(), self.root)

@@ -12,12 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from .atomic import write_atomically
-from .errors import SplitError
+from .errors import DataError, SplitError
 from .progression import LabelRule
 from .records import ScanRecord
 from .report import first_scans
@@ -358,3 +358,36 @@ def permuted(records: Sequence[ScanRecord], seed: int) -> list[ScanRecord]:
         order = np.random.default_rng([seed, number]).permutation(len(subjects))
         labels |= {subject: own[subjects[other]] for subject, other in zip(subjects, order)}
     return [replace(r, label=labels[r.subject]) if r.split else r for r in records]
+
+
+def check_same(
+    state: Mapping[str, Any], mine: Mapping[str, Any], split_file: Path, root: Path
+) -> None:
+    """That a checkpoint was trained on today's split, and on images prepared as today.
+
+    Args:
+        state: the data module's in the checkpoint; what it does not have is not compared.
+        mine: today's.
+        split_file: of today's split.
+        root: folder of the scans.
+
+    Raises:
+        SplitError: today's held-out subjects may have been trained on.
+        DataError: another preprocessing.
+    """
+    if state.get("split") not in (None, mine["split"]):
+        raise SplitError(
+            "OTHER_SPLIT",
+            "the checkpoint was trained on another split of the subjects",
+            str(split_file),
+            "give the split of that run with --data.split_file, or start anew",
+        )
+    its, own = state.get("preprocessing") or {}, mine["preprocessing"]
+    differ = [f"{k} {its[k]} there, {own.get(k)} here" for k in its if its[k] != own.get(k)]
+    if differ:
+        raise DataError(
+            "OTHER_PREPROCESSING",
+            f"the checkpoint was trained on images prepared otherwise: {'; '.join(differ)}",
+            str(root),
+            "use the settings of that run: --config RUN/config.yaml",
+        )
