@@ -47,13 +47,13 @@ def _find_in_object(own: Any, self: Any, tx: Any, name: str) -> Any:
     of_class = self.lookup_class_mro_attr(name)
     if not (of_class is NO_SUCH_SUBOBJ or isinstance(of_class, MemberDescriptorType)):
         return own(self, tx, name)
-    # (a guard must not run methods of the user's)
-    runs_code = self._object_has_getattribute or isinstance(self._check_for_getattr(), FunctionType)
     attributes = getattr(self.value, "__dict__", None)
     if isinstance(self.value, dict) and attributes is not None:
         if isinstance(attributes.get(name), _CONSTANT):
             _guard(self.source, _same_attribute, name=name)
         return own(self, tx, name)
+    # (a guard must not run methods of the user's)
+    runs_code = self._object_has_getattribute or isinstance(self._check_for_getattr(), FunctionType)
     if runs_code and not _is_plain_module(self.value):
         if attributes is not None and name not in attributes:
             _guard(self.source, GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)

@@ -45,10 +45,11 @@ def exchanged_methods(
         wanted: whether it is to be called in this thread.
     """
     found = [(owner, name, vars(owner).get(name)) for owner, name, _ in instead]
+    made = [(o, name, _chosen(new, getattr(o, name), wanted)) for o, name, new in instead]
 
     def put() -> None:
-        for owner, name, new in instead:
-            setattr(owner, name, _chosen(new, getattr(owner, name), wanted))
+        for owner, name, new in made:
+            setattr(owner, name, new)
 
     def back() -> None:
         for owner, name, own in found:

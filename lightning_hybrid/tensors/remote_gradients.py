@@ -6,6 +6,7 @@ They are in three places: where the owners have them; here, where the user has a
 the owner's.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -128,14 +129,10 @@ class RemoteGradients:
         Raises:
             NetworkError: that tensor would not have the sum.
         """
+        keys = {name: storage_key(part.untyped_storage()) for name, part in self._parts.items()}
+        counts = Counter(keys.values())
         for name, gradient in self._parts.items():
-            storage = gradient.untyped_storage()
-            ours = [
-                g
-                for g in self._parts.values()
-                if storage_key(g.untyped_storage()) == storage_key(storage)
-            ]
-            if is_shared(gradient, besides=len(ours) - 1):
+            if is_shared(gradient, besides=counts[keys[name]] - 1):
                 raise NetworkError(
                     f"The gradient of {name!r} was made a part of a larger tensor, and a backward "
                     "adds to it. Another rank owns it, so the larger tensor would not change. Give "
