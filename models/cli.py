@@ -172,10 +172,12 @@ class ClassifierCLI(LightningCLI):
 
     def test(self, **arguments: Any) -> None:
         """Test, and write metrics with intervals and a table of all predictions."""
-        path = self._run_folder() / "test_predictions.tsv"
+        path = self._run_folder() / "unfinished_predictions.tsv"
         self.trainer.callbacks.append(WritePredictions(path))  # type: ignore[attr-defined]
         self.trainer.test(**arguments)
-        self._write_metrics("test")
+        metrics = self._write_metrics("test")
+        if metrics is not None:
+            path.replace(metrics.with_name(metrics.stem.replace("metrics", "predictions") + ".tsv"))
 
     def validate(self, **arguments: Any) -> None:
         """Validate, and write the metrics."""
@@ -190,9 +192,10 @@ class ClassifierCLI(LightningCLI):
         if self.trainer.is_global_zero:
             print(f"predictions written to {path}")
 
-    def _write_metrics(self, name: str) -> None:
+    def _write_metrics(self, name: str) -> Path | None:
+        """Write the metrics; rank 0 gets the path, which has the number of these settings."""
         if not self.trainer.is_global_zero:
-            return
+            return None
         data = self.datamodule
         settings = {
             "checkpoint": Path(self.config[self.subcommand].ckpt_path).name,
@@ -205,6 +208,7 @@ class ClassifierCLI(LightningCLI):
         path = free_path(self._run_folder(), f"{name}_metrics", settings)
         save_result(path, metrics, settings)
         print(f"metrics written to {path}")
+        return path
 
     def _keep_cohort(self, folder: Path) -> None:
         """Copy who was in the data, and in which part: the cache may be gone when one asks."""

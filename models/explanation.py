@@ -72,10 +72,11 @@ class Writer:
             "meaning": meaning(case, self.class_names),
             "pictures": pictures,
         }
-        first = case.maps[0]
-        if not first.empty:  # nothing to click through else
+        # the one that points best, see docs/measurements.md
+        shown = next((one for one in case.maps if one.method == "hirescam"), case.maps[0])
+        if not shown.empty:  # nothing to click through else
             page = self.folder / f"{name}.html"
-            save_page(case, first, page, self.class_names)
+            save_page(case, shown, page, self.class_names)
             record["page"] = page.name
         return record
 

@@ -31,7 +31,7 @@ def save_overlay(case: Case, one: Map, path: Path, class_names: Sequence[str]) -
         case.affine,
         path,
         f"{case_title(case, class_names)}\n{map_title(case, one)}",
-        meaning(case, class_names),
+        meaning(case, class_names, one.method),
         truth=case.truth,
     )
 
@@ -43,7 +43,7 @@ def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str
         path = folder / f"mean_{class_names[label]}_{method}.png"
         title = (
             f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
-            f"\nevidence for {class_names[-1]}, hottest {TOP:.0%} of the head"
+            f"\n{_subject(method)} {class_names[-1]}, hottest {TOP:.0%} of the head"
         )
         note = "To be read only where the scans are registered to one space."
         _draw(findings.mean_images[label], mean, findings.affine, path, title, note)
@@ -96,9 +96,18 @@ def map_title(case: Case, one: Map) -> str:
     )
 
 
-def meaning(case: Case, class_names: Sequence[str]) -> str:
-    """One sentence on what the map of this case means."""
+def _subject(method: str) -> str:
+    return "what changes the score of" if method == "gradient" else "evidence for"
+
+
+def meaning(case: Case, class_names: Sequence[str], method: str = "") -> str:
+    """One sentence on what a map of this case means: of this method, or of any but the gradient."""
     name, own = class_names[-1], class_names[case.label]
+    if method == "gradient":  # which has no sign
+        return (
+            f"A scan of {own}: hot is where a change of the image would change the score of {name} "
+            "most, up or down."
+        )
     if case.label == len(class_names) - 1:
         called = class_names[case.verdict.predicted]
         agrees = "and the network agrees" if called == name else f"but the network says {called}"

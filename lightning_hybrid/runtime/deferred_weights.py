@@ -71,6 +71,7 @@ def leave_to_worker(
     for name in names:
         if is_of_one_rank(tensors[name]):
             offload(tensors[name], name, where(coordinates, pp_rank))
+            tensors[name]._trained_elsewhere = True  # type: ignore[attr-defined]
 
 
 def refuse_tied(

@@ -14,7 +14,9 @@ A deferred tensor is the object that it will stay, of a class that intercepts th
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -58,11 +60,19 @@ class _Deferred(Intercepted):
     """``None``: another rank has the tensor"""
     _full_name: str
     _where: str
+    _trained_elsewhere: bool = False
+    """for code of the user's, which looks for its gradient here"""
 
     @classmethod
     def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deferred = list(intercepted_in((args, kwargs), _Deferred))
         if any(tensor._maker is not None and tensor._maker.active for tensor in deferred):
+            with as_they_are():
+                return func(*args, **kwargs)
+        if func in GRADIENTS:
+            # (optimizers, and what moves a whole module, look at all gradients and pass over none)
+            if args[0]._trained_elsewhere and not _reads_all(sys._getframe(2)):
+                raise _elsewhere(args[0], "The gradient of ")
             with as_they_are():
                 return func(*args, **kwargs)
         if func in SEEMING:
@@ -98,6 +108,18 @@ class DeferredTensor(_Deferred, Tensor):  # type: ignore[misc]
 
 class DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
     """A parameter."""
+
+
+def _reads_all(frame: FrameType) -> bool:
+    caller = frame.f_back
+    if frame.f_code is nn.Module.zero_grad.__code__ and caller is not None:
+        return _place(caller).startswith(("lightning.", "pytorch_lightning."))  # as a fit begins
+    return _place(frame).startswith("torch.optim") or frame.f_code is nn.Module._apply.__code__
+
+
+def _place(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
 
 
 def is_deferred(tensor: Any) -> bool:
@@ -196,7 +218,7 @@ def offload(tensor: Any, name: str, where: str) -> None:
         defer(tensor, None, name, where)
 
 
-_ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred")
+_ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_trained_elsewhere")
 
 
 def attributes_of(tensor: Any) -> dict[str, Any]:
@@ -210,12 +232,12 @@ def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
     tensor._maker, tensor._full_name, tensor._where = maker, name, where
 
 
-def _elsewhere(tensor: Any) -> DeferredError:
+def _elsewhere(tensor: Any, what: str = "") -> DeferredError:
     return DeferredError(
-        f"{tensor._full_name!r} is {tensor._where}: a network that is made in configure_model is "
-        "whole on no rank. trainer.save_checkpoint() and strategy.full_state_dict() gather all "
-        "weights; a network that fits on every rank can be made in __init__, and is whole there "
-        "after fit."
+        f"{what}{tensor._full_name!r} is {tensor._where}: a network that is made in "
+        "configure_model is whole on no rank. trainer.save_checkpoint() and "
+        "strategy.full_state_dict() gather all weights; a network that fits on every rank can be "
+        "made in __init__, and is whole there after fit."
     )
 
 
@@ -338,9 +360,12 @@ NUMBERS = {
 
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 
-_Deferred.looks = LOOKS | {
+GRADIENTS = {
     *getters("grad"),
     *(getattr(Tensor.grad, name) for name in ("__set__", "__delete__")),
+}
+
+_Deferred.looks = LOOKS | {
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
 }

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from rows_networks import TiesAcrossStages
+from rows_networks import BuildsInConfigureModel, TiesAcrossStages
 from rows_steps import PacksWhatIsPadded
 from suite import ONE_OF_TWO, Layers, Row
 from torch import Tensor, nn
@@ -237,6 +237,16 @@ class RefusedParametersInOneTensor(Row):
         sizes = [p.numel() for p in parameters]
         for parameter, part in zip(parameters, self.flat.split(sizes)):
             parameter.data = part.view_as(parameter)
+
+
+class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):
+    """By a norm of all gradients, of which this rank has its own alone."""
+
+    fast = True
+    refused = ("The gradient of", "configure_model")
+
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
 class RefusedFusedLossScaling(Row):

@@ -52,6 +52,11 @@ def main(folder: Path) -> None:
             os._exit(0)
 
 
+def is_away(value: torch.Tensor) -> bool:
+    """Whether a weight is on another rank alone, where nobody has gathered it."""
+    return hasattr(value, "_where")
+
+
 def _may_go_on(suite: type[Conformance], row: type[Row], record: Record) -> bool:
     if not record["error"]:
         return True
@@ -77,7 +82,9 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
             error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
             refusal = str(failure) if isinstance(failure, suite.refusals) else ""
     state = module.state_dict() if error else module.weights(run)
-    weights = {name: value.clone() for name, value in state.items()}
+    weights = {
+        name: value.clone() for name, value in state.items() if not (error and is_away(value))
+    }
     return {
         "result": result,
         "error": error,
