@@ -93,6 +93,12 @@ def test_every_run_has_one_folder_of_its_own(config, tmp_path, monkeypatch, caps
         assert seen["session"]
     assert read_table(run / "test_predictions.tsv") == list(predicted.values())
 
+    before = (run / "test_predictions.tsv").read_bytes()
+    command(monkeypatch, "test", *best, "--data.shuffle_labels", "true")  # other settings
+    assert (run / "test_predictions.tsv").read_bytes() == before
+    assert (run / "test_metrics_2.json").exists()
+    assert (run / "test_predictions_2.tsv").exists()
+
     command(monkeypatch, "report", str(run))
     page = (run / "report.html").read_text()
     for title in ("Cohort", "Training", "Test", "What the network looks at", "Settings"):
@@ -201,8 +207,9 @@ def test_replicas_write_one_table_and_the_metrics_of_one_device(config, tmp_path
     finished("test", "--config", config, *best)
     alone = read_table(run / "test_predictions.tsv"), load_metrics(run / "test_metrics.json")
     finished("test", *arguments, *best)
-    metrics = load_metrics(max(run.glob("test_metrics*.json"), key=lambda p: p.stat().st_mtime))
-    together = read_table(run / "test_predictions.tsv"), metrics
+    newest = max(run.glob("test_metrics*.json"), key=lambda p: p.stat().st_mtime)
+    table = run / newest.name.replace("metrics", "predictions").replace(".json", ".tsv")
+    together = read_table(table), load_metrics(newest)
     assert [row["image_id"] for row in together[0]] == [row["image_id"] for row in alone[0]]
     for name, value in alone[1].items():
         if name != "test/loss":  # Lightning's mean over ranks counts repeated scans
