@@ -111,10 +111,12 @@ class DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
 
 
 def _reads_all(frame: FrameType) -> bool:
-    caller = frame.f_back
-    if frame.f_code is nn.Module.zero_grad.__code__ and caller is not None:
-        return _place(caller).startswith(("lightning.", "pytorch_lightning."))  # as a fit begins
-    return _place(frame).startswith("torch.optim") or frame.f_code is nn.Module._apply.__code__
+    place, caller = _place(frame), frame.f_back
+    if place == "torch.nn.modules.module" and caller is not None:
+        if frame.f_code.co_name == "zero_grad":  # Lightning's, as a fit begins
+            return _place(caller).startswith(("lightning.", "pytorch_lightning."))
+        return True
+    return place.startswith("torch.optim")
 
 
 def _place(frame: FrameType) -> str:
