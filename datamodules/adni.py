@@ -372,7 +372,9 @@ class ADNIDataModule(lightning.LightningDataModule):
         present = {record.subject for record in self.records if record.used}
         gone = set(self.split.part_of()) - present if self.split else set()
         if gone:
-            lines.append(f"{len(gone)} subjects of the split are not in the data, or not used")
+            lines.append(
+                f"{len(gone)} subjects of the split are not in the data, or not in this task"
+            )
         if self.shuffle_labels:
             lines.append("labels are PERMUTED over subjects (--data.shuffle_labels true)")
         return "\n".join(lines)

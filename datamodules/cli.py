@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
-from .errors import DataError, FolderError, listing
+from .errors import DataError, FolderError, SplitError, listing
 from .labels import TASKS
 from .nifti import Leniency
 from .progress import progress_bar
@@ -26,7 +26,14 @@ from .records import read_manifest, write_manifest
 from .report import demographics, p_values, write_demographics, write_shareable
 from .screen import show, show_groups
 from .sources import LAYOUTS
-from .splits import SPLITS, extend_split, load_split, make_split, save_split
+from .splits import (
+    SPLITS,
+    extend_split,
+    load_split,
+    make_split,
+    rarest_classes,
+    save_split,
+)
 from .survey import Survey, refuse_inside, survey, write_problems
 from .synth.levels import GROUPS, Diagnosis, Difficulty
 
@@ -93,6 +100,13 @@ def _parser() -> ArgumentParser:
     )
     split.add_argument("--seed", type=int, default=0)
     split.add_argument(
+        "--task",
+        choices=sorted(TASKS),
+        action="append",
+        help="give it once for each task that the split is to serve: who is held out in one is "
+        "then not trained on in another (default: ad_nc, or those of --extend)",
+    )
+    split.add_argument(
         "--extend",
         type=Path,
         metavar="OLD",
@@ -102,7 +116,8 @@ def _parser() -> ArgumentParser:
         reader.add_argument(
             "root", type=Path, help="folder of the data, or a table of scans; never written to"
         )
-        reader.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
+        if reader is not split:
+            reader.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
         reader.add_argument(
             "--layout", choices=("auto", *LAYOUTS), default="auto", help="default: found out"
         )
@@ -264,7 +279,7 @@ def _check(options: Namespace) -> int:
     for path in (manifest, problems):
         _refuse_overwriting(path, store.exists() or options.force)
     with progress_bar("files") as advance:
-        found = _survey(options, store, advance)
+        found = _survey(options, options.task, store, advance)
     write_manifest(manifest, found.records)
     write_problems(problems, found)
     people, shared = options.out / "demographics.tsv", options.out / "shareable.json"
@@ -284,19 +299,22 @@ def _check(options: Namespace) -> int:
     return 1 if found.problems else 0
 
 
-def _read_unchecked(options: Namespace) -> Survey:
+def _read_unchecked(options: Namespace, task: str) -> Survey:
     refuse_inside(options.root, options.out, "--out")
-    found = _survey(options, None)
-    show(found.summary())
+    found = _survey(options, task, None)
+    show(f"task: {task}\n{found.summary()}")
     return found
 
 
 def _survey(
-    options: Namespace, store: Path | None, progress: Callable[[int, int], None] | None = None
+    options: Namespace,
+    task: str,
+    store: Path | None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Survey:
     return survey(
         options.root,
-        TASKS[options.task],
+        TASKS[task],
         store,
         layout=None if options.layout == "auto" else options.layout,
         rule=_rule(options),
@@ -321,7 +339,7 @@ def _rule(options: Namespace) -> LabelRule:
 
 def _manifest(options: Namespace) -> int:
     _refuse_overwriting(options.out, options.force or _is_unchecked(options.out))
-    found = _read_unchecked(options)
+    found = _read_unchecked(options, options.task)
     write_manifest(options.out, found.records)
     show_groups(demographics(found.records), p_values(found.records))
     show(f"manifest: {options.out}")
@@ -347,16 +365,32 @@ def _is_unchecked(path: Path) -> bool:
 
 
 def _split(options: Namespace) -> int:
-    found = _read_unchecked(options)
-    if options.extend:
-        split = extend_split(load_split(options.extend), found.records)
-    else:
-        made = make_split(
-            found.records, options.val, options.test, options.seed, folds=options.folds
+    old = load_split(options.extend) if options.extend else None
+    tasks = list(dict.fromkeys(options.task or (old and old.task.split("+")) or ["ad_nc"]))
+    if old is not None and old.task and set(tasks) != set(old.task.split("+")):
+        raise SplitError(
+            "OTHER_TASKS",
+            f"the split serves {old.task}, --task asks for {'+'.join(tasks)}",
+            str(options.extend),
+            "leave --task away, or make a new split: all its subjects would join training",
         )
-        split = replace(made, task=options.task, rule=asdict(_rule(options)))
+    surveys = {TASKS[task]: _read_unchecked(options, task) for task in tasks}
+    records = [record for found in surveys.values() for record in found.records]
+    if old is not None:
+        split = extend_split(old, records)
+    else:
+        by_task = {task: found.records for task, found in surveys.items()}
+        made = make_split(
+            records,
+            options.val,
+            options.test,
+            options.seed,
+            folds=options.folds,
+            classes=rarest_classes(by_task) if len(tasks) > 1 else None,
+        )
+        split = replace(made, task="+".join(tasks), rule=asdict(_rule(options)))
     save_split(options.out, split)
     sizes = [f"{name} {len(getattr(split, name))}" for name in SPLITS if getattr(split, name)]
     sizes += [f"fold {n} {len(fold)}" for n, fold in enumerate(split.folds)]
     show(f"split: {options.out}: {', '.join(sizes)} subjects, stratified on {split.stratified_on}")
-    return 1 if found.problems else 0
+    return 1 if any(found.problems for found in surveys.values()) else 0

@@ -1,7 +1,9 @@
 """Splits by subject, kept in a file.
 
 A split is made once and then read: adding one subject would reshuffle everything. It is stratified
-on label, and on sex, age tercile and field strength where the cohort is large enough for it.
+on label, and on sex, age tercile and field strength where the cohort is large enough for it. One
+split may serve several tasks, which weights that go from one to the other need: who is held out in
+one of them is not trained on in another.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 
 from .atomic import write_atomically
 from .errors import DataError, SplitError
+from .labels import Task
 from .progression import LabelRule
 from .records import ScanRecord
 from .report import first_scans
@@ -45,6 +48,7 @@ class Split:
     stratified_on: str
     folds: tuple[tuple[str, ...], ...] = ()
     task: str = ""
+    """Names of the tasks it was made for, joined by ``+``; empty: not known."""
     rule: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,15 +104,18 @@ def make_split(
     seed: int,
     *,
     folds: int = 0,
+    classes: Mapping[str, str] | None = None,
 ) -> Split:
     """Split the subjects of the used records.
 
     Args:
-        records: the manifest.
+        records: the manifest; for several tasks, those of all of them.
         val_fraction: share of the subjects for validation; not used with ``folds``.
         test_fraction: share of the subjects for testing; may be 0.
         seed: another one gives another split.
         folds: 0, or how many folds to make of all that are not in the test set.
+        classes: each subject's class, which is balanced first (:func:`rarest_classes`); the label
+            if not given.
 
     Raises:
         SplitError: fractions that leave nothing to train on, or a class too small to be in every
@@ -122,15 +129,16 @@ def make_split(
         )
     first = {record.subject: record for record in first_scans(list(records))}
     subjects = sorted(first)
+    kinds = classes or {subject: f"label {first[subject].label}" for subject in subjects}
     test: list[str] = []
     how = ""
     if test_fraction:
-        subjects, test, how = _cut(subjects, test_fraction, first, seed)
+        subjects, test, how = _cut(subjects, test_fraction, first, kinds, seed)
     if folds:
-        parts, how_folds = _fold(subjects, folds, first, seed + 1)
+        parts, how_folds = _fold(subjects, folds, first, kinds, seed + 1)
         split = Split((), (), tuple(sorted(test)), seed, 0.0, test_fraction, how or how_folds)
         return replace(split, folds=parts)
-    train, val, how_val = _cut(subjects, val_fraction / (1 - test_fraction), first, seed + 1)
+    train, val, how_val = _cut(subjects, val_fraction / (1 - test_fraction), first, kinds, seed + 1)
     return Split(
         train=tuple(sorted(train)),
         val=tuple(sorted(val)),
@@ -140,6 +148,22 @@ def make_split(
         test_fraction=test_fraction,
         stratified_on=how or how_val,
     )
+
+
+def rarest_classes(surveys: Mapping[Task, Iterable[ScanRecord]]) -> dict[str, str]:
+    """Each subject's class, and of the classes in several tasks the one with the fewest subjects.
+
+    Who converts while being scanned is progressive MCI in one task and AD in another.
+    """
+    members: dict[str, set[str]] = defaultdict(set)
+    for task, records in surveys.items():
+        for record in records:
+            if record.used and record.label is not None:
+                members[task.class_names[record.label]].add(record.subject)
+    found: dict[str, str] = {}
+    for name in sorted(members, key=lambda name: (len(members[name]), name)):
+        found = dict.fromkeys(members[name], name) | found
+    return found
 
 
 def extend_split(split: Split, records: Iterable[ScanRecord]) -> Split:
@@ -162,41 +186,51 @@ def _parts(split: Split) -> tuple[tuple[str, ...], ...]:
 
 
 def _cut(
-    subjects: list[str], fraction: float, first: dict[str, ScanRecord], seed: int
+    subjects: list[str],
+    fraction: float,
+    first: Mapping[str, ScanRecord],
+    classes: Mapping[str, str],
+    seed: int,
 ) -> tuple[list[str], list[str], str]:
     """(rest, part, what it was stratified on), with the finest stratification that is possible."""
     from sklearn.model_selection import train_test_split  # a second that only splitting needs
 
     size = round(fraction * len(subjects))
-    for name, strata in _strata(subjects, first).items():
+    for name, strata in _strata(subjects, first, classes).items():
         smallest, kinds = min(Counter(strata).values(), default=0), len(set(strata))
         if smallest >= 2 and kinds <= size <= len(subjects) - kinds:
             rest, part = train_test_split(
                 subjects, test_size=size, stratify=strata, random_state=seed
             )
             return list(rest), list(part), name
-    raise _too_few(f"put {size} of {len(subjects)} subjects aside", "part", subjects, first)
+    raise _too_few(f"put {size} of {len(subjects)} subjects aside", "part", subjects, classes)
 
 
 def _fold(
-    subjects: list[str], count: int, first: dict[str, ScanRecord], seed: int
+    subjects: list[str],
+    count: int,
+    first: Mapping[str, ScanRecord],
+    classes: Mapping[str, str],
+    seed: int,
 ) -> tuple[tuple[tuple[str, ...], ...], str]:
     """(folds, what they were stratified on)."""
     from sklearn.model_selection import StratifiedKFold  # a second that only splitting needs
 
     if count < 2:
         raise SplitError("BAD_FRACTION", f"{count} folds", action="use 2 or more")
-    for name, strata in _strata(subjects, first).items():
+    for name, strata in _strata(subjects, first, classes).items():
         if min(Counter(strata).values(), default=0) >= count:
             cutter = StratifiedKFold(count, shuffle=True, random_state=seed)
             members = [held for _, held in cutter.split(subjects, strata)]
             return tuple(tuple(sorted(subjects[i] for i in held)) for held in members), name
-    raise _too_few(f"make {count} folds of {len(subjects)} subjects", "fold", subjects, first)
+    raise _too_few(f"make {count} folds of {len(subjects)} subjects", "fold", subjects, classes)
 
 
-def _strata(subjects: list[str], first: dict[str, ScanRecord]) -> dict[str, list[str]]:
+def _strata(
+    subjects: list[str], first: Mapping[str, ScanRecord], classes: Mapping[str, str]
+) -> dict[str, list[str]]:
     """The group of each subject, the finest grouping first."""
-    labels = [str(first[subject].label) for subject in subjects]
+    labels = [classes[subject] for subject in subjects]
     sexes = [first[subject].sex for subject in subjects]
     fields = [str(first[subject].field_strength or "") for subject in subjects]
     ages = np.array([first[subject].age or 0.0 for subject in subjects])  # unknown: one stratum
@@ -213,9 +247,9 @@ def _strata(subjects: list[str], first: dict[str, ScanRecord]) -> dict[str, list
     return strata
 
 
-def _too_few(what: str, part: str, subjects: list[str], first: dict[str, ScanRecord]) -> SplitError:
-    labels = Counter(str(first[subject].label) for subject in subjects)
-    counts = ", ".join(f"{n} of label {label}" for label, n in sorted(labels.items()))
+def _too_few(what: str, part: str, subjects: list[str], classes: Mapping[str, str]) -> SplitError:
+    found = Counter(classes[subject] for subject in subjects)
+    counts = ", ".join(f"{n} of {name}" for name, n in sorted(found.items()))
     return SplitError(
         "TOO_FEW_SUBJECTS",
         f"cannot {what} with every class in every {part} ({counts or 'no subjects at all'})",
@@ -316,7 +350,8 @@ def chosen_fold(split: Split, fold: int, task: str, rule: LabelRule, path: Path)
     Raises:
         SplitError: it was made for another task or label rule, or has no such fold.
     """
-    mine = {"task": task, **asdict(rule)}
+    tasks = split.task.split("+")
+    mine = {"task": split.task if task in tasks else task, **asdict(rule)}
     its = {"task": split.task, **asdict(LabelRule()), **split.rule}
     differ = [f"{k} {its[k]!r} there, {mine[k]!r} here" for k in its if its[k] != mine.get(k)]
     if differ and split.task:
@@ -324,7 +359,8 @@ def chosen_fold(split: Split, fold: int, task: str, rule: LabelRule, path: Path)
             "OTHER_RULE",
             f"the split was made for other labels: {'; '.join(differ)}",
             str(path),
-            "use the same options, or a new --data.split_file",
+            "use the same options, or a new --data.split_file; one split for several tasks is "
+            "made by `python -m datamodules split ROOT --task ONE --task OTHER`",
         )
     try:
         return split.of_fold(fold) if split.folds or fold else split

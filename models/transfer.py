@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from models.errors import UseError
@@ -59,12 +59,19 @@ def transfer(network: nn.Module, path: str | Path, held_out: Iterable[str]) -> l
     """
     checkpoint = read_checkpoint(path)
     seen = list(checkpoint.get(KEY, ()))
+    if not seen:
+        rank_zero_warn(
+            f"{path} does not say whom its weights were trained on, so it cannot be checked that "
+            "nobody is held out now who was trained on there."
+        )
     leaked = set(seen) & set(hashed(held_out))
     if leaked:
         raise UseError(
             f"{len(leaked)} subject(s) that this run holds out for validation or testing were "
-            f"trained on in {path}: results on them would prove nothing. Use one split file for "
-            "both runs (--data.split_file), or weights that were trained on others."
+            f"trained on in {path}: results on them would prove nothing. Give both runs one split "
+            "that serves both tasks (`python -m datamodules split ROOT --task ad_nc --task "
+            "pmci_smci --out FILE`, then --data.split_file FILE), or weights that were trained on "
+            "others."
         )
     prefix, own = "network.", network.state_dict()
     given = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if prefix in k}

@@ -3,21 +3,27 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
+from datamodules import ADNIDataModule
 from datamodules.cli import main
 from datamodules.errors import DataError, Problem, ProblemsError, ScanReadError, SplitError
+from datamodules.labels import TASKS
 from datamodules.records import ScanRecord
 from datamodules.splits import (
+    SPLITS,
     Split,
     assign,
     check_leak,
     extend_split,
     load_split,
     make_split,
+    rarest_classes,
     save_split,
 )
+from datamodules.synth import CohortSpec, generate
 
 
 def cohort(subjects: int = 60, visits: int = 3) -> list[ScanRecord]:
@@ -133,6 +139,48 @@ def test_errors_survive_the_way_between_processes(error):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
+
+
+def test_a_split_of_two_tasks_holds_out_the_same_people_in_both(tmp_path, capsys):
+    groups = (("AD", 12), ("NC", 15), ("sMCI", 8), ("pMCI", 8))
+    generate(tmp_path / "adni", CohortSpec(groups, 8.0, "L1", visits=("bl", "m36")))
+    command = ["split", str(tmp_path / "adni"), "--val", "0.25", "--test", "0.25"]
+    both = tmp_path / "both.json"
+    assert main([*command, "--task", "ad_nc", "--task", "pmci_smci", "--out", str(both)]) == 0
+    parts = []
+    for task in ("ad_nc", "pmci_smci"):
+        data = ADNIDataModule(
+            tmp_path / "adni", task=task, split_file=both, cache_dir=tmp_path / "cache"
+        )
+        data.prepare_data()
+        data.setup()
+        parts.append({part: {r.subject for r in data.scans(part)} for part in SPLITS})
+        for part in SPLITS:
+            assert {record.label for record in data.scans(part)} == {0, 1}
+    assert parts[0]["train"] & parts[1]["train"], "nobody is in both tasks, so this shows nothing"
+    for one, other in permutations(SPLITS, 2):
+        assert not parts[0][one] & parts[1][other]
+
+    third = ADNIDataModule(tmp_path / "adni", task="three_way", split_file=both, cache_dir=tmp_path)
+    with pytest.raises(SplitError, match=r"(?s)OTHER_RULE.*ad_nc\+pmci_smci.*--task ONE"):
+        third.prepare_data()
+    more = ["--extend", str(both), "--out", str(tmp_path / "more.json")]
+    capsys.readouterr()
+    assert main([*command, "--task", "ad_nc", *more]) == 1
+    assert "OTHER_TASKS: the split serves ad_nc+pmci_smci" in capsys.readouterr().err
+    assert main([*command, *more]) == 0
+    assert load_split(tmp_path / "more.json") == load_split(both)
+
+
+def test_who_is_in_two_tasks_counts_for_the_rarer_class():
+    ad_nc = [ScanRecord(subject=s, image_id="", path="", label=int(s < "d")) for s in "abcdef"]
+    mci = [ScanRecord(subject=s, image_id="", path="", label=int(s == "c")) for s in "cg"]
+    unused = [replace(mci[0], subject="h", reason="not_in_task", label=None)]
+    found = rarest_classes({TASKS["ad_nc"]: ad_nc, TASKS["pmci_smci"]: [*mci, *unused]})
+    assert found == dict.fromkeys("ab", "AD") | dict.fromkeys("def", "NC") | {
+        "c": "pMCI",
+        "g": "sMCI",
+    }
 
 
 def test_folds_share_nobody_and_hold_every_class():

@@ -169,11 +169,17 @@ def test_transfer_starts_from_the_other_runs_weights(tmp_path) -> None:
 
 
 def test_transfer_to_another_number_of_classes_keeps_a_fresh_last_layer(tmp_path) -> None:
-    first = trained(tmp_path, People())
+    first = trained(tmp_path, People(train=["999_S_0001"]))
     options = {"transfer_from": str(tmp_path / "first.ckpt"), "task": "three_way"}
     second = trained(tmp_path, People(), learning_rate=0.0, **options)
     assert second.network.classifier.weight.shape == (3, 8)
     assert torch.equal(first.network.stem.conv.weight, second.network.stem.conv.weight)
+
+
+def test_transfer_from_weights_of_unknown_people_is_told(tmp_path) -> None:
+    trained(tmp_path, People())
+    with pytest.warns(UserWarning, match=r"first\.ckpt does not say whom its weights"):
+        trained(tmp_path, People(), transfer_from=str(tmp_path / "first.ckpt"))
 
 
 def test_transfer_from_a_run_that_trained_on_todays_held_out_is_refused(tmp_path) -> None:
@@ -192,7 +198,7 @@ def test_transfer_from_a_run_that_trained_on_todays_held_out_is_refused(tmp_path
     ],
 )
 def test_transfer_from_what_does_not_fit_is_refused(tmp_path, name, options, message) -> None:
-    trained(tmp_path, People())
+    trained(tmp_path, People(train=["999_S_0001"]))
     (tmp_path / "broken.ckpt").write_bytes(b"no checkpoint")
     with pytest.raises(UseError, match=message):
         trained(tmp_path, People(), transfer_from=str(tmp_path / name), **options)
