@@ -55,7 +55,8 @@ class ExplainingTrainer(Trainer):
                 attention.
             subjects: How many scans to draw: one of another class, the rest of the explained class
                 about the median of its scores. All are scored.
-            truth: Folder with one mask per scan, IMAGE_ID.nii.gz, to draw and to score against.
+            truth: Folder with one mask per scan, IMAGE_ID.nii.gz, to draw and to score against; for
+                a synthetic cohort truth/planted.
             shuffled_ckpt: Checkpoint of a run with --data.shuffle_labels true: scored beside this
                 one, as a check of the method.
         """
@@ -83,6 +84,7 @@ class ExplainingTrainer(Trainer):
         findings = explain(networks, lambda: loader, methods, layer, subjects, truth)
         files = {record.image_id: record.path for record in datamodule.records}
         Writer(folder, model.class_names, layer, files).write(findings)
+        save_environment(folder)
         print(f"{len(findings.cases)} cases drawn, {_scored(findings.rows)}; written to {folder}")
 
 

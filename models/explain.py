@@ -111,7 +111,8 @@ def explain(
         layer: Layer of the network for the methods that need one.
         count: How many scans to keep for drawing.
         truth: Folder with one mask per scan, ``<image_id>.nii.gz``; scans without one are not
-            scored.
+            scored. A folder ``effect`` beside it, with files of the same names, says how strong the
+            change is in each voxel.
     """
     network = networks["trained"]
     labels, verdicts, classes = _verdicts(network, batches())
@@ -161,6 +162,7 @@ class _Study:
         self._cases: list[Case] = []
         self._maps: dict[tuple[int, MethodName], Array] = {}
         self._images: dict[int, Array] = {}
+        self._planted: dict[int, Array] = {}
         self._counts: Counter[int] = Counter()
         self._affine: Array = np.eye(4)
 
@@ -193,11 +195,14 @@ class _Study:
             one = scan.map(values, method, self._explained, self._cell_mm(method, scan))
             found[network, method] = one
             row = _row(scan, verdict, self._explained, network, self._layer, one)
-            row |= self._likeness(scan, network, one, found, raw) | {"drawn": drawn}
+            row |= self._likeness(scan, network, one, found, raw)
+            row |= {"like_effect": self._like_effect(scan, one), "drawn": drawn}
             self._rows.append(row)
         self._affine = scan.affine
         self._counts[scan.label] += 1
         self._images[scan.label] = self._images.get(scan.label, 0) + scan.image
+        if scan.truth is not None:
+            self._planted[scan.label] = self._planted.get(scan.label, 0) + scan.truth
         for method in self._methods:
             key, values = (scan.label, method), found["trained", method].values
             self._maps[key] = self._maps.get(key, 0) + values
@@ -208,13 +213,16 @@ class _Study:
     def findings(self) -> Findings:
         means = {key: total / self._counts[key[0]] for key, total in self._maps.items()}
         images = {label: total / self._counts[label] for label, total in self._images.items()}
+        planted = {label: total / self._counts[label] for label, total in self._planted.items()}
         regions = {
             method: by_region(mean, head_mask(images[label]), self._affine)
             for (label, method), mean in means.items()
             if label == self._explained
         }
         cases = sorted(self._cases, key=lambda case: (-case.label, case.subject))
-        return Findings(cases, self._rows, means, images, regions, self._affine, self._counts)
+        return Findings(
+            cases, self._rows, means, images, planted, regions, self._affine, self._counts
+        )
 
     def _likeness(
         self,
@@ -234,6 +242,12 @@ class _Study:
         alike = similarity(one.values, raw.mirrored[one.method], scan.head)
         return {"like_trained": "", "like_mirrored": alike}
 
+    def _like_effect(self, scan: "_Scan", one: Map) -> float | str:
+        """How alike the map is to the strength of the planted change, where that is known."""
+        if one.score is None or scan.effect is None:
+            return ""
+        return similarity(one.values, scan.effect, scan.head)
+
     def _cell_mm(self, method: MethodName, scan: "_Scan") -> tuple[float, float, float]:
         if method not in self._cells:
             self._cells[method] = _cell(self._network, method, self._layer, scan.volume)
@@ -252,7 +266,11 @@ class _Scan:
         self.affine: Array = np.asarray(sample["affine"], dtype=float)
         self.voxel_mm: Array = np.sqrt((self.affine[:3, :3] ** 2).sum(axis=0))
         self.head = head_mask(self.image)
-        self.truth = _mask(truth, self.image_id, self.image.shape, self.affine)
+        shape = self.image.shape
+        mask = _known(truth, self.image_id, shape, self.affine)
+        self.truth = None if mask is None else mask > 0
+        effects = truth.parent / "effect" if truth else None
+        self.effect = _known(effects, self.image_id, shape, self.affine, order=1)
 
     def map(
         self,
@@ -292,8 +310,10 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row per network and method: the means over the scans of the explained class.
 
     ``scored`` counts the scans with a truth and a map; those whose map is empty are ``empty`` and
-    count as a miss of the pointing game. ``right`` is the pointing game over the correctly
-    classified scans alone.
+    count as a miss of the pointing game. ``right`` and ``right_times`` are the pointing game and
+    the energy over chance of the correctly classified scans alone. ``places`` counts the different
+    places of the peaks: one place for many scans is a difference of groups, and says nothing of
+    the single scan.
     """
     own = [row for row in rows if row["explained"]]
     table = []
@@ -301,26 +321,35 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         some = [row for row in own if (row["network"], row["method"]) == (network, method)]
         scored = [row for row in some if row["energy"] != ""]
         missed = sum(row["empty"] for row in some)
-        line = {"network": network, "method": method, "scans": len(some), "empty": missed}
+        line = {name: some[0][name] for name in ("network", "method", "layer", "cell_mm")}
+        places = {row["peak_mm"] for row in some if not row["empty"]}
+        line |= {"scans": len(some), "empty": missed, "places": len(places)}
         if scored:
-            right = [row["peak_in"] for row in scored if row["correct"]]
+            right = [row for row in scored if row["correct"]]
             hits, near = (sum(row[name] for row in scored) for name in ("peak_in", "peak_near"))
             line |= {
                 "scored": len(scored),
                 "peak_in": hits / (len(scored) + missed),
                 "peak_near": near / (len(scored) + missed),
-                "right": float(np.mean(right)) if right else "",
+                "right": _mean(row["peak_in"] for row in right),
                 "distance_mm": float(np.median([row["distance_mm"] for row in scored])),
-                "times_chance": float(np.mean([row["times_chance"] for row in scored])),
-                "precision": float(np.mean([row["precision"] for row in scored])),
-                "chance": float(np.mean([row["chance"] for row in scored])),
+                "times_chance": _mean(row["times_chance"] for row in scored),
+                "right_times": _mean(row["times_chance"] for row in right),
+                "precision": _mean(row["precision"] for row in scored),
+                "chance": _mean(row["chance"] for row in scored),
             }
+            line["like_effect"] = _mean(row["like_effect"] for row in scored)
         for name in ("like_trained", "like_mirrored"):
-            values = [row[name] for row in some if row[name] != ""]
-            line[name] = float(np.mean(values)) if values else ""
+            line[name] = _mean(row[name] for row in some)
         table.append(line)
     columns = dict.fromkeys(name for line in table for name in line)
     return [{name: line.get(name, "") for name in columns} for line in table]
+
+
+def _mean(values: Iterable[Any]) -> float | str:
+    """Of those that are known; empty if none is."""
+    known = [value for value in values if value != ""]
+    return float(np.mean(known)) if known else ""
 
 
 def _row(
@@ -394,14 +423,14 @@ def _feature_size(network: nn.Module, layer: str, volume: Tensor) -> torch.Size:
     return seen[0][2:]
 
 
-def _mask(
-    folder: Path | None, image_id: str, shape: tuple[int, ...], affine: Array
+def _known(
+    folder: Path | None, image_id: str, shape: tuple[int, ...], affine: Array, order: int = 0
 ) -> Array | None:
-    """The planted region of a scan, brought to the grid of the map."""
+    """What a folder has on the place of a scan's change, brought to the grid of the map."""
     path = folder / f"{image_id}.nii.gz" if folder else None
     if path is None or not path.is_file():
         return None
     # nibabel has no types
-    mask = resample_from_to(nib.load(path), (shape, affine), order=0)  # type: ignore[no-untyped-call]
-    found: Array = np.asarray(mask.dataobj) > 0
+    there = resample_from_to(nib.load(path), (shape, affine), order=order)  # type: ignore[no-untyped-call]
+    found: Array = np.asarray(there.dataobj)
     return found if found.any() else None

@@ -71,6 +71,8 @@ class Findings:
     means: dict[tuple[int, MethodName], Array]
     """Mean map of each label and method, of the trained network."""
     mean_images: dict[int, Array]
+    planted: dict[int, Array]
+    """Share of a label's scans that have a planted change, for each voxel; labels without none."""
     regions: dict[MethodName, dict[str, tuple[float, float]]]
     """Share of the explained class's mean map and of the head in each anatomical box."""
     affine: Array

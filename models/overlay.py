@@ -41,12 +41,15 @@ def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str
     paths = []
     for (label, method), mean in findings.means.items():
         path = folder / f"mean_{class_names[label]}_{method}.png"
+        planted = findings.planted.get(label)
+        green = "; green: change planted in half of them" if planted is not None else ""
         title = (
             f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
-            f"\n{_subject(method)} {class_names[-1]}, hottest {TOP:.0%} of the head"
+            f"\n{_subject(method)} {class_names[-1]}, hottest {TOP:.0%} of the head{green}"
         )
         note = "To be read only where the scans are registered to one space."
-        _draw(findings.mean_images[label], mean, findings.affine, path, title, note)
+        image = findings.mean_images[label]
+        _draw(image, mean, findings.affine, path, title, note, truth=planted)
         paths.append(path)
     return paths
 
@@ -88,7 +91,8 @@ def map_title(case: Case, one: Map) -> str:
     if one.empty:
         return f"{title}: no evidence found"
     if one.score is None:
-        return f"{title}, hottest {TOP:.0%} of the head"
+        green = "; green: the change planted in this scan" if case.truth is not None else ""
+        return f"{title}, hottest {TOP:.0%} of the head{green}"
     place = "in" if one.score.peak_in else f"{one.score.distance_mm:.0f} mm from"
     return (
         f"{title}: peak {place} the planted region (green), {one.score.times_chance:.1f} x chance "

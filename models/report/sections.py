@@ -127,8 +127,14 @@ def localisation(run: Path) -> str:
             "All held-out scans of the explained class. peak in: the hottest voxel lies in the "
             "planted region; near: or within a cell of it; right: peak in, over the correctly "
             "classified; times chance: the share of the map in the region over what a flat map "
-            "inside the head has; precision: of the hottest voxels, as many as the region has."
+            "inside the head has; right times: the same over the correctly classified; precision: "
+            "of the hottest voxels, as many as the region has; like effect: rank correlation with "
+            "the strength of the planted change."
         )
+    text += html.note(
+        "places: at how many different places the peaks of these scans are. One place for all of "
+        "them is a difference between the groups, and says nothing of a single patient."
+    )
     text += html.note(
         "like trained: rank correlation with the trained network's map. A method that shows the "
         "same for an untrained network, or for one trained on shuffled labels, shows the anatomy "
@@ -182,11 +188,14 @@ def plan(run: Path) -> str:
 
 def again(run: Path) -> str:
     """The environment, and how to run it again."""
+    explain = _command(run / "explain") or (
+        f"python -m models explain --config {run}/config.yaml --ckpt_path "
+        f"{run}/checkpoints/best.ckpt"
+    )
     commands = [
         f"python -m models fit --config {run}/config.yaml",
         f"python -m models test --config {run}/config.yaml --ckpt_path {run}/checkpoints/best.ckpt",
-        f"python -m models explain --config {run}/config.yaml --ckpt_path "
-        f"{run}/checkpoints/best.ckpt",
+        explain,
         f"python -m models report {run}",
     ]
     text, path = "", run / "environment.json"
@@ -194,9 +203,15 @@ def again(run: Path) -> str:
         record = json.loads(path.read_text())
         values = record["environment"].items()
         text += html.table([{"name": name, "value": str(value)} for name, value in values])
-        text += html.note("The run was started with:") + html.pre(shlex.join(record["command"]))
+        text += html.note("The run was started with:") + html.pre(_command(run))
     text += html.note("The same again, from its own settings:") + html.pre("\n".join(commands))
     return text + "<h3>Settings</h3>\n" + html.pre((run / "config.yaml").read_text())
+
+
+def _command(folder: Path) -> str:
+    """What made a folder; empty if that is not known."""
+    path = folder / "environment.json"
+    return shlex.join(json.loads(path.read_text())["command"]) if path.is_file() else ""
 
 
 SECTIONS: dict[str, Callable[[Path], str]] = {

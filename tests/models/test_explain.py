@@ -78,6 +78,7 @@ def test_every_scan_of_the_explained_class_is_scored_not_only_the_drawn_ones(tru
     scored = [row for row in found.rows if row["energy"] != ""]
     assert {row["image_id"] for row in scored} == {"I9000000", "I9000002"}
     assert sum(row["drawn"] for row in found.rows if row["method"] == "gradcam") == 2
+    assert {label: share.sum() for label, share in found.planted.items()} == {1: 64, 0: 64}
     assert [case.label for case in found.cases] == [1, 0]
 
 
@@ -88,6 +89,36 @@ def test_a_map_on_the_planted_place_scores_full_against_a_truth_on_another_grid(
     # 64 of the 15 * 16 * 16 voxels of the head, each 11 times as bright as the others
     assert line["chance"] == pytest.approx(64 / 3840)
     assert line["times_chance"] == pytest.approx(1.1 / (1.1 * 64 + 0.1 * 3776) * 3840)
+    assert line["right_times"] == line["times_chance"]
+    assert (line["layer"], line["cell_mm"], line["places"]) == ("features", "4 x 4 x 4", 1)
+    assert line["like_effect"] == ""  # nobody says how strong the change is
+
+
+def test_a_map_is_compared_with_the_strength_of_the_change_where_that_is_known(truth) -> None:
+    effects = truth.parent / "effect"
+    effects.mkdir()
+    grid = nib.load(truth / "I9000000.nii.gz").affine
+    for i, sign in ((0, 1), (2, -1)):
+        effect = np.where(nib.load(truth / f"I900000{i}.nii.gz").get_fdata() > 0, sign, 0)
+        effect = (effect - min(sign, 0)).astype(np.float32)
+        nib.save(nib.Nifti1Image(effect, grid), effects / f"I900000{i}.nii.gz")
+    rows = [r for r in study(truth, ["gradcam"]).rows if r["energy"] != ""]
+    # the map is bright where the change is, and has one value elsewhere
+    assert [r["like_effect"] for r in rows] == pytest.approx([1, -1], abs=1e-6)
+    [line] = summarise(rows)
+    assert line["like_effect"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_wrongly_classified_count_in_all_columns_but_those_of_the_right_ones() -> None:
+    row = dict.fromkeys(("network", "method", "layer", "cell_mm", "like_effect"), "")
+    row |= dict.fromkeys(("like_trained", "like_mirrored"), "") | {"explained": True}
+    row |= {"empty": False, "energy": 0.1, "chance": 0.1, "precision": 0.5, "peak_near": True}
+    right = {"correct": True, "peak_in": True, "times_chance": 3.0, "peak_mm": "1 2 3"}
+    wrong = {"correct": False, "peak_in": False, "times_chance": 1.0, "peak_mm": "4 5 6"}
+    ends = {"distance_mm": 0.0}
+    [line] = summarise([row | right | ends, row | wrong | ends])
+    assert (line["peak_in"], line["right"], line["places"]) == (0.5, 1, 2)
+    assert (line["times_chance"], line["right_times"]) == (2, 3)
 
 
 def test_maps_do_not_depend_on_the_batch_a_scan_is_in(truth) -> None:

@@ -6,6 +6,7 @@ import pytest
 from models.report import html
 from models.report.sections import (
     _rates,
+    again,
     cohort,
     curves,
     explanations,
@@ -71,6 +72,16 @@ def test_scores_stand_beside_both_sanity_checks_or_the_missing_one_is_named(tmp_
     networks.append("shuffled")
     write_table([{"network": n} | row for n in networks], folder / "localisation.tsv")
     assert "--data.shuffle_labels true" not in localisation(tmp_path)
+
+
+def test_what_was_typed_is_what_to_type_again(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("a: 1")
+    folder = tmp_path / "explain"
+    folder.mkdir()
+    typed = ["python", "-m", "models", "explain", "--truth", "a cohort/truth/planted"]
+    assert "--truth" not in again(tmp_path)
+    (folder / "environment.json").write_text(json.dumps({"command": typed, "environment": {}}))
+    assert "--truth &#x27;a cohort/truth/planted&#x27;" in again(tmp_path)
 
 
 def test_the_plan_has_its_table_and_timeline(tmp_path) -> None:
