@@ -46,10 +46,10 @@ def loader() -> DataLoader:
 
 def test_overfits_eight_volumes(tmp_path) -> None:
     torch.manual_seed(0)
-    model = ResAttNetClassifier(learning_rate=0.03, widths=NARROW)
-    run = trainer(tmp_path, max_epochs=12)
+    model = ResAttNetClassifier(learning_rate=0.1, widths=NARROW)
+    run = trainer(tmp_path, max_epochs=40)
     run.fit(model, loader(), loader())
-    assert run.callback_metrics["train/loss_epoch"] < 0.1
+    assert run.callback_metrics["train/loss_epoch"] < 1e-3
 
 
 def scored(scores: list[list[float]], labels: list[int], task: str = "ad_nc") -> tuple:

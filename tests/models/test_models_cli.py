@@ -217,6 +217,36 @@ def test_replicas_write_one_table_and_the_metrics_of_one_device(config, tmp_path
 
 
 @pytest.mark.conformance
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("devices", "options", "planned"),
+    [
+        (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2}, "2 replicas x 2 stages"),
+        (2, {"pipeline_parallel_size": 2, "schedule": "looped"}, r"2 devices with \d+ stages"),
+    ],
+    ids=["two replicas of two stages", "two stages on each device"],
+)
+def test_what_stages_trained_is_explained_with_the_weights_that_they_test(
+    config, tmp_path, devices, options, planned
+) -> None:
+    strategy = "lightning_hybrid.HybridGabraStrategy"
+    arguments = ["--config", config, "--trainer.strategy", strategy]
+    arguments += ["--trainer.devices", str(devices)]
+    arguments += [f"--trainer.strategy.{name}={value}" for name, value in options.items()]
+    done = finished("fit", *arguments)
+    assert re.search(planned, done.stdout + done.stderr)
+    run = tmp_path / "run" / "version_0"
+    finished("test", *arguments, "--ckpt_path", checkpoint(run))
+    explaining = ["--subjects", "1", "--methods", "[hirescam]"]
+    finished("explain", "--config", config, "--ckpt_path", checkpoint(run), *explaining)
+    tested = {r["image_id"]: float(r["p_AD"]) for r in read_table(run / "test_predictions.tsv")}
+    rows = [r for r in read_table(run / "explain" / "explain.tsv") if r["network"] == "trained"]
+    assert {row["image_id"] for row in rows} == tested.keys()
+    for row in rows:
+        assert float(row["probability"]) == pytest.approx(tested[row["image_id"]], abs=2e-4)
+
+
+@pytest.mark.conformance
 def test_folds_are_trained_tested_and_summed_up_and_a_second_call_repeats_none(
     config, tmp_path
 ) -> None:

@@ -121,7 +121,8 @@ def test_weights_are_pooled_over_three_axes() -> None:
     network[3](network[2](activation))[0, 1].backward()
     weights = activation.grad.mean(dim=(2, 3, 4), keepdim=True)
     expected = (weights * activation).sum(1, keepdim=True).relu()
-    torch.testing.assert_close(GradCAM3D(network, "1")(x, 1), expected / expected.max())
+    found = GradCAM3D(network, "1")(x, 1)
+    torch.testing.assert_close(found, expected / expected.max(), rtol=0, atol=1e-6)
 
 
 def test_hirescam_is_the_share_of_each_voxel_in_the_score_of_a_linear_head() -> None:
