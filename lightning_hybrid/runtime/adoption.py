@@ -232,7 +232,7 @@ class Adoption:
                 f"{found.shown} has {count(len(partitions), 'network partition')}, fewer than "
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{count(len(partitions), 'stage')}, or name another network: "
-                f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions)}"
+                f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions, leaves)}"
             )
         wanted = self._options.microbatches or _microbatches(leaves, stages)
         slices = [list(leaves)]
@@ -366,8 +366,13 @@ def _named(found: FoundNetwork) -> Iterator[None]:
         ) from error
 
 
-def _why_not_more(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> str:
+def _why_not_more(
+    graph: NetworkGraph, partitions: Sequence[NetworkPartition], leaves: Sequence[Tensor]
+) -> str:
     """Where a network could not be cut, one line each; or where in its code it has weights."""
+    empty = [list(leaf.shape) for leaf in leaves if leaf.dim() and not len(leaf)]
+    if empty:
+        return f"\nIts first training call is without samples (input of shape {empty[0]})."
     places = [place for partition in partitions for place in partition.refused]
     lines = [f"\nIt cannot be cut before {name!r}: {reason}." for name, reason in places[:3]]
     if not lines:

@@ -206,6 +206,12 @@ def test_with_fewer_partitions_than_stages_the_error_says_where_the_weights_are(
         driven.module.net(batches(1)[0])
 
 
+def test_a_first_call_without_samples_is_named(ranks: Any) -> None:
+    driven = Driven(ranks, Chooses(), 3)
+    with pytest.raises(PlanError, match=r"call is without samples \(input of shape \[0, \d+\]\)"):
+        driven.module.net(batches(1)[0][:0])
+
+
 def test_an_error_in_the_first_run_of_a_stage_names_the_network(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
