@@ -149,6 +149,19 @@ class Free(Command):
 
 
 @dataclass(frozen=True)
+class Commit(Command):
+    """A call that ran before its turn has it now: what it has written to buffers is for all to see.
+
+    One device would have written it in this very call, whether or not a backward follows.
+    """
+
+    in_frame = True
+    outdates = frozenset({Kind.BUFFER})
+    network: int
+    call: int
+
+
+@dataclass(frozen=True)
 class Drop(Command):
     """A call that ran before its turn is not wanted: all is as if it had not run."""
 
@@ -415,6 +428,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Forward,
     Backward,
     Free,
+    Commit,
     Drop,
     Skip,
     Reduce,

@@ -11,9 +11,10 @@ now beside the activations of then (``current``), or nothing, and the forward ru
 hooks are as ever. (Hooks take away autograd's check of changes in place; the first batch of a run
 never runs ahead, and is checked.)
 
-*Buffers.* What a forward writes (running statistics) is for all to see only after its turn: else a
+*Buffers.* What a forward writes (running statistics) is for all to see only in its turn: else a
 validation or a checkpoint would see batches that nobody has trained on. Each forward writes into
-copies, which begin as those of the forward before it and go to their place with its backward.
+copies, which begin as those of the forward before it and go to their place when ``training_step``
+makes the call, as they would on one device; a backward need not follow.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,7 +77,7 @@ class EarlyForwards:
         return outputs, Recipe(values, states, before)
 
     def commit(self, call: int, stage: Stage) -> None:
-        """The turn of a call is over: what it has written to buffers is for all to see."""
+        """A call has its turn: what it has written to buffers is for all to see."""
         self._copies.pop(call, None)
         written: dict[str, Tensor] = {}
         for number in [number for number in self._written if number <= call]:

@@ -94,7 +94,6 @@ class Engine(RankStages):
             getattr(works[index], kind)(microbatch)
         if mode.reduce:
             self.replica_group.finish()
-        self.commit(call)
         self.passed = True
         if self.coordinates.is_driver:
             self._raise(next((work.error for work in works if work.error), None))
@@ -114,10 +113,9 @@ class Engine(RankStages):
         work.links.previous.receive_word(Status)
 
     def commit(self, call: Call) -> None:
-        """A call has had its turn."""
-        if call.ahead:
-            for own in self.owned:
-                own.early.commit(call.number, self.stage_for(own, call.key))
+        """A call that ran ahead has its turn."""
+        for own in self.owned:
+            own.early.commit(call.number, self.stage_for(own, call.key))
 
     def drop(self, call: Call) -> None:
         """A call that ran ahead is not wanted."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.call_key import CallKey, Precision
-from lightning_hybrid.comm.protocol import Backward, Forward, Free
+from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
 from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.network import NetworkGraph, StageCode
@@ -31,7 +31,6 @@ from lightning_hybrid.runtime.streamed_calls import Batches, Calls, EachInTurn, 
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.tensors.proxy import read_now
-from lightning_hybrid.tensors.remote_kind import Kind
 
 
 @dataclass(frozen=True)
@@ -186,12 +185,16 @@ class DrivenNetwork(StagedNetwork):
         else:
             call, key_number = launched.call, launched.command.key
             self._launch(specialization, leaves)
+            self._commands.tell(Commit(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
                 outputs = self.engine.forward(call, slices)
         except Exception:
             self._free(call.number)
             raise
+        finally:
+            if launched is not None:
+                self.engine.commit(call)
         if continues:
             set_random_state(call.states, self.engine.device)
         # known from here on: a call that fails half-way has taught nobody its shapes
@@ -236,8 +239,6 @@ class DrivenNetwork(StagedNetwork):
             self.calls.pop(call.number, None)
         if parameters:
             self._gradients.note(self.number, averaged=reduce)
-        if call.ahead:  # what it has written is for all to see from here on
-            self._commands.remote.outdate(Kind.BUFFER)
         with self._commands.workers.passing(self.engine):
             found = self.engine.backward(call, mode, gradients)
         # known from here on: a pass that fails has told that nothing gets a gradient

@@ -19,6 +19,7 @@ from lightning_hybrid.comm.protocol import (
     Backward,
     Check,
     Command,
+    Commit,
     Cut,
     Drop,
     End,
@@ -94,6 +95,7 @@ class Worker:
             Forward: self._forward,
             Backward: self._backward,
             Free: self._free,
+            Commit: self._commit,
             Drop: self._drop,
             Skip: self._skip,
             Reduce: self._reduce,
@@ -255,10 +257,11 @@ class Worker:
             network.add_key(command.new_key, command.key)
 
     def _free(self, command: Free) -> None:
+        self._networks[command.network].calls.pop(command.call, None)
+
+    def _commit(self, command: Commit) -> None:
         network = self._networks[command.network]
-        call = network.calls.pop(command.call, None)
-        if call is not None:
-            network.engine.commit(call)
+        network.engine.commit(network.calls[command.call])
 
     def _drop(self, command: Drop) -> None:
         network = self._networks[command.network]

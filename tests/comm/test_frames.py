@@ -21,6 +21,7 @@ from lightning_hybrid.comm.messages import (
 from lightning_hybrid.comm.protocol import (
     Backward,
     ClipValues,
+    Commit,
     Cut,
     Drop,
     Forward,
@@ -42,6 +43,7 @@ STEADY = [
     Skip(0, 3, 2, False, True),
     Backward(1, 7, 0, False, True, False, True, False),
     Free(0, 3),
+    Commit(0, 3),
     Reduce(2),
     SynchronizeBuffers(True),
     ZeroGrad(0, False),

@@ -21,7 +21,7 @@ CHANGES_GRADIENTS = {
     *("Backward", "Reduce", "ReleaseHooks"),
     *("ZeroGrad", "ScaleGradients", "ClipValues", "Unscale"),
 }
-CHANGES_BUFFERS = {"Forward", "SynchronizeBuffers"}
+CHANGES_BUFFERS = {"Forward", "Commit", "SynchronizeBuffers"}
 CHANGES_PARAMETERS = {"Step", "ReleaseHooks"}
 CHANGES = {
     Kind.GRADIENT: CHANGES_GRADIENTS,

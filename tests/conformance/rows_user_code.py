@@ -136,6 +136,25 @@ class SkipsAStep(Row):
         return None if batch_idx == 1 else loss
 
 
+class ReadsStatisticsOfABatchThatIsSkipped(Row):
+    """Batch normalisation has seen a batch as soon as it went forward, the last one too."""
+
+    fast = True
+    microbatches = 1
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    options: ClassVar[dict[str, Any]] = {"max_steps": -1, "max_epochs": 2}
+    cuts: ClassVar[dict[int, list[str]]] = {2: ["net.3"], 3: ["net.3", "net.6"]}
+
+    def build(self) -> None:
+        layers = [m for i in (6, 8) for m in (nn.Linear(i, 8), nn.BatchNorm1d(8), nn.Tanh())]
+        self.net = nn.Sequential(*layers, nn.Linear(8, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(self.net[1].running_mean.clone())
+        return None if batch_idx == 3 else loss
+
+
 class WantsInputGradient(Row):
     """Once by `torch.autograd.grad`, which must leave no gradients, once as a leaf."""
 
