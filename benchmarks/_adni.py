@@ -20,13 +20,8 @@ from models.findings import MethodName
 def cohort(root: Path, **options: Any) -> ADNIDataModule:
     """The demo's data settings for a cohort of 4 mm; the split does not depend on the run."""
     defaults = {"batch_size": 12, "val_fraction": 0.08, "test_fraction": 0.12, "augment": False}
-    return ADNIDataModule(
-        root,
-        spatial_shape=(40, 52, 48),
-        spacing_mm=4.0,
-        cache_dir=root.parent / "cache",
-        **(defaults | options),
-    )
+    defaults |= {"spatial_shape": (40, 52, 48), "spacing_mm": 4.0}
+    return ADNIDataModule(root, cache_dir=root.parent / "cache", **(defaults | options))
 
 
 def trained(
@@ -36,7 +31,7 @@ def trained(
     epochs: int,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[ResAttNetClassifier, dict[str, Any]]:
-    """Make a model and train it on one CPU.
+    """Make a model and train it on one device.
 
     Returns:
         The model with the weights of its best epoch (by validation loss), and what came of it:
@@ -46,7 +41,6 @@ def trained(
     model = make()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            accelerator="cpu",
             devices=1,
             max_epochs=epochs,
             callbacks=[*callbacks, ModelCheckpoint(folder, monitor="val/loss")],
@@ -75,12 +69,11 @@ def explained(
     data.prepare_data()
     data.setup("test")
     truth = data.root / "truth" / "planted"
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, layer in enumerate(layers):
         chosen: list[MethodName] = [*methods, "gradient"] if number == 0 else [*methods]
         found = explain(networks, data.test_dataloader, chosen, layer, 1, truth)
-        for row in summarise(found.rows):
-            rows.append(row | {"layer": "" if row["method"] == "gradient" else layer})
+        rows += summarise(found.rows)
     return rows
 
 

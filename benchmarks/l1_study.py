@@ -1,9 +1,12 @@
 """The use case on the synthetic cohort of level L1, over several seeds.
 
-For each seed, at 4 mm and half width: AD against NC by 3D-ResAttNet-18 and by MONAI's plain 3D
+For each seed: AD against NC by 3D-ResAttNet-18 and by MONAI's plain 3D
 ResNet-18 with the same recipe and epochs; the printed and the modern recipe of `configs/`; the
 same network on shuffled labels; progressive against stable MCI with and without the weights of
 AD/NC. Localisation of the first, beside the network of shuffled labels and an untrained one.
+
+At 4 mm, half width and ten epochs; with --full at 2 mm, full width and 50 epochs, the printed
+recipe with its batches of 6: days on two cores, so for a GPU, which is taken if there is one.
 
 Each run leaves a file in --out, so that a stopped study goes on; two shells with different --seeds
 share the work of two cores. Seeds change weights and order; cohort and split stay.
@@ -16,6 +19,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +36,29 @@ from _adni import cohort, explained, trained, untrained
 
 from datamodules.synth import CohortSpec, generate
 from models import ResAttNetClassifier
+from models.environment import environment
+from models.transfer import KEY, hashed
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-WIDTHS = [32, 64, 128, 256]
 SUBJECTS = (("AD", 165), ("NC", 165), ("sMCI", 90), ("pMCI", 90))
 LAYERS = ("layer1", "layer2")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a study is."""
+
+    resolution_mm: float
+    shape: tuple[int, int, int]
+    """Voxels of a volume (D, H, W)."""
+    widths: tuple[int, int, int, int]
+    epochs: int
+    own_batches: bool
+    """Whether each recipe has batches of its own size; else all have 12."""
+
+
+SMALL = Size(4.0, (40, 52, 48), (32, 64, 128, 256), 10, own_batches=False)
+FULL = Size(2.0, (91, 109, 91), (64, 128, 256, 512), 50, own_batches=True)
 
 
 class PlainResNet(ResAttNetClassifier):
@@ -50,7 +72,7 @@ class PlainResNet(ResAttNetClassifier):
             conv1_t_size=3,
             conv1_t_stride=2,
             no_max_pool=not self.hparams["stem_pool"],
-            widen_factor=WIDTHS[0] / 64,
+            widen_factor=self.hparams["widths"][0] / 64,
             bias_downsample=False,
         )
 
@@ -79,11 +101,11 @@ RUNS: dict[str, Run] = {
 """The first one's weights are those that are explained, and that transfer starts from."""
 
 
-def measure(name: str, root: Path, out: Path, seed: int, epochs: int) -> dict[str, Any]:
+def measure(name: str, root: Path, out: Path, seed: int, size: Size) -> dict[str, Any]:
     """Train and test one run, and keep its weights if others need them."""
     run = RUNS[name]
     settings = yaml.safe_load((CONFIGS / f"{run.recipe}.yaml").read_text())
-    options = settings["model"] | {"task": run.task, "widths": WIDTHS}
+    options = settings["model"] | {"task": run.task, "widths": size.widths}
     if run.transfer:
         options["transfer_from"] = str(weights(out, "resattnet18", seed))
     averaging = [
@@ -91,36 +113,42 @@ def measure(name: str, root: Path, out: Path, seed: int, epochs: int) -> dict[st
         for one in settings["trainer"]["callbacks"]
         if "EMA" in one["class_path"]
     ]
+    batches = {"batch_size": settings["data"]["batch_size"]} if size.own_batches else {}
     data = cohort(
         root,
         task=run.task,
+        spatial_shape=size.shape,
+        spacing_mm=size.resolution_mm,
         augment=settings["data"]["augment"],
         shuffle_labels=run.shuffled,
         # fewer people in this task, and harder to tell apart: more of them are held out
         **({"val_fraction": 0.1, "test_fraction": 0.25} if run.task == "pmci_smci" else {}),
+        **batches,
     )
     model, result = trained(
         lambda: run.make(**options),
         data,
         seed,
-        epochs,
+        size.epochs,
         averaging,
     )
-    torch.save({"state_dict": model.state_dict()}, weights(out, name, seed))
+    seen = hashed(record.subject for record in data.scans("train"))
+    torch.save({"state_dict": model.state_dict(), KEY: seen}, weights(out, name, seed))
     return result
 
 
-def localise(root: Path, out: Path, seed: int) -> dict[str, Any]:
+def localise(root: Path, out: Path, seed: int, size: Size) -> dict[str, Any]:
     """Explain the first run beside both networks that know nothing."""
     settings = yaml.safe_load((CONFIGS / "demo.yaml").read_text())
-    model = ResAttNetClassifier(**settings["model"] | {"widths": WIDTHS})
+    model = ResAttNetClassifier(**settings["model"] | {"widths": size.widths})
     networks: dict[str, nn.Module] = {"untrained": untrained(model)}
     for network, name in (("trained", "resattnet18"), ("shuffled", "shuffled_labels")):
         state = torch.load(weights(out, name, seed), weights_only=True)["state_dict"]
         model.load_state_dict(state)
         networks[network] = untrained(model)
         networks[network].load_state_dict(model.network.state_dict())
-    return {"rows": explained(networks, cohort(root), LAYERS)}
+    data = cohort(root, spatial_shape=size.shape, spacing_mm=size.resolution_mm)
+    return {"rows": explained(networks, data, LAYERS)}
 
 
 def weights(out: Path, name: str, seed: int) -> Path:
@@ -165,23 +193,24 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("demo/l1_study"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--full", action="store_true", help="2 mm, full width, 50 epochs")
     chosen = parser.parse_args()
+    size = FULL if chosen.full else SMALL
     root = chosen.out / "adni"
-    generate(root, CohortSpec(subjects=SUBJECTS, resolution_mm=4.0), workers=1)
+    generate(root, CohortSpec(subjects=SUBJECTS, resolution_mm=size.resolution_mm), workers=1)
+    machine = environment()
+    print(date.today(), size, machine.get("accelerators", f"{machine['threads']} threads"))
     runs: dict[str, list[dict[str, Any]]] = {}
     maps: list[list[dict[str, Any]]] = []
     for seed in chosen.seeds:
         for name in RUNS:
             path = chosen.out / f"{name}_{seed}.json"
-            result = kept(
-                path, lambda n=name, s=seed: measure(n, root, chosen.out, s, chosen.epochs)
-            )
+            result = kept(path, lambda n=name, s=seed: measure(n, root, chosen.out, s, size))
             runs.setdefault(name, []).append(result)
         maps.append(
-            kept(chosen.out / f"maps_{seed}.json", lambda s=seed: localise(root, chosen.out, s))[
-                "rows"
-            ]
+            kept(
+                chosen.out / f"maps_{seed}.json", lambda s=seed: localise(root, chosen.out, s, size)
+            )["rows"]
         )
         show_runs(runs)
         show_maps(maps)
