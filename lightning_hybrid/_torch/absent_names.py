@@ -4,8 +4,8 @@
 In later calls TorchDynamo asks whether ``table`` is the same kind of object, not whether the key
 is there by now: the graph with the 1 would be used for ever. The same is true of attributes of
 objects, classes, modules and functions, of ``vars(object)``, of attributes of dictionaries, of
-``os.getenv``, and of what a base class or ``__getattr__`` gives as long as the class or the object
-itself has none.
+``os.getenv``, of hooks on all modules, and of what a base class or ``__getattr__`` gives as long as
+the class or the object itself has none.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, TypeDictSource, TypeSource
+from torch._dynamo.source import AttrSource, GlobalStateSource, TypeDictSource, TypeSource
 from torch._dynamo.variables import nn_module
 from torch._dynamo.variables.base import NO_SUCH_SUBOBJ
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
@@ -29,6 +29,7 @@ from torch._dynamo.variables.user_defined import (
     UserDefinedObjectVariable,
 )
 from torch.nn import Module
+from torch.nn.modules import module as modules
 
 _NOWHERE = object()
 _CONSTANT = (bool, int, float, str, type(None))
@@ -138,8 +139,28 @@ def _call_of_attributes(own: Any, self: Any, tx: Any, name: str, *arguments: Any
     return own(self, tx, name, *arguments)
 
 
+_HOOKS_ON_ALL_MODULES = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+)
+
+
+def _same_hooks_on_all_modules(builder: Any, guard: Any) -> None:
+    """No hook on all modules of the process has come or gone: each has its number."""
+    was = [[*hooks] for hooks in _HOOKS_ON_ALL_MODULES]
+
+    def are_same() -> bool:
+        return [[*hooks] for hooks in _HOOKS_ON_ALL_MODULES] == was
+
+    code, names = "___are_same()", {"___are_same": are_same}
+    builder.add_python_lambda_leaf_guard_to_root([code], [f"{code}  # hooks on modules"], names)
+
+
 def _watch_forward(own: Any, source: Any, module: Any) -> Any:
     """Another `forward` of a module's class is seen; classes of torch's keep theirs."""
+    _guard(GlobalStateSource(), _same_hooks_on_all_modules)
     kind = type(module)
     if source is not None and not kind.__module__.startswith("torch."):
         _guard(AttrSource(TypeSource(source), "forward"), GuardBuilder.CLOSURE_MATCH)
