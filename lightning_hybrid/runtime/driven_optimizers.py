@@ -52,6 +52,7 @@ class DrivenOptimizers:
     Attributes:
         streamed_by: the schedule, if it begins with later batches early; then no optimizer may step
             whole.
+        before_step: called before an optimizer steps.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DrivenOptimizers:
         self._optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
         self.streamed_by = ""
+        self.before_step: Callable[[], None] = lambda: None
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
@@ -162,6 +164,7 @@ class DrivenOptimizers:
 
     def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
         """Have the workers step."""
+        self.before_step()
         self._tell(Step(index, changed))
 
     def zero_grad(self, index: int, set_to_none: bool) -> None:

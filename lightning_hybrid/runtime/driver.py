@@ -177,6 +177,9 @@ class Driver:
         )
         if placement.schedule in STREAMED:
             self.optimizers.streamed_by = placement.schedule
+            # of an exact schedule nothing is under way then, unless a window has become shorter
+            if not STREAMED[placement.schedule].delayed:
+                self.optimizers.before_step = self.interrupt
         self._take_charge(driven, made, views)
         self._workers.before_weights_change = self.interrupt
         return driven
