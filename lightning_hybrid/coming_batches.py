@@ -15,6 +15,11 @@ from torch import Tensor
 from lightning_hybrid._lightning import Trainer
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.loader_attributes import (
+    LoaderAttributes,
+    own_generators,
+    plain_attributes,
+)
 from lightning_hybrid.network.own_classes import plain
 from lightning_hybrid.random_draws import Draws
 
@@ -86,6 +91,11 @@ class Iteration:
         if self._batches and self._batches[0].handed:
             return self._batches.popleft()
         return None
+
+    @property
+    def has_early_ones(self) -> bool:
+        """Whether a batch that was not begun is ready."""
+        return any(batch.is_ready for batch in self._batches)
 
     def look(self, number: int) -> ComingBatch | None:
         """The batch of this number, from 0, of those that were not begun; ``None``: the last."""
@@ -186,6 +196,7 @@ class ComingBatches:
         self._iteration: Iteration | None = None
         self._in_step = False
         self._draws = Draws()
+        self._attributes: LoaderAttributes | None = None
 
     def wrap(self, loader: Any) -> Any:
         """The loader that takes the place of the user's, if it is that of the training."""
@@ -193,6 +204,8 @@ class ComingBatches:
             return loader
         resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._loader = (ResumableLoader if resumable else ComingLoader)(loader)
+        self._attributes = LoaderAttributes(loader)
+        self._draws.know(self._generators(loader))
         return self._loader
 
     def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
@@ -208,6 +221,7 @@ class ComingBatches:
         self._begun = self._iteration.begin() if self._iteration else None
         if self._begun is not None and self._begun.is_ready:  # it came early
             self._draws.look()
+            self._look_at_attributes()
             return self._begun.make_ready(move, batch)
         ready = move(batch) if self._begun is None else self._begun.make_ready(move, batch)
         self._draws.begin()
@@ -233,8 +247,38 @@ class ComingBatches:
             return self._begun if self._in_step else None
         if count > self._room() or self._iteration is None:
             return None
+        if self._iteration.has_early_ones:
+            self._look_at_attributes()
+        module = self._trainer.lightning_module
+        before = plain_attributes(module)
         with self._draws.early():
-            return self._look(self._iteration, count)
+            batch = self._look(self._iteration, count)
+        if self._attributes is not None:
+            self._attributes.look()
+        after = plain_attributes(module)
+        changed = sorted(name for name in after if str(after[name]) != str(before.get(name)))
+        if changed:
+            raise NetworkError(
+                "This schedule begins with later batches early, and loading one (or "
+                f"on_after_batch_transfer) changes {changed[0]!r} of {type(module).__name__}, "
+                "which on one device changes after the step before. Keep it elsewhere, or use "
+                "schedule='gpipe'."
+            )
+        return batch
+
+    def _look_at_attributes(self) -> None:
+        if self._attributes is not None:
+            self._attributes.check()
+
+    def _generators(self, loader: Any) -> dict[str, Any]:
+        """Those of the user's that steps, hooks or batches may draw from."""
+        module = self._trainer.lightning_module
+        roots = {
+            f"{type(module).__name__}.{name}".rstrip("."): m for name, m in module.named_modules()
+        }
+        datamodule = getattr(self._trainer, "datamodule", None)
+        found = own_generators({**roots, "datamodule": datamodule, "the train loader": loader})
+        return {f"the generator {name}": generator for name, generator in found.items()}
 
     def _look(self, iteration: Iteration, count: int) -> ComingBatch | None:
         batch = iteration.look(count - 1)

@@ -6,7 +6,7 @@ with worker processes draws in those; the network has generators of its own.)
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +15,30 @@ import torch
 
 from lightning_hybrid.errors import NetworkError
 
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 States = dict[str, Any]
 
 
 class Draws:
-    """Who draws from the generators that a whole process shares."""
+    """Who draws from the generators that a whole process shares, and from the user's own."""
 
     def __init__(self) -> None:
+        self._own: Mapping[str, Generator] = {}
         self._by_batches: set[str] = set()  # in fetches that came early
         self._by_others: set[str] = set()  # between these fetches
         self._last: States = {}
 
+    def know(self, own: Mapping[str, Generator]) -> None:
+        """Look at these generators, too.
+
+        Args:
+            own: by the names that messages give them.
+        """
+        self._own = own
+
     def begin(self) -> None:
         """A batch was fetched in its turn; what follows is not its doing."""
-        self._last = _states()
+        self._last = self._states()
 
     @contextmanager
     def early(self) -> Iterator[None]:
@@ -39,7 +49,7 @@ class Draws:
         """
         before = self._note()
         yield
-        self._last = _states()
+        self._last = self._states()
         self._by_batches |= _changed(before, self._last)
         self._check()
 
@@ -53,7 +63,7 @@ class Draws:
         self._check()
 
     def _note(self) -> States:
-        now = _states()
+        now = self._states()
         self._by_others |= _changed(self._last, now)
         self._last = now
         return now
@@ -69,20 +79,30 @@ class Draws:
                 "the dataset a generator of its own, or use schedule='gpipe'."
             )
 
+    def _states(self) -> States:
+        states: States = {
+            "torch's global generator": torch.get_rng_state().numpy().tobytes(),
+            "NumPy's global generator": _numpy_state(np.random.get_state(legacy=True)),
+            "Python's module random": random.getstate(),
+        }
+        if torch.cuda.is_initialized():
+            states["the CUDA generator"] = torch.cuda.get_rng_state().numpy().tobytes()
+        return states | {name: _state(own) for name, own in self._own.items()}
 
-def _states() -> States:
-    states: States = {
-        "torch's global generator": torch.get_rng_state().numpy().tobytes(),
-        "NumPy's global generator": _numpy_state(),
-        "Python's module random": random.getstate(),
-    }
-    if torch.cuda.is_initialized():
-        states["the CUDA generator"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return states
+
+def _state(generator: Generator) -> Any:
+    """What the next number is drawn from; it can be compared."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().cpu().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _numpy_state(generator.get_state(legacy=True))
+    return repr(generator.bit_generator.state)
 
 
-def _numpy_state() -> tuple[Any, ...]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
+def _numpy_state(state: Any) -> tuple[Any, ...]:
+    kind, keys, *rest = state
     return kind, np.asarray(keys).tobytes(), *rest
 
 

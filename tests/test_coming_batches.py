@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.coming_batches import ComingBatch, ComingBatches, ComingLoader
 from lightning_hybrid.errors import NetworkError
@@ -38,6 +38,14 @@ class Loader:
         self.given = state["given"]
 
 
+class Curriculum(Loader):
+    """Has more to say later on."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.difficulty = 0
+
+
 class Trained:
     """What a Trainer does with its loader."""
 
@@ -50,6 +58,7 @@ class Trained:
             "global_step": 0,
             "precision_plugin": SimpleNamespace(convert_input=lambda batch: batch + 100),
             "fit_loop": SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=-1)),
+            "lightning_module": nn.Module(),
         }
         self.trainer: Any = SimpleNamespace(**{**usual, **trainer})
         self.coming = ComingBatches(self.trainer, barrier)
@@ -90,6 +99,38 @@ def test_later_batches_are_seen_as_they_will_come_and_each_is_made_once() -> Non
     assert run.moved == [100, 101, 102, 103, 104]
     with pytest.raises(StopIteration):
         next(run.batches)
+
+
+def test_a_loader_that_something_changes_while_a_later_batch_waits_is_refused() -> None:
+    run, in_order = (Trained(Curriculum(5)) for _ in range(2))
+    for _ in range(3):
+        in_order.step(0)
+        in_order.loader.difficulty += 1
+    run.step(1)
+    run.loader.difficulty += 1
+    with pytest.raises(NetworkError, match=r"difficulty of the train loader was changed"):
+        run.step(1)
+
+
+def test_a_change_before_later_batches_are_loaded_is_seen_by_them() -> None:
+    run = Trained(Curriculum(6), "step", accumulate_grad_batches=2)
+    for number in range(6):
+        run.step(1)
+        if number % 2:  # none waits across a step
+            run.loader.difficulty += 1
+
+
+def test_a_batch_that_changes_the_module_where_it_is_made_ready_is_refused() -> None:
+    run = Trained(Loader(4))
+
+    def counts(batch: Tensor) -> Tensor:
+        run.trainer.lightning_module.count += 1
+        return batch
+
+    run.trainer.lightning_module.count = 0
+    run.move = counts  # type: ignore[method-assign]
+    with pytest.raises(NetworkError, match="changes 'count' of Module"):
+        run.step(1)
 
 
 @pytest.mark.parametrize(

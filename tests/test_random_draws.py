@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,27 @@ def test_draws_before_and_after_an_early_fetch_that_draws_are_refused(name: str)
     draw()
     with pytest.raises(NetworkError, match=name):
         after.look()
+
+
+@pytest.mark.parametrize(
+    ("own", "draw"),
+    [
+        (torch.Generator(), lambda own: torch.rand(1, generator=own)),
+        (np.random.default_rng(0), lambda own: own.random()),
+        (np.random.RandomState(0), lambda own: own.rand()),
+        (random.Random(0), lambda own: own.random()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_generators_of_the_users_own_are_looked_at_too(own: Any, draw: Any) -> None:
+    draws = Draws()
+    draws.know({"the generator M.own": own})
+    draws.begin()
+    fetch(draws, lambda: draw(own))
+    draws.look()
+    draw(own)
+    with pytest.raises(NetworkError, match=r"draws from the generator M\.own, as"):
+        draws.look()
 
 
 def test_either_alone_may_draw() -> None:

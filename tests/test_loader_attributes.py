@@ -1,0 +1,111 @@
+"""What batches have read before their turn, and what something else changes then."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.loader_attributes import (
+    LoaderAttributes,
+    attributes,
+    own_generators,
+    plain_attributes,
+)
+
+
+class Noise:
+    strength = 0.0
+
+    def __init__(self) -> None:
+        self.strength = 0.1
+
+
+class Scans(Dataset[Tensor]):
+    def __init__(self) -> None:
+        self.transforms = [Noise(), Noise()]
+        self.buffer: deque[int] = deque()
+        self.table = {"mode": "easy"}
+        self.values = torch.zeros(100)
+        self.trainer = Trainer(logger=False, accelerator="cpu")
+        self.big = list(range(1000))
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.values[index]
+
+    def __len__(self) -> int:
+        return 100
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    r"dataset.dataset.transforms.1.strength": lambda scans: setattr(
+        scans.transforms[1], "strength", 0.2
+    ),
+    "dataset.dataset.buffer": lambda scans: scans.buffer.append(1),
+    "dataset.dataset.table.mode": lambda scans: scans.table.update(mode="hard"),
+    "dataset.dataset.values": lambda scans: scans.values.add_(1),
+    "dataset.dataset.big": lambda scans: scans.big.append(1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_the_look_is_named(name: str) -> None:
+    scans = Scans()
+    seen = LoaderAttributes(DataLoader(Subset(scans, range(50))))
+    seen.look()
+    seen.check()
+    CHANGES[name](scans)
+    with pytest.raises(NetworkError, match=f" {name} of the train loader was changed"):
+        seen.check()
+    seen.look()  # a batch was loaded, which has seen it
+    seen.check()
+
+
+def test_loader_processes_have_copies_that_hear_of_no_change() -> None:
+    scans = Scans()
+    seen = LoaderAttributes(DataLoader(scans, num_workers=1))
+    seen.look()
+    scans.buffer.append(1)
+    seen.check()
+
+
+def test_an_iteration_changes_nothing_of_the_loader() -> None:
+    loader = DataLoader(Scans(), shuffle=True)
+    seen = LoaderAttributes(loader)
+    seen.look()
+    next(iter(loader))
+    seen.check()
+
+
+def test_the_trainer_and_networks_are_not_looked_into() -> None:
+    scans = Scans()
+    scans.table["network"] = nn.Linear(2, 2)  # type: ignore[assignment]
+    names = [name for name, _ in attributes({"": scans})]
+    assert "trainer" in names
+    assert not any(name.startswith(("trainer.", "table.network.")) for name in names)
+
+
+def test_generators_are_found_wherever_they_are_kept() -> None:
+    scans: Any = Scans()
+    scans.transforms[0].torch = torch.Generator()
+    scans.table["numpy"] = np.random.default_rng(0)
+    scans.python, scans.old = random.Random(0), np.random.RandomState(0)
+    found = own_generators({"data": DataLoader(scans)})
+    assert {*found} == {
+        "data.dataset.transforms.0.torch",
+        "data.dataset.table.numpy",
+        "data.dataset.python",
+        "data.dataset.old",
+    }
+
+
+def test_plain_attributes_are_those_of_the_object_itself() -> None:
+    assert plain_attributes(Noise()) == {"strength": 0.1}
+    assert "training" in plain_attributes(nn.Linear(2, 2))
