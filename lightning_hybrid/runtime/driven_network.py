@@ -6,7 +6,7 @@
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class DrivenNetwork(StagedNetwork):
         gradients: likewise.
         calls: of the networks in this step.
         batches: that it is trained on.
+        say: tells the user something, in one line.
 
     Attributes:
         leaf: what autograd's graph has in the place of the parameters.
@@ -102,6 +103,7 @@ class DrivenNetwork(StagedNetwork):
         gradients: ReplicaGradients,
         calls: StepCalls,
         batches: Batches,
+        say: Callable[[str], None],
     ) -> None:
         super().__init__(number, name, module, engine, borrowed)
         self.placement, self._continues = placement, continues
@@ -130,6 +132,7 @@ class DrivenNetwork(StagedNetwork):
                 batches,
                 self._open_ahead,
                 self.calls.pop,
+                say,
             )
 
     def specialize(self, graph: NetworkGraph, parts: int) -> Specialization:

@@ -102,6 +102,7 @@ class Driver:
         here = mesh.coordinates
         self._module, self._mesh, self.device = module, mesh, device
         self._share, self._share_optimizers = share, False
+        self._say = say
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
         self._batches = batches or NoBatches()
@@ -174,6 +175,7 @@ class Driver:
             gradients=self.gradients,
             calls=self.calls,
             batches=self._batches,
+            say=self._say,
         )
         if placement.schedule in STREAMED:
             self.optimizers.streamed_by = placement.schedule

@@ -9,6 +9,8 @@ outputs, loss, logs and step are those of the batch, in its turn.
 **Which inputs?** Those of later batches are known before their ``training_step`` has run only if
 the network is called on tensors of the batch itself. In each step the driver looks which ones these
 are; and when a batch has its turn, the inputs of the real call are compared with what was sent.
+Numbers that the network's Python brings (``self.current_epoch``) are taken to stay what they are;
+where one does not, what was launched with it is given up.
 
 **What interrupts the stream.** A stage that has run ahead has sent activations that the next stage
 has not been told to take. Whatever else is to run through the stages comes after them, so they are
@@ -35,6 +37,9 @@ from lightning_hybrid.pipeline.calls import Call, Values
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.schedules import LookAhead
+
+_CHANGES = 2
+"""So often may a number change between a launch and its turn; then nothing is launched any more."""
 
 
 class Batch(Protocol):
@@ -112,6 +117,7 @@ class Launched:
         batch: that it is of.
         call: the call.
         command: by which it is told to a stage.
+        graph: that it is a call of.
         leaves: the inputs as they are in the batch.
         versions: of them, when their values were sent.
         told: how many stages, from the first on, have been told.
@@ -120,16 +126,21 @@ class Launched:
     batch: Batch
     call: Call
     command: Forward
+    graph: NetworkGraph
     leaves: list[Tensor]
     versions: list[int]
     told: int = 0
 
-    def has(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether what was sent is what these inputs are."""
-        return len(leaves) == len(self.leaves) and all(
-            version_of(mine) == version and (_is_same(mine, theirs) or _is_equal(mine, theirs))
-            for mine, theirs, version in zip(self.leaves, leaves, self.versions)
-        )
+    def other(self, leaves: Sequence[Tensor]) -> list[int]:
+        """Which of these inputs are not what was sent."""
+        return [
+            number
+            for number, (mine, theirs, version) in enumerate(
+                zip(self.leaves, leaves, self.versions, strict=True)
+            )
+            if version_of(mine) != version
+            or not (_is_same(mine, theirs) or _is_equal(mine, theirs))
+        ]
 
 
 class Stream:
@@ -144,6 +155,7 @@ class Stream:
         batches: the training batches.
         open_call: opens a call for a batch so many ahead.
         close_call: forgets one.
+        say: tells the user something, in one line.
     """
 
     def __init__(
@@ -156,11 +168,13 @@ class Stream:
         batches: Batches,
         open_call: Callable[[CallKey, int], tuple[Call, Forward]],
         close_call: Callable[[int], object],
+        say: Callable[[str], None],
     ) -> None:
         self._name, self._schedule, self._devices = name, schedule, devices
         self._ahead = schedule.look_aheads(len(devices))
         self._engine, self._commands, self._batches = engine, commands, batches
-        self._open, self._close = open_call, close_call
+        self._open, self._close, self._say = open_call, close_call, say
+        self._changes = 0  # of a number, between a launch and its turn
         self._pending: deque[Launched] = deque()
         self._called: Batch | None = None  # the network was called on
 
@@ -176,6 +190,7 @@ class Stream:
 
         Raises:
             NetworkError: the inputs are not what was sent, or it is the second call in the step.
+                (Where the schedule is exact, another number is no error.)
         """
         batch = self._batches.ahead(0)
         if batch is not None:
@@ -185,14 +200,13 @@ class Stream:
         if first is None or first.batch is not batch or first.call.key != key:
             self.drop()
             return None
-        if not first.has(leaves):
-            self.drop()
-            raise self._refused(
-                "training_step has changed the inputs of the network, as augmentation does, after "
-                "their batch was sent to the first stage. Do it in the dataset or in "
-                "on_after_batch_transfer"
-            )
-        return self._pending.popleft()
+        other = first.other(leaves)
+        if not other:
+            return self._pending.popleft()
+        self.drop()
+        for number in other:
+            self._refuse_other(first, leaves, number)
+        return None
 
     def launch(
         self,
@@ -211,7 +225,7 @@ class Stream:
             NetworkError: an input is no tensor of the batch.
         """
         batch = self._batches.ahead(0)
-        if batch is None or self._ahead[0] == 0:
+        if batch is None or self._ahead[0] == 0 or self._changes > _CHANGES:
             return
         places = [self._place(batch, graph, n, leaf) for n, leaf in enumerate(leaves)]
         while len(self._pending) < self._ahead[0]:
@@ -224,7 +238,7 @@ class Stream:
             key, slices = split([leaf.detach().clone() for leaf in theirs])
             call, command = self._open(key, count)
             versions = [version_of(leaf) for leaf in theirs]
-            self._pending.append(Launched(later, call, command, theirs, versions))
+            self._pending.append(Launched(later, call, command, graph, theirs, versions))
             self._engine.send_inputs(call.key, slices)
         self._tell()
 
@@ -269,14 +283,43 @@ class Stream:
                     self._commands.tell_each({self._devices[stage]: entry.command})
                     entry.told += 1
 
-    def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int:
-        """Which tensor of the batch an input is."""
-        given = graph.leaves[number]
+    def _refuse_other(self, launched: Launched, leaves: Sequence[Tensor], number: int) -> None:
+        """An input is not what was sent."""
+        given, mine = launched.graph.leaves[number], launched.leaves[number]
+        if given.number and not self._schedule.delayed:
+            self._changes += 1
+            if self._changes > _CHANGES:
+                self._say(
+                    f"schedule={self._schedule.name!r} begins with no more batches of network "
+                    f"{self._name!r} early, because number {given.name!r} changes from batch to "
+                    "batch: the results stay those of one device, and a step takes longer than "
+                    "under schedule='gpipe'."
+                )
+            return
         if given.number:
-            raise self._refused(
+            reason = (
                 f"{given.name!r} is a number that is another one from batch to batch, so that it "
                 "is not known of later batches"
             )
+        elif version_of(mine) == launched.versions[number]:
+            reason = (
+                f"input {given.name!r} of the network is another tensor than the one of the batch "
+                "that it was in earlier steps. Choose or compute it in the dataset, in "
+                "on_after_batch_transfer, or inside the network"
+            )
+        else:
+            reason = (
+                "training_step has changed the inputs of the network, as augmentation does, after "
+                "their batch was sent to the first stage. Do it in the dataset or in "
+                "on_after_batch_transfer"
+            )
+        raise self._refused(reason)
+
+    def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int | None:
+        """Which tensor of the batch an input is; ``None``: a number of the network's Python."""
+        given = graph.leaves[number]
+        if given.number:
+            return None
         if leaf.requires_grad:
             raise self._refused(
                 f"input {given.name!r} of the network wants a gradient, which "
@@ -308,20 +351,20 @@ class Stream:
 
 
 def _those(
-    batch: Batch, places: Sequence[int], like: Sequence[Tensor], static: bool
+    batch: Batch, places: Sequence[int | None], like: Sequence[Tensor], static: bool
 ) -> list[Tensor] | None:
     """The inputs for a later batch; ``None`` if it has another form than this one.
 
     Args:
         batch: the later one.
-        places: of the inputs among its tensors.
+        places: of the inputs among its tensors; ``None``: it is as for this batch.
         like: the inputs for this batch.
         static: whether the number of samples must be the same.
     """
     tensors = batch.tensors
-    if max(places) >= len(tensors):
+    if any(place is not None and place >= len(tensors) for place in places):
         return None
-    found = [tensors[place] for place in places]
+    found = [b if n is None else tensors[n] for n, b in zip(places, like)]
     first = 0 if static else 1
     fits = all(
         a.dtype == b.dtype

@@ -73,6 +73,7 @@ class Test1f1bInWindows(_Streamed):
         "rows_lightning_state",
         "rows_loggers",
         "rows_optimizers",
+        "rows_python_state",
         "rows_steps",
         "rows_trainer",
         "rows_user_code",
