@@ -142,6 +142,26 @@ class Launched:
             or not (_is_same(mine, theirs) or _is_equal(mine, theirs))
         ]
 
+    def why_other(self, number: int) -> str:
+        """What has happened to an input that is not what was sent."""
+        given = self.graph.leaves[number]
+        if given.number:
+            return (
+                f"{given.name!r} is a number that is another one from batch to batch, so that it "
+                "is not known of later batches"
+            )
+        if version_of(self.leaves[number]) == self.versions[number]:
+            return (
+                f"input {given.name!r} of the network is another tensor than the one of the batch "
+                "that it was in earlier steps. Choose or compute it in the dataset, in "
+                "on_after_batch_transfer, or inside the network"
+            )
+        return (
+            "training_step has changed the inputs of the network, as augmentation does, after "
+            "their batch was sent to the first stage. Do it in the dataset or in "
+            "on_after_batch_transfer"
+        )
+
 
 class Stream:
     """The calls of one network that run ahead.
@@ -204,8 +224,11 @@ class Stream:
         if not other:
             return self._pending.popleft()
         self.drop()
-        for number in other:
-            self._refuse_other(first, leaves, number)
+        given = first.graph.leaves
+        wrong = [n for n in other if self._schedule.delayed or not given[n].number]
+        if wrong:
+            raise self._refused(first.why_other(wrong[0]))
+        self._count_change(given[other[0]].name)
         return None
 
     def launch(
@@ -283,37 +306,16 @@ class Stream:
                     self._commands.tell_each({self._devices[stage]: entry.command})
                     entry.told += 1
 
-    def _refuse_other(self, launched: Launched, leaves: Sequence[Tensor], number: int) -> None:
-        """An input is not what was sent."""
-        given, mine = launched.graph.leaves[number], launched.leaves[number]
-        if given.number and not self._schedule.delayed:
-            self._changes += 1
-            if self._changes > _CHANGES:
-                self._say(
-                    f"schedule={self._schedule.name!r} begins with no more batches of network "
-                    f"{self._name!r} early, because number {given.name!r} changes from batch to "
-                    "batch: the results stay those of one device, and a step takes longer than "
-                    "under schedule='gpipe'."
-                )
-            return
-        if given.number:
-            reason = (
-                f"{given.name!r} is a number that is another one from batch to batch, so that it "
-                "is not known of later batches"
+    def _count_change(self, name: str) -> None:
+        """A number was another one in the turn of its batch: what was launched was for nothing."""
+        self._changes += 1
+        if self._changes > _CHANGES:
+            self._say(
+                f"schedule={self._schedule.name!r} begins with no more batches of network "
+                f"{self._name!r} early, because number {name!r} changes from batch to batch: the "
+                "results stay those of one device, and a step takes longer than under "
+                "schedule='gpipe'."
             )
-        elif version_of(mine) == launched.versions[number]:
-            reason = (
-                f"input {given.name!r} of the network is another tensor than the one of the batch "
-                "that it was in earlier steps. Choose or compute it in the dataset, in "
-                "on_after_batch_transfer, or inside the network"
-            )
-        else:
-            reason = (
-                "training_step has changed the inputs of the network, as augmentation does, after "
-                "their batch was sent to the first stage. Do it in the dataset or in "
-                "on_after_batch_transfer"
-            )
-        raise self._refused(reason)
 
     def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int | None:
         """Which tensor of the batch an input is; ``None``: a number of the network's Python."""
