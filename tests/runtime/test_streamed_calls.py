@@ -460,6 +460,12 @@ def test_an_input_that_is_changed_in_place_is_refused(streamed: Streamed) -> Non
         first_step(replica, coming, lambda x: replica(x.add_(1)))
 
 
+def test_an_input_that_is_computed_in_later_steps_only_is_refused(streamed: Streamed) -> None:
+    replica, coming = streamed(model(), "fdg", 2, values(4))
+    with pytest.raises(NetworkError, match="is another tensor than the one of the batch"):
+        first_step(replica, coming, lambda x: replica(x + 1 if coming.now else x))
+
+
 def test_a_second_call_in_a_step_is_refused(streamed: Streamed) -> None:
     replica, coming = streamed(model(), "1f1b", 2, values(4))
     with pytest.raises(NetworkError, match="more than once"):
