@@ -102,7 +102,10 @@ class Discovery:
         self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how
         self._watched: dict[str, nn.Module] = {}
         self._ranks = mesh.coordinates.ranks_per_replica
-        if self._ranks > 1 or (options.microbatches or 1) > 1 or options.compiled:
+        wanted = self._ranks > 1 or (options.microbatches or 1) > 1 or options.compiled
+        # an evaluation may do without a network (metrics of files): then it is the driver's
+        evaluates = not options.training and options.names is None
+        if wanted and not (evaluates and next(module.parameters(), None) is None):
             self._watched = candidates(module, options.names)
         self._watch(self._watched)
 
