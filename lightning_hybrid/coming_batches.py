@@ -7,7 +7,7 @@ once per batch, only earlier. An error of the loader is raised where it would ha
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 from torch import Tensor
@@ -62,12 +62,18 @@ class Iteration:
         loader: what is passed over.
         state: gives the state of a resumable one.
         asked: called whenever the next batch is asked for.
+        loading: what a batch is loaded in that Lightning asks for.
     """
 
     def __init__(
-        self, loader: Any, state: Callable[[], Any], asked: Callable[["Iteration"], None]
+        self,
+        loader: Any,
+        state: Callable[[], Any],
+        asked: Callable[["Iteration"], None],
+        loading: Callable[["Iteration"], AbstractContextManager[None]],
     ) -> None:
         self._source, self._state, self._asked = iter(loader), state, asked
+        self._loading = loading
         self._batches: deque[ComingBatch] = deque()  # that were not begun
         self.handed_state: Any = None
 
@@ -78,7 +84,9 @@ class Iteration:
         self._asked(self)
         batch = next((each for each in self._batches if not each.handed), None)
         if batch is None:
-            if not self._fetch():
+            with self._loading(self):
+                found = self._fetch()
+            if not found:
                 raise StopIteration
             batch = self._batches[-1]
         batch.handed, self.handed_state = True, batch.state
@@ -127,13 +135,16 @@ class ComingLoader:
     Attributes:
         iteration: that was asked for a batch last. (Users look at their loaders in callbacks, too:
             the Trainer has a batch moved right after it has asked for one.)
+        loading: what a batch is loaded in that Lightning asks for.
     """
 
-    _own = frozenset({"_loader", "iteration"})
+    _own = frozenset({"_loader", "iteration", "loading"})
     iteration: Iteration | None
+    loading: Callable[[Iteration], AbstractContextManager[None]]
 
     def __init__(self, loader: Any) -> None:
         self._loader, self.iteration = loader, None
+        self.loading = lambda _: nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         if name in self._own:  # of one that is being made
@@ -154,7 +165,7 @@ class ComingLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iteration:
-        return Iteration(self._loader, self._state, self._ask)
+        return Iteration(self._loader, self._state, self._ask, self.loading)
 
     def _ask(self, iteration: Iteration) -> None:
         self.iteration = iteration
@@ -204,6 +215,7 @@ class ComingBatches:
             return loader
         resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._loader = (ResumableLoader if resumable else ComingLoader)(loader)
+        self._loader.loading = self._loading
         self._attributes = LoaderAttributes(loader)
         self._draws.know(self._generators(loader))
         return self._loader
@@ -257,7 +269,7 @@ class ComingBatches:
             self._attributes.look()
         after = plain_attributes(module)
         changed = sorted(name for name in after if str(after[name]) != str(before.get(name)))
-        if changed:
+        if changed and batch is not None:  # (a hook that fails leaves traces of Lightning's)
             raise NetworkError(
                 "This schedule begins with later batches early, and loading one (or "
                 f"on_after_batch_transfer) changes {changed[0]!r} of {type(module).__name__}, "
@@ -265,6 +277,19 @@ class ComingBatches:
                 "schedule='gpipe'."
             )
         return batch
+
+    @contextmanager
+    def _loading(self, iteration: Iteration) -> Iterator[None]:
+        """Inside, Lightning has a batch loaded, as it would on one device."""
+        if iteration is not self._iteration:  # a callback's; or a first batch
+            yield
+            return
+        if iteration.has_early_ones:
+            self._look_at_attributes()
+        with self._draws.in_turn():
+            yield
+        if self._attributes is not None:
+            self._attributes.look()
 
     def _look_at_attributes(self) -> None:
         if self._attributes is not None:

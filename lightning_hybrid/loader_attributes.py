@@ -2,13 +2,16 @@
 
 On one device a batch is loaded after the step before it is over. One that is loaded earlier has not
 seen what that step, or a hook behind it, has changed: a curriculum, a replay buffer. Attributes can
-be looked at; what a file or a closure holds cannot.
+be looked at; what a file or a closure holds cannot. Only built-in types are looked into, by their
+own methods: those of the user's classes may do anything.
 """
 
+import ctypes
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, get_args
+from zlib import crc32
 
 import numpy as np
 from torch import Tensor, nn
@@ -20,9 +23,12 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.random_draws import Generator
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_GENERATORS = get_args(Generator)
 _COLLECTIONS = (list, tuple, deque, set, frozenset, dict)
 _NEVER = (type, ModuleType, FunctionType, MethodType, Trainer, nn.Module, Tensor, np.ndarray)
-_DEPTH, _FEW, _OBJECTS = 4, 32, 1000
+_DEPTH, _FEW, _OBJECTS = 6, 32, 1000
+_ENTRIES, _BYTES = 10_000, 2**20
+"""Of larger collections and arrays a change in place is not seen."""
 
 
 class LoaderAttributes:
@@ -48,14 +54,15 @@ class LoaderAttributes:
             NetworkError: something else than the loader has changed an attribute.
         """
         now = self._now()
-        for name in now.keys() & self._last.keys():
-            if now[name] != self._last[name]:
-                raise NetworkError(
-                    f"This schedule begins with later batches early, and {name} of the train "
-                    "loader was changed (by training_step or a hook) after such a batch was "
-                    "loaded, which on one device would have been loaded after the change. Change "
-                    "it between epochs, or use schedule='gpipe'."
-                )
+        changed = [n for n in now if n in self._last and now[n] != self._last[n]]
+        if changed:
+            name = max(changed, key=lambda name: name.count("."))  # and not what holds it
+            raise NetworkError(
+                f"This schedule begins with later batches early, and {name} of the train loader "
+                "was changed (by training_step, a hook, a validation, a thread) after such a batch "
+                "was loaded, which on one device would have been loaded after the change. Change "
+                "it between epochs, or use schedule='gpipe'."
+            )
 
     def _now(self) -> dict[str, Any]:
         if self._loader is None:
@@ -65,12 +72,13 @@ class LoaderAttributes:
 
 def plain_attributes(owner: object) -> dict[str, Any]:
     """Numbers, words and flags that an object has."""
-    return {name: value for name, value in vars(owner).items() if isinstance(value, _PLAIN)}
+    return {name: v for name, v in vars(owner).items() if issubclass(type(v), _PLAIN)}
 
 
 def own_generators(roots: Mapping[str, object]) -> dict[str, Generator]:
     """Generators that are attributes of some objects, or of what these hold."""
-    return {name: value for name, value in attributes(roots) if isinstance(value, Generator)}
+    found = attributes(roots)
+    return {name: value for name, value in found if isinstance(value, _GENERATORS)}
 
 
 def attributes(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -85,28 +93,57 @@ def attributes(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
         for part, inner in _parts(value):
             path = f"{name}.{part}" if name else part
             yield path, inner
-            if depth < _DEPTH and not isinstance(inner, (*_PLAIN, *_NEVER, Generator)):
+            if depth < _DEPTH and not issubclass(type(inner), (*_PLAIN, *_NEVER, *_GENERATORS)):
                 waiting.append((path, inner, depth + 1))
 
 
 def _parts(value: Any) -> list[tuple[str, object]]:
-    if isinstance(value, _COLLECTIONS):
-        if len(value) > _FEW:
+    kind = type(value)
+    if issubclass(kind, _COLLECTIONS):
+        if _length(value) > _FEW:
             return []
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(str(key), inner) for key, inner in pairs]
-    found = [*getattr(value, "__dict__", {}).items()]
-    if isinstance(value, DataLoader):  # its other attributes are of its own iteration
-        found = [(name, inner) for name, inner in found if not name.startswith("_")]
-    return found
+        pairs = dict.items(value) if issubclass(kind, dict) else enumerate(_entries(value))
+        return [(str(key), inner) for key, inner in pairs if isinstance(key, _PLAIN)]
+    try:
+        found = object.__getattribute__(value, "__dict__").items()
+    except Exception:  # a class that has no such attributes, or makes them itself
+        return []
+    if issubclass(kind, DataLoader):  # its other attributes are of its own iteration
+        return [(name, inner) for name, inner in found if not name.startswith("_")]
+    return [*found]
+
+
+def _length(collection: Any) -> int:
+    """Not by a method of the user's."""
+    return next(kind for kind in _COLLECTIONS if isinstance(collection, kind)).__len__(collection)
+
+
+def _entries(collection: Any) -> Iterator[Any]:
+    return next(kind for kind in _COLLECTIONS if isinstance(collection, kind)).__iter__(collection)
 
 
 def _state_of(value: Any) -> Any:
     """What changes with a value; it can be compared."""
-    if isinstance(value, _PLAIN):
-        return type(value), str(value)  # NaN is itself
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if issubclass(kind, _PLAIN):
+        return kind, str(value)  # NaN is itself
+    if issubclass(kind, Tensor):
         return id(value), version_of(value)
-    if isinstance(value, _COLLECTIONS):
-        return id(value), len(value)
+    if issubclass(kind, np.ndarray) and value.nbytes <= _BYTES and not value.dtype.hasobject:
+        return id(value), crc32(value.tobytes())
+    if issubclass(kind, ctypes.Array | ctypes._SimpleCData):  # of multiprocessing.Value
+        return id(value), crc32(bytes(value))
+    if issubclass(kind, _COLLECTIONS):
+        return id(value), _length(value), _hash_of(value)
     return id(value)
+
+
+def _hash_of(collection: Any) -> int:
+    """Of its entries, in their order; 0 if they cannot be hashed or are too many."""
+    if _length(collection) > _ENTRIES:
+        return 0
+    values = dict.items(collection) if isinstance(collection, dict) else _entries(collection)
+    try:
+        return hash(tuple(values))
+    except Exception:  # lists in it, or a method of the user's
+        return 0

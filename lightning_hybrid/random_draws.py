@@ -53,6 +53,13 @@ class Draws:
         self._by_batches |= _changed(before, self._last)
         self._check()
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Inside, a batch is fetched when it would be on one device."""
+        self._note()
+        yield
+        self._last = self._states()
+
     def look(self) -> None:
         """Look at what was drawn since the last fetch.
 

@@ -38,6 +38,19 @@ class Loader:
         self.given = state["given"]
 
 
+class Counting(Loader):
+    """Counts in each batch."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.loaded = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in super().__iter__():
+            self.loaded += 1
+            yield batch
+
+
 class Curriculum(Loader):
     """Has more to say later on."""
 
@@ -110,6 +123,30 @@ def test_a_loader_that_something_changes_while_a_later_batch_waits_is_refused() 
     run.loader.difficulty += 1
     with pytest.raises(NetworkError, match=r"difficulty of the train loader was changed"):
         run.step(1)
+
+
+def test_what_loading_itself_changes_is_no_change() -> None:
+    """Also where Lightning loads a batch before the step, as it does without a length."""
+    run = Trained(Counting(6))
+    for number in range(5):
+        run.step(2 if number % 2 else 0)
+
+
+def test_a_batch_that_fails_in_a_hook_says_so_in_its_turn() -> None:
+    run = Trained(Loader(4))
+
+    def fails(batch: Tensor) -> Tensor:
+        if batch == 102:  # as Lightning leaves it
+            run.trainer.lightning_module._current_fx_name = "on_after_batch_transfer"
+            raise ValueError("batch 2 is broken")
+        return batch
+
+    run.trainer.lightning_module._current_fx_name = None
+    run.move = fails  # type: ignore[method-assign]
+    assert run.step(2)[1] == [101]
+    run.step(2)
+    with pytest.raises(ValueError, match="batch 2 is broken"):
+        run.step(2)
 
 
 def test_a_change_before_later_batches_are_loaded_is_seen_by_them() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable
+from multiprocessing import Value
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ class Scans(Dataset[Tensor]):
         self.values = torch.zeros(100)
         self.trainer = Trainer(logger=False, accelerator="cpu")
         self.big = list(range(1000))
+        self.weights = np.zeros(100)
+        self.shared = Value("d", 0.1)
 
     def __getitem__(self, index: int) -> Tensor:
         return self.values[index]
@@ -51,7 +54,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "dataset.dataset.buffer": lambda scans: scans.buffer.append(1),
     "dataset.dataset.table.mode": lambda scans: scans.table.update(mode="hard"),
     "dataset.dataset.values": lambda scans: scans.values.add_(1),
-    "dataset.dataset.big": lambda scans: scans.big.append(1),
+    "dataset.dataset.big": lambda scans: scans.big.reverse(),
+    "dataset.dataset.weights": lambda scans: scans.weights.__setitem__(3, 1.0),
+    "dataset.dataset.shared._obj": lambda scans: setattr(scans.shared, "value", 0.2),
 }
 
 
@@ -82,6 +87,38 @@ def test_an_iteration_changes_nothing_of_the_loader() -> None:
     seen.look()
     next(iter(loader))
     seen.check()
+
+
+class Odd(dict[str, Any]):
+    """Answers to nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+    items = __iter__ = __len__  # type: ignore[assignment]
+
+
+class Proxy:
+    """Says that it is another one."""
+
+    __slots__ = ("other",)
+    __class__ = property(lambda self: list)  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_objects_that_fail_when_they_are_looked_at_are_left_alone() -> None:
+    scans: Any = Scans()
+    scans.odd, scans.proxy = Odd(a=1), Proxy()
+    seen = LoaderAttributes(DataLoader(scans))
+    seen.look()
+    dict.__setitem__(scans.odd, "a", 2)
+    with pytest.raises(NetworkError, match=r"dataset\.odd"):
+        seen.check()
 
 
 def test_the_trainer_and_networks_are_not_looked_into() -> None:

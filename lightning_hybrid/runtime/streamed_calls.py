@@ -251,19 +251,21 @@ class Stream:
         if batch is None or self._ahead[0] == 0 or self._changes > _CHANGES:
             return
         places = [self._place(batch, graph, n, leaf) for n, leaf in enumerate(leaves)]
-        while len(self._pending) < self._ahead[0]:
-            count = len(self._pending) + 1
-            later = self._batches.ahead(count)
-            theirs = None if later is None else _those(later, places, leaves, graph.is_static)
-            if later is None or theirs is None:
-                break
-            # copies: the user may write into the batch while it is on its way
-            key, slices = split([leaf.detach().clone() for leaf in theirs])
-            call, command = self._open(key, count)
-            versions = [version_of(leaf) for leaf in theirs]
-            self._pending.append(Launched(later, call, command, graph, theirs, versions))
-            self._engine.send_inputs(call.key, slices)
-        self._tell()
+        try:
+            while len(self._pending) < self._ahead[0]:
+                count = len(self._pending) + 1
+                later = self._batches.ahead(count)
+                theirs = None if later is None else _those(later, places, leaves, graph.is_static)
+                if later is None or theirs is None:
+                    break
+                # copies: the user may write into the batch while it is on its way
+                key, slices = split([leaf.detach().clone() for leaf in theirs])
+                call, command = self._open(key, count)
+                versions = [version_of(leaf) for leaf in theirs]
+                self._pending.append(Launched(later, call, command, graph, theirs, versions))
+                self._engine.send_inputs(call.key, slices)
+        finally:  # a batch that fails to load leaves those before it under way
+            self._tell()
 
     def drop(self) -> None:
         """Give up all that is under way: a rank that has not begun it takes it off its link.

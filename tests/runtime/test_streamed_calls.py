@@ -478,6 +478,29 @@ def test_an_input_that_wants_a_gradient_is_refused(streamed: Streamed) -> None:
         first_step(replica, coming, lambda x: replica(x.requires_grad_()))
 
 
+def test_a_batch_that_cannot_be_loaded_leaves_those_before_it_under_way(streamed: Streamed) -> None:
+    """The run can still be ended, and what comes next be called."""
+    module = model()
+    replica, coming = streamed(module, "fdg", 3, values(4))
+    expected = module.net(values(4)[3])
+    found = coming.ahead
+
+    def ahead(count: int) -> One | None:
+        if count == 2:
+            raise ValueError("batch 2 is broken")
+        return found(count)
+
+    coming.ahead = ahead  # type: ignore[method-assign]
+    coming.now = 0
+    replica.driver.begin_step(0)
+    with pytest.raises(ValueError, match="batch 2 is broken"):
+        replica(coming.batches[0].tensors[0])
+    coming.now = None
+    replica.driver.interrupt()
+    torch.testing.assert_close(replica(values(4)[3]), expected, rtol=0, atol=1e-12)
+    replica.end()
+
+
 def test_an_error_in_a_forward_that_ran_ahead_is_raised_in_the_turn_of_its_batch(
     streamed: Streamed,
 ) -> None:
