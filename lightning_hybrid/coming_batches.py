@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid._lightning import Trainer
 from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.comm.call_key import Precision
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.loader_attributes import (
     LoaderAttributes,
@@ -208,6 +210,9 @@ class ComingBatches:
         self._in_step = False
         self._draws = Draws()
         self._attributes: LoaderAttributes | None = None
+        # in which batches are loaded in their turn
+        self._precision = Precision.current(torch.device("cpu"))
+        self._grad = True
 
     def wrap(self, loader: Any) -> Any:
         """The loader that takes the place of the user's, if it is that of the training."""
@@ -229,6 +234,8 @@ class ComingBatches:
         """
         if not self._trainer.training:
             return move(batch)
+        self._precision = Precision.current(self._trainer.strategy.root_device)
+        self._grad = torch.is_grad_enabled()
         self._iteration, self._move = self._the_loader().iteration, move
         self._begun = self._iteration.begin() if self._iteration else None
         if self._begun is not None and self._begun.is_ready:  # it came early
@@ -263,7 +270,8 @@ class ComingBatches:
             self._look_at_attributes()
         module = self._trainer.lightning_module
         before = plain_attributes(module)
-        with self._draws.early():
+        # training_step has a precision of its own, and inside of the call no gradients are wanted
+        with self._precision.applied(), torch.set_grad_enabled(self._grad), self._draws.early():
             batch = self._look(self._iteration, count)
         if self._attributes is not None:
             self._attributes.look()

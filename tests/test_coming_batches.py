@@ -72,6 +72,7 @@ class Trained:
             "precision_plugin": SimpleNamespace(convert_input=lambda batch: batch + 100),
             "fit_loop": SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=-1)),
             "lightning_module": nn.Module(),
+            "strategy": SimpleNamespace(root_device=torch.device("cpu")),
         }
         self.trainer: Any = SimpleNamespace(**{**usual, **trainer})
         self.coming = ComingBatches(self.trainer, barrier)
@@ -123,6 +124,36 @@ def test_a_loader_that_something_changes_while_a_later_batch_waits_is_refused() 
     run.loader.difficulty += 1
     with pytest.raises(NetworkError, match=r"difficulty of the train loader was changed"):
         run.step(1)
+
+
+class Drawing(Loader):
+    """Its batches depend on what surrounds their loading."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self.count):
+            yield torch.rand(1) + (torch.ones(2, 2) @ torch.full((2, 2), 1 / 3)).sum()
+
+
+def test_later_batches_are_loaded_in_the_precision_of_their_turn() -> None:
+    """A step has another one, and inside of a call of the network there are no gradients."""
+    run, in_order = Trained(Drawing(4)), Trained(Drawing(4))
+    for each in (in_order, run):
+        torch.manual_seed(0)
+        batch = next(each.batches)
+        each.coming.arrive(batch, each.move)
+        each.trainer.fit_loop.epoch_loop.batch_idx += 1
+    expected = [next(in_order.batches) + 1100 for _ in range(2)]
+    torch.manual_seed(0)
+    torch.rand(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with run.coming.step(), torch.autocast("cpu"), torch.no_grad():
+            found = [run.coming.ahead(count) for count in (1, 2)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert torch.equal(one.tensors[0], other)
 
 
 def test_what_loading_itself_changes_is_no_change() -> None:
