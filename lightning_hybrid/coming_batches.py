@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._lightning import Trainer
+from lightning_hybrid._lightning_private import same_hook
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm.call_key import Precision
 from lightning_hybrid.errors import NetworkError
@@ -271,13 +272,18 @@ class ComingBatches:
         module = self._trainer.lightning_module
         before = plain_attributes(module)
         # training_step has a precision of its own, and inside of the call no gradients are wanted
-        with self._precision.applied(), torch.set_grad_enabled(self._grad), self._draws.early():
+        with (
+            self._precision.applied(),
+            torch.set_grad_enabled(self._grad),
+            same_hook(module),
+            self._draws.early(),
+        ):
             batch = self._look(self._iteration, count)
         if self._attributes is not None:
             self._attributes.look()
         after = plain_attributes(module)
         changed = sorted(name for name in after if str(after[name]) != str(before.get(name)))
-        if changed and batch is not None:  # (a hook that fails leaves traces of Lightning's)
+        if changed and batch is not None:  # else loading has failed, which is said in its turn
             raise NetworkError(
                 "This schedule begins with later batches early, and loading one (or "
                 f"on_after_batch_transfer) changes {changed[0]!r} of {type(module).__name__}, "

@@ -8,7 +8,7 @@ own methods: those of the user's classes may do anything.
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, get_args
 from zlib import crc32
@@ -32,15 +32,21 @@ _ENTRIES, _BYTES = 10_000, 2**20
 
 
 class LoaderAttributes:
-    """Those of a loader whose batches are made in this process.
+    """Those of a loader, as far as they are read in this process.
 
     Args:
         loader: the user's.
     """
 
     def __init__(self, loader: Any) -> None:
-        # (loader processes have copies, which hear of no change on one device either)
-        self._loader = None if getattr(loader, "num_workers", 0) else loader
+        self._roots: dict[str, Any] = {"": loader}
+        self._without: tuple[Any, ...] = ()
+        if getattr(loader, "num_workers", 0):
+            # loader processes have copies of the dataset, which hear of no change on one device
+            # either; the samplers are in this process
+            names = ("sampler", "batch_sampler")
+            self._roots = {name: getattr(loader, name, None) for name in names}
+            self._without = (getattr(loader, "dataset", None),)
         self._last: dict[str, Any] = {}
 
     def look(self) -> None:
@@ -65,9 +71,8 @@ class LoaderAttributes:
             )
 
     def _now(self) -> dict[str, Any]:
-        if self._loader is None:
-            return {}
-        return {name: _state_of(value) for name, value in attributes({"": self._loader})}
+        found = attributes(self._roots, self._without)
+        return {name: _state_of(value) for name, value in found}
 
 
 def plain_attributes(owner: object) -> dict[str, Any]:
@@ -81,9 +86,16 @@ def own_generators(roots: Mapping[str, object]) -> dict[str, Generator]:
     return {name: value for name, value in found if isinstance(value, _GENERATORS)}
 
 
-def attributes(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Attributes of some objects and of those that they hold, by name, without running code."""
-    known: set[int] = set()
+def attributes(
+    roots: Mapping[str, object], without: Sequence[object] = ()
+) -> Iterator[tuple[str, object]]:
+    """Attributes of some objects and of those that they hold, by name, without running code.
+
+    Args:
+        roots: the objects, by the names that come before those of their attributes.
+        without: objects that are not looked into.
+    """
+    known = {id(each) for each in without}
     waiting = deque((name, value, 0) for name, value in roots.items())
     while waiting and len(known) < _OBJECTS:
         name, value, depth = waiting.popleft()

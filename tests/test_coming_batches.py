@@ -59,6 +59,10 @@ class Curriculum(Loader):
         self.difficulty = 0
 
 
+class Module(nn.Module):
+    _current_fx_name = None
+
+
 class Trained:
     """What a Trainer does with its loader."""
 
@@ -71,7 +75,7 @@ class Trained:
             "global_step": 0,
             "precision_plugin": SimpleNamespace(convert_input=lambda batch: batch + 100),
             "fit_loop": SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=-1)),
-            "lightning_module": nn.Module(),
+            "lightning_module": Module(),
             "strategy": SimpleNamespace(root_device=torch.device("cpu")),
         }
         self.trainer: Any = SimpleNamespace(**{**usual, **trainer})
@@ -172,9 +176,9 @@ def test_a_batch_that_fails_in_a_hook_says_so_in_its_turn() -> None:
             raise ValueError("batch 2 is broken")
         return batch
 
-    run.trainer.lightning_module._current_fx_name = None
     run.move = fails  # type: ignore[method-assign]
     assert run.step(2)[1] == [101]
+    assert run.trainer.lightning_module._current_fx_name is None
     run.step(2)
     with pytest.raises(ValueError, match="batch 2 is broken"):
         run.step(2)

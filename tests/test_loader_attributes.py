@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.loader_attributes import (
@@ -75,10 +75,14 @@ def test_a_change_after_the_look_is_named(name: str) -> None:
 
 def test_loader_processes_have_copies_that_hear_of_no_change() -> None:
     scans = Scans()
-    seen = LoaderAttributes(DataLoader(scans, num_workers=1))
+    sampler = WeightedRandomSampler(torch.ones(100), 100)
+    seen = LoaderAttributes(DataLoader(scans, sampler=sampler, num_workers=1))
     seen.look()
     scans.buffer.append(1)
     seen.check()
+    sampler.weights[0] = 2  # which is here
+    with pytest.raises(NetworkError, match=r"sampler\.weights of the train loader"):
+        seen.check()
 
 
 def test_an_iteration_changes_nothing_of_the_loader() -> None:
