@@ -145,7 +145,7 @@ class Launched:
     def why_other(self, number: int) -> str:
         """What has happened to an input that is not what was sent."""
         given = self.graph.leaves[number]
-        if given.number:
+        if self.leaves[number].dim() == 0:
             return (
                 f"{given.name!r} is a number that is another one from batch to batch, so that it "
                 "is not known of later batches"
@@ -224,11 +224,10 @@ class Stream:
         if not other:
             return self._pending.popleft()
         self.drop()
-        given = first.graph.leaves
-        wrong = [n for n in other if self._schedule.delayed or not given[n].number]
+        wrong = [n for n in other if self._schedule.delayed or first.leaves[n].dim()]
         if wrong:
             raise self._refused(first.why_other(wrong[0]))
-        self._count_change(given[other[0]].name)
+        self._count_change(first.graph.leaves[other[0]].name)
         return None
 
     def launch(
@@ -320,10 +319,8 @@ class Stream:
             )
 
     def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int | None:
-        """Which tensor of the batch an input is; ``None``: a number of the network's Python."""
+        """Which tensor of the batch an input is; ``None``: a number that is none of the batch's."""
         given = graph.leaves[number]
-        if given.number:
-            return None
         if leaf.requires_grad:
             raise self._refused(
                 f"input {given.name!r} of the network wants a gradient, which "
@@ -332,6 +329,8 @@ class Stream:
         for place, tensor in enumerate(batch.tensors):
             if _is_same(tensor, leaf):
                 return place
+        if leaf.dim() == 0:
+            return None
         raise self._refused(
             f"input {given.name!r} of the network is no tensor of the batch, "
             "but computed in training_step, so that it is not known of later batches. Compute it "
