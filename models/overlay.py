@@ -42,7 +42,7 @@ def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str
     for (label, method), mean in findings.means.items():
         path = folder / f"mean_{class_names[label]}_{method}.png"
         planted = findings.planted.get(label)
-        green = "; green: change planted in half of them" if planted is not None else ""
+        green = "" if planted is None else "; green: planted in half of them, however weakly"
         title = (
             f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
             f"\n{_subject(method)} {class_names[-1]}, hottest {TOP:.0%} of the head{green}"
@@ -91,8 +91,10 @@ def map_title(case: Case, one: Map) -> str:
     if one.empty:
         return f"{title}: no evidence found"
     if one.score is None:
-        green = "; green: the change planted in this scan" if case.truth is not None else ""
-        return f"{title}, hottest {TOP:.0%} of the head{green}"
+        title = f"{title}, hottest {TOP:.0%} of the head"
+        if case.truth is None:
+            return title
+        return f"{title}; green: the change planted in this scan, however weak"
     place = "in" if one.score.peak_in else f"{one.score.distance_mm:.0f} mm from"
     return (
         f"{title}: peak {place} the planted region (green), {one.score.times_chance:.1f} x chance "
