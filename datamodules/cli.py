@@ -302,7 +302,7 @@ def _check(options: Namespace) -> int:
 def _read_unchecked(options: Namespace, task: str) -> Survey:
     refuse_inside(options.root, options.out, "--out")
     found = _survey(options, task, None)
-    show(f"task: {task}\n{found.summary()}")
+    show(found.summary())
     return found
 
 
@@ -374,7 +374,11 @@ def _split(options: Namespace) -> int:
             str(options.extend),
             "leave --task away, or make a new split: all its subjects would join training",
         )
-    surveys = {TASKS[task]: _read_unchecked(options, task) for task in tasks}
+    surveys = {}
+    for task in tasks:
+        if len(tasks) > 1:
+            show(f"task {task}:")
+        surveys[TASKS[task]] = _read_unchecked(options, task)
     records = [record for found in surveys.values() for record in found.records]
     if old is not None:
         split = extend_split(old, records)
