@@ -68,3 +68,6 @@ CONTAINERS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (RandomVariable, "call_method", _draw),
 )
 """What takes the place of methods of TorchDynamo; see `exchanged_methods`."""
+
+TABLES = (VariableBuilder._type_dispatch_impl,)
+"""They have methods by the types that these are for, from the first compilation in a process on."""

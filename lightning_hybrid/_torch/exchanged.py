@@ -35,7 +35,9 @@ class Exchanged:
 
 
 def exchanged_methods(
-    instead: Sequence[tuple[Any, str, Callable[..., Any]]], wanted: Callable[[], bool]
+    instead: Sequence[tuple[Any, str, Callable[..., Any]]],
+    wanted: Callable[[], bool],
+    tables: Sequence[Any] = (),
 ) -> Exchanged:
     """A context in which methods of classes, or functions of modules, are exchanged.
 
@@ -43,6 +45,7 @@ def exchanged_methods(
         instead: the class or module, the name, and what is called instead: with what was there, and
             its arguments. (A call with keywords goes to what was there.)
         wanted: whether it is to be called in this thread.
+        tables: functions that keep tables of such methods, and so may have those of before.
     """
     found = [(owner, name, vars(owner).get(name)) for owner, name, _ in instead]
     made = [(o, name, _chosen(new, getattr(o, name), wanted)) for o, name, new in instead]
@@ -50,6 +53,8 @@ def exchanged_methods(
     def put() -> None:
         for owner, name, new in made:
             setattr(owner, name, new)
+        for table in tables:
+            table.cache_clear()
 
     def back() -> None:
         for owner, name, own in found:

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.variables.builder import VariableBuilder
 
 from lightning_hybrid._torch.capture import TorchDynamoException, capture_settings
 
@@ -37,8 +38,12 @@ class Draws(Net):
         return x * self.random.random()
 
 
-def test_a_full_queue_gives_up_an_element_for_each_new_one() -> None:
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_full_queue_gives_up_an_element_for_each_new_one(compiled_before: bool) -> None:
     torch._dynamo.reset()
+    VariableBuilder._type_dispatch_impl.cache_clear()
+    if compiled_before:  # TorchDynamo has its table of types then
+        torch.compile(Remembers(), backend="eager")(torch.tensor(1.0))
     net, same = Remembers(), Remembers()
     captured = torch.compile(net, backend="eager", fullgraph=True)
     for step in range(5):
