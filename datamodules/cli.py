@@ -90,6 +90,7 @@ def _parser() -> ArgumentParser:
     manifest = add("manifest", "list the scans, without reading them", _manifest)
     _add_out(manifest, "scans.tsv")
     for writer in (check, manifest):
+        writer.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
         writer.add_argument("--force", action="store_true", help="replace files of other origin")
     split = add("split", "split the subjects into train, val and test", _split)
     _add_out(split, "split.json")
@@ -116,8 +117,6 @@ def _parser() -> ArgumentParser:
         reader.add_argument(
             "root", type=Path, help="folder of the data, or a table of scans; never written to"
         )
-        if reader is not split:
-            reader.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
         reader.add_argument(
             "--layout", choices=("auto", *LAYOUTS), default="auto", help="default: found out"
         )
@@ -366,8 +365,8 @@ def _is_unchecked(path: Path) -> bool:
 
 def _split(options: Namespace) -> int:
     old = load_split(options.extend) if options.extend else None
-    tasks = list(dict.fromkeys(options.task or (old and old.task.split("+")) or ["ad_nc"]))
-    if old is not None and old.task and set(tasks) != set(old.task.split("+")):
+    tasks = list(dict.fromkeys(options.task or (old and old.tasks) or ["ad_nc"]))
+    if old is not None and old.tasks and {*tasks} != {*old.tasks}:
         raise SplitError(
             "OTHER_TASKS",
             f"the split serves {old.task}, --task asks for {'+'.join(tasks)}",

@@ -67,6 +67,11 @@ class Split:
                 seen[subject] = name
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks it was made for; none if that is not known."""
+        return tuple(self.task.split("+")) if self.task else ()
+
+    @property
     def fingerprint(self) -> str:
         """Hash over the members; two runs with the same one used the same split."""
         members = json.dumps([sorted(getattr(self, name)) for name in SPLITS])
@@ -350,8 +355,7 @@ def chosen_fold(split: Split, fold: int, task: str, rule: LabelRule, path: Path)
     Raises:
         SplitError: it was made for another task or label rule, or has no such fold.
     """
-    tasks = split.task.split("+")
-    mine = {"task": split.task if task in tasks else task, **asdict(rule)}
+    mine = {"task": split.task if task in split.tasks else task, **asdict(rule)}
     its = {"task": split.task, **asdict(LabelRule()), **split.rule}
     differ = [f"{k} {its[k]!r} there, {mine[k]!r} here" for k in its if its[k] != mine.get(k)]
     if differ and split.task:

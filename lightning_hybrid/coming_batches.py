@@ -210,7 +210,7 @@ class ComingBatches:
         self._iteration: Iteration | None = None
         self._in_step = False
         self._draws = Draws()
-        self._attributes: LoaderAttributes | None = None
+        self._attributes = LoaderAttributes(None)
         # in which batches are loaded in their turn
         self._precision = Precision.current(torch.device("cpu"))
         self._grad = True
@@ -241,7 +241,7 @@ class ComingBatches:
         self._begun = self._iteration.begin() if self._iteration else None
         if self._begun is not None and self._begun.is_ready:  # it came early
             self._draws.look()
-            self._look_at_attributes()
+            self._attributes.check()
             return self._begun.make_ready(move, batch)
         ready = move(batch) if self._begun is None else self._begun.make_ready(move, batch)
         self._draws.begin()
@@ -268,7 +268,7 @@ class ComingBatches:
         if count > self._room() or self._iteration is None:
             return None
         if self._iteration.has_early_ones:
-            self._look_at_attributes()
+            self._attributes.check()
         module = self._trainer.lightning_module
         before = plain_attributes(module)
         # training_step has a precision of its own, and inside of the call no gradients are wanted
@@ -279,8 +279,7 @@ class ComingBatches:
             self._draws.early(),
         ):
             batch = self._look(self._iteration, count)
-        if self._attributes is not None:
-            self._attributes.look()
+        self._attributes.look()
         after = plain_attributes(module)
         changed = sorted(name for name in after if str(after[name]) != str(before.get(name)))
         if changed and batch is not None:  # else loading has failed, which is said in its turn
@@ -299,25 +298,17 @@ class ComingBatches:
             yield
             return
         if iteration.has_early_ones:
-            self._look_at_attributes()
+            self._attributes.check()
         with self._draws.in_turn():
             yield
-        if self._attributes is not None:
-            self._attributes.look()
-
-    def _look_at_attributes(self) -> None:
-        if self._attributes is not None:
-            self._attributes.check()
+        self._attributes.look()
 
     def _generators(self, loader: Any) -> dict[str, Any]:
         """Those of the user's that steps, hooks or batches may draw from."""
         module = self._trainer.lightning_module
-        roots = {
-            f"{type(module).__name__}.{name}".rstrip("."): m for name, m in module.named_modules()
-        }
-        datamodule = getattr(self._trainer, "datamodule", None)
-        found = own_generators({**roots, "datamodule": datamodule, "the train loader": loader})
-        return {f"the generator {name}": generator for name, generator in found.items()}
+        name, datamodule = type(module).__name__, getattr(self._trainer, "datamodule", None)
+        roots = {name: module, "datamodule": datamodule, "the train loader": loader}
+        return {f"the generator {each}": own for each, own in own_generators(roots).items()}
 
     def _look(self, iteration: Iteration, count: int) -> ComingBatch | None:
         batch = iteration.look(count - 1)

@@ -6,7 +6,6 @@ be looked at; what a file or a closure holds cannot. Only built-in types are loo
 own methods: those of the user's classes may do anything.
 """
 
-import ctypes
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
@@ -27,6 +26,7 @@ _GENERATORS = get_args(Generator)
 _COLLECTIONS = (list, tuple, deque, set, frozenset, dict)
 _NEVER = (type, ModuleType, FunctionType, MethodType, Trainer, nn.Module, Tensor, np.ndarray)
 _DEPTH, _FEW, _OBJECTS = 6, 32, 1000
+"""How deep, into collections of how many entries, and into how many objects is looked."""
 _ENTRIES, _BYTES = 10_000, 2**20
 """Of larger collections and arrays a change in place is not seen."""
 
@@ -81,9 +81,15 @@ def plain_attributes(owner: object) -> dict[str, Any]:
 
 
 def own_generators(roots: Mapping[str, object]) -> dict[str, Generator]:
-    """Generators that are attributes of some objects, or of what these hold."""
-    found = attributes(roots)
-    return {name: value for name, value in found if isinstance(value, _GENERATORS)}
+    """Generators that are attributes of some objects, of what these hold, and of all modules."""
+    found: dict[str, Generator] = {}
+    for name, root in roots.items():
+        kept = [*attributes({name: root})]
+        if isinstance(root, nn.Module):  # networks are not looked into else
+            parts = ((path, part) for path, part in root.named_modules(prefix=name))
+            kept += [(f"{path}.{k}", v) for path, part in parts for k, v in vars(part).items()]
+        found |= {path: value for path, value in kept if isinstance(value, _GENERATORS)}
+    return found
 
 
 def attributes(
@@ -143,19 +149,16 @@ def _state_of(value: Any) -> Any:
         return id(value), version_of(value)
     if issubclass(kind, np.ndarray) and value.nbytes <= _BYTES and not value.dtype.hasobject:
         return id(value), crc32(value.tobytes())
-    if issubclass(kind, ctypes.Array | ctypes._SimpleCData):  # of multiprocessing.Value
-        return id(value), crc32(bytes(value))
     if issubclass(kind, _COLLECTIONS):
-        return id(value), _length(value), _hash_of(value)
+        return id(value), _length(value), _contents(value)
     return id(value)
 
 
-def _hash_of(collection: Any) -> int:
-    """Of its entries, in their order; 0 if they cannot be hashed or are too many."""
+def _contents(collection: Any) -> tuple[Any, ...]:
+    """Plain entries as they are, of others which they are; nothing if they are too many."""
     if _length(collection) > _ENTRIES:
-        return 0
-    values = dict.items(collection) if isinstance(collection, dict) else _entries(collection)
-    try:
-        return hash(tuple(values))
-    except Exception:  # lists in it, or a method of the user's
-        return 0
+        return ()
+    entries = _entries(collection)
+    if isinstance(collection, dict):
+        entries = (each for pair in dict.items(collection) for each in pair)
+    return tuple([each if type(each) in _PLAIN else id(each) for each in entries])

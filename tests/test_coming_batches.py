@@ -58,6 +58,10 @@ class Curriculum(Loader):
         super().__init__(count)
         self.difficulty = 0
 
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in super().__iter__():
+            yield batch + 10 * self.difficulty
+
 
 class Module(nn.Module):
     _current_fx_name = None
@@ -162,9 +166,10 @@ def test_later_batches_are_loaded_in_the_precision_of_their_turn() -> None:
 
 def test_what_loading_itself_changes_is_no_change() -> None:
     """Also where Lightning loads a batch before the step, as it does without a length."""
-    run = Trained(Counting(6))
-    for number in range(5):
-        run.step(2 if number % 2 else 0)
+    run, in_order = Trained(Counting(6)), Trained(Counting(6))
+    found = [run.step(2 if number % 2 else 0)[0] for number in range(5)]
+    assert found == [in_order.step(0)[0] for _ in range(5)]
+    assert run.loader.loaded > in_order.loader.loaded == 5  # batches wait
 
 
 def test_a_batch_that_fails_in_a_hook_says_so_in_its_turn() -> None:
@@ -185,11 +190,12 @@ def test_a_batch_that_fails_in_a_hook_says_so_in_its_turn() -> None:
 
 
 def test_a_change_before_later_batches_are_loaded_is_seen_by_them() -> None:
-    run = Trained(Curriculum(6), "step", accumulate_grad_batches=2)
+    run, in_order = (Trained(Curriculum(6), "step", accumulate_grad_batches=2) for _ in range(2))
     for number in range(6):
-        run.step(1)
+        assert run.step(1)[0] == in_order.step(0)[0]
         if number % 2:  # none waits across a step
             run.loader.difficulty += 1
+            in_order.loader.difficulty += 1
 
 
 def test_a_batch_that_changes_the_module_where_it_is_made_ready_is_refused() -> None:

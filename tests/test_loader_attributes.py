@@ -3,7 +3,6 @@
 import random
 from collections import deque
 from collections.abc import Callable
-from multiprocessing import Value
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ class Scans(Dataset[Tensor]):
         self.trainer = Trainer(logger=False, accelerator="cpu")
         self.big = list(range(1000))
         self.weights = np.zeros(100)
-        self.shared = Value("d", 0.1)
 
     def __getitem__(self, index: int) -> Tensor:
         return self.values[index]
@@ -56,7 +54,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "dataset.dataset.values": lambda scans: scans.values.add_(1),
     "dataset.dataset.big": lambda scans: scans.big.reverse(),
     "dataset.dataset.weights": lambda scans: scans.weights.__setitem__(3, 1.0),
-    "dataset.dataset.shared._obj": lambda scans: setattr(scans.shared, "value", 0.2),
 }
 
 
@@ -131,6 +128,32 @@ def test_the_trainer_and_networks_are_not_looked_into() -> None:
     names = [name for name, _ in attributes({"": scans})]
     assert "trainer" in names
     assert not any(name.startswith(("trainer.", "table.network.")) for name in names)
+
+
+def test_entries_are_looked_at_without_running_code_of_theirs() -> None:
+    class Entry:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError
+
+    scans: Any = Scans()
+    scans.entries = [Entry() for _ in range(40)]
+    seen = LoaderAttributes(DataLoader(scans))
+    seen.look()
+    seen.check()
+    scans.entries[3] = Entry()
+    with pytest.raises(NetworkError, match=r"dataset\.entries of"):
+        seen.check()
+
+
+def test_generators_of_a_large_network_do_not_hide_those_of_the_data() -> None:
+    network = nn.ModuleList([nn.ReLU() for _ in range(1500)])
+    network[1400].own = torch.Generator()
+    scans: Any = Scans()
+    scans.own = torch.Generator()
+    found = own_generators({"M": network, "the train loader": DataLoader(scans)})
+    assert {*found} == {"M.1400.own", "the train loader.dataset.own"}
 
 
 def test_generators_are_found_wherever_they_are_kept() -> None:

@@ -31,6 +31,12 @@ from torch._dynamo.variables.user_defined import (
 from torch.nn import Module
 from torch.nn.modules import module as modules
 
+_HOOKS_ON_ALL_MODULES = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+)
 _NOWHERE = object()
 _CONSTANT = (bool, int, float, str, type(None))
 
@@ -137,14 +143,6 @@ def _call_of_attributes(own: Any, self: Any, tx: Any, name: str, *arguments: Any
     if name == "copy":
         self.install_dict_keys_match_guard()
     return own(self, tx, name, *arguments)
-
-
-_HOOKS_ON_ALL_MODULES = (
-    modules._global_forward_pre_hooks,
-    modules._global_forward_hooks,
-    modules._global_backward_pre_hooks,
-    modules._global_backward_hooks,
-)
 
 
 def _same_hooks_on_all_modules(builder: Any, guard: Any) -> None:

@@ -76,9 +76,12 @@ class EarlyForwards:
             return outputs, (values, outputs)
         return outputs, Recipe(values, states, before)
 
+    def end_forward(self, call: int) -> None:
+        """All micro-batches of a call went forward: autograd has what it keeps of the weights."""
+        self._copies.pop(call, None)
+
     def commit(self, call: int, stage: Stage) -> None:
         """A call has its turn: what it has written to buffers is for all to see."""
-        self._copies.pop(call, None)
         written: dict[str, Tensor] = {}
         for number in [number for number in self._written if number <= call]:
             written |= self._written.pop(number)
@@ -89,7 +92,6 @@ class EarlyForwards:
 
     def drop(self, call: int) -> None:
         """A call is not wanted."""
-        self._copies.pop(call, None)
         self._written.pop(call, None)
 
     def refuse_kept_weights(self, stage: Stage, outputs: Sequence[Any]) -> None:

@@ -51,6 +51,8 @@ class Engine(RankStages):
         todo, _ = self._lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
             getattr(works[index], kind)(microbatch)
+        for own in self.owned:
+            own.early.end_forward(call.number)
         error = next((work.error for work in works if work.error), None)
         for own in self.owned:
             if own.number > 0:
@@ -113,7 +115,7 @@ class Engine(RankStages):
         work.links.previous.receive_word(Status)
 
     def commit(self, call: Call) -> None:
-        """A call that ran ahead has its turn."""
+        """A call that ran ahead and has written to buffers has its turn."""
         for own in self.owned:
             own.early.commit(call.number, self.stage_for(own, call.key))
 

@@ -188,6 +188,8 @@ class DrivenNetwork(StagedNetwork):
         else:
             call, key_number = launched.call, launched.command.key
             self._launch(specialization, leaves)
+        commits = launched is not None and bool(graph.written)
+        if commits:
             self._commands.tell(Commit(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
@@ -196,7 +198,7 @@ class DrivenNetwork(StagedNetwork):
             self._free(call.number)
             raise
         finally:
-            if launched is not None:
+            if commits:
                 self.engine.commit(call)
         if continues:
             set_random_state(call.states, self.engine.device)

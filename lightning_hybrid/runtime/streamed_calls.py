@@ -10,7 +10,8 @@ outputs, loss, logs and step are those of the batch, in its turn.
 the network is called on tensors of the batch itself. In each step the driver looks which ones these
 are; and when a batch has its turn, the inputs of the real call are compared with what was sent.
 Numbers that the network's Python brings (``self.current_epoch``) are taken to stay what they are;
-where one does not, what was launched with it is given up.
+where one does not, what was launched with it is given up. (That costs a delayed schedule the very
+delays that it is asked for, so it refuses them.)
 
 **What interrupts the stream.** A stage that has run ahead has sent activations that the next stage
 has not been told to take. Whatever else is to run through the stages comes after them, so they are
@@ -33,6 +34,7 @@ from lightning_hybrid.comm.call_key import CallKey
 from lightning_hybrid.comm.protocol import Command, Drop, Forward, Skip
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NetworkGraph
+from lightning_hybrid.network.graph import Leaf
 from lightning_hybrid.pipeline.calls import Call, Values
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.runtime.commands import Commands
@@ -146,10 +148,7 @@ class Launched:
         """What has happened to an input that is not what was sent."""
         given = self.graph.leaves[number]
         if self.leaves[number].dim() == 0:
-            return (
-                f"{given.name!r} is a number that is another one from batch to batch, so that it "
-                "is not known of later batches"
-            )
+            return _is_number(given)
         if version_of(self.leaves[number]) == self.versions[number]:
             return (
                 f"input {given.name!r} of the network is another tensor than the one of the batch "
@@ -330,7 +329,10 @@ class Stream:
             if _is_same(tensor, leaf):
                 return place
         if leaf.dim() == 0:
-            return None
+            # (an integer is brought only once it has changed, so that no first step shows it)
+            if given.number or not self._schedule.delayed:
+                return None
+            raise self._refused(_is_number(given))
         raise self._refused(
             f"input {given.name!r} of the network is no tensor of the batch, "
             "but computed in training_step, so that it is not known of later batches. Compute it "
@@ -351,6 +353,13 @@ class Stream:
             f"schedule={self._schedule.name!r} begins with later batches early, which network "
             f"{self._name!r} does not allow: {reason}; or use schedule='gpipe'."
         )
+
+
+def _is_number(given: Leaf) -> str:
+    return (
+        f"{given.name!r} is a number that may be another one from batch to batch, so that it is "
+        "not known of later batches"
+    )
 
 
 def _those(

@@ -203,7 +203,7 @@ def again(run: Path) -> str:
         record = json.loads(path.read_text())
         values = record["environment"].items()
         text += html.table([{"name": name, "value": str(value)} for name, value in values])
-        text += html.note("The run was started with:") + html.pre(_command(run))
+        text += html.note("The run was started with:") + html.pre(shlex.join(record["command"]))
     text += html.note("The same again, from its own settings:") + html.pre("\n".join(commands))
     return text + "<h3>Settings</h3>\n" + html.pre((run / "config.yaml").read_text())
 

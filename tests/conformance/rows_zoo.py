@@ -723,7 +723,7 @@ class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):
 # ---------------------------------------------------------------- nothing to train
 
 
-class PredictsWithoutParameters(Row):
+class EvaluatesWithoutParameters(Row):
     """A LightningModule that only computes: baselines, post-processing."""
 
     trains = False
@@ -737,8 +737,15 @@ class PredictsWithoutParameters(Row):
         self.calls += 1
         return x.softmax(1) * self.calls
 
-    def predict_dataloader(self) -> Any:
+    def evaluation_dataloader(self) -> Any:
         return DataLoader(self.dataset(8, seed=3), batch_size=4)
+
+    val_dataloader = test_dataloader = predict_dataloader = evaluation_dataloader
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("sum", self(batch[0]).sum(), batch_size=4)
+
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
@@ -746,7 +753,8 @@ class PredictsWithoutParameters(Row):
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
 
     def exercise(self, run: Run) -> Any:
-        return run.trainer().predict(self)
+        trainer = run.trainer()
+        return trainer.validate(self), trainer.test(self), trainer.predict(self)
 
 
 class OptimizesNothing(Row):

@@ -170,6 +170,10 @@ def test_a_split_of_two_tasks_holds_out_the_same_people_in_both(tmp_path, capsys
     assert "OTHER_TASKS: the split serves ad_nc+pmci_smci" in capsys.readouterr().err
     assert main([*command, *more]) == 0
     assert load_split(tmp_path / "more.json") == load_split(both)
+    # of an old file it is not known for which tasks it was made
+    save_split(tmp_path / "old.json", replace(load_split(both), task=""))
+    more = ["--extend", str(tmp_path / "old.json"), "--out", str(tmp_path / "new.json")]
+    assert main([*command, *more]) == 0
 
 
 def test_who_is_in_two_tasks_counts_for_the_rarer_class():

@@ -6,9 +6,9 @@ from collections import OrderedDict, deque
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.variables.builder import VariableBuilder
 
 from lightning_hybrid._torch.capture import TorchDynamoException, capture_settings
+from lightning_hybrid._torch.containers import TABLES
 
 
 class Net(nn.Module):
@@ -41,7 +41,8 @@ class Draws(Net):
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_a_full_queue_gives_up_an_element_for_each_new_one(compiled_before: bool) -> None:
     torch._dynamo.reset()
-    VariableBuilder._type_dispatch_impl.cache_clear()
+    for table in TABLES:
+        table.cache_clear()
     if compiled_before:  # TorchDynamo has its table of types then
         torch.compile(Remembers(), backend="eager")(torch.tensor(1.0))
     net, same = Remembers(), Remembers()

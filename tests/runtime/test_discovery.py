@@ -22,7 +22,7 @@ X = torch.ones(4, 6)
 class Watched:
     """The networks of a module, on the driver of a replica of three stages; nothing is cut."""
 
-    def __init__(self, *, automatic: bool, **networks: nn.Module) -> None:
+    def __init__(self, *, automatic: bool, training: bool = True, **networks: nn.Module) -> None:
         self.lines: list[str] = []
         self.settled = 0
         self.module = nn.ModuleDict(networks)
@@ -42,7 +42,7 @@ class Watched:
                 None,
                 2,
                 self.plan,
-                training=True,
+                training=training,
                 compiled=False,
                 automatic=automatic,
                 say=self.lines.append,
@@ -71,6 +71,14 @@ def test_what_cannot_be_cut_stays_on_the_driver_if_no_number_of_stages_was_asked
     assert "as under ddp" in line
     watched.networks.require()
     assert watched.settled == 1
+
+
+def test_a_module_without_parameters_is_refused_where_it_is_to_be_trained() -> None:
+    with pytest.raises(NetworkNotFoundError, match="ModuleDict owns no module with parameters"):
+        Watched(automatic=False, net=nn.Tanh())
+    watched = Watched(automatic=False, training=False, net=nn.Tanh())
+    assert torch.equal(watched.module["net"](X), X.tanh())
+    watched.networks.require()
 
 
 def test_what_cannot_be_cut_is_refused_if_a_number_of_stages_was_asked_for() -> None:

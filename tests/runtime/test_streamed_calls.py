@@ -466,6 +466,56 @@ def test_an_input_that_is_computed_in_later_steps_only_is_refused(streamed: Stre
         first_step(replica, coming, lambda x: replica(x + 1 if coming.now else x))
 
 
+class Scaled(nn.Module):
+    """Multiplies by a number that is none of the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+        self.by = torch.tensor(1.0, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x) * self.by
+
+
+def scaled() -> Model:
+    torch.manual_seed(0)
+    return frozen_scale(Model(Scaled()).double())
+
+
+@pytest.mark.parametrize("changes", [{3, 7}, {0, 1}, set(range(12))], ids=["barrier", "two", "all"])
+def test_1f1b_computes_with_a_number_as_it_is_in_its_turn_and_says_if_it_never_stays(
+    streamed: Streamed, changes: set[int]
+) -> None:
+    module, inputs, said = scaled(), values(12), []
+    reference: Any = deepcopy(module)
+    optimizer = OPTIMIZERS["momentum"](reference.net.parameters())
+    for number, value in enumerate(inputs):
+        loss_of(reference, reference.net(value)).backward()
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+        reference.net.by = reference.net.by + (number in changes)
+
+    replica, coming = streamed(module, "1f1b", 3, inputs, epoch=4)
+    replica.network.stream._say = said.append  # type: ignore[attr-defined]
+
+    def change(number: int) -> None:
+        module.net.by = module.net.by + (number in changes)
+
+    train(replica, coming, OPTIMIZERS["momentum"](module.net.parameters()), window=4, after=change)
+    replica.end()
+    compare(module, reference)
+    assert len(said) == (len(changes) == 12)
+    assert all("no more batches of network 'net' early, because number" in line for line in said)
+
+
+def test_a_delayed_schedule_refuses_a_number_before_the_first_step(streamed: Streamed) -> None:
+    replica, coming = streamed(scaled(), "fdg", 2, values(4))
+    with pytest.raises(NetworkError, match=r"is a number that may be another one from batch to"):
+        first_step(replica, coming, replica)
+
+
 def test_a_second_call_in_a_step_is_refused(streamed: Streamed) -> None:
     replica, coming = streamed(model(), "1f1b", 2, values(4))
     with pytest.raises(NetworkError, match="more than once"):
