@@ -136,39 +136,41 @@ class ComingLoader:
         loader: the user's.
 
     Attributes:
+        users_loader: that one.
         iteration: that was asked for a batch last. (Users look at their loaders in callbacks, too:
             the Trainer has a batch moved right after it has asked for one.)
         loading: what a batch is loaded in that Lightning asks for.
     """
 
-    _own = frozenset({"_loader", "iteration", "loading"})
+    _own = frozenset({"users_loader", "iteration", "loading"})
+    users_loader: Any
     iteration: Iteration | None
     loading: Callable[[Iteration], AbstractContextManager[None]]
 
     def __init__(self, loader: Any) -> None:
-        self._loader, self.iteration = loader, None
+        self.users_loader, self.iteration = loader, None
         self.loading = lambda _: nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         if name in self._own:  # of one that is being made
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.users_loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._own:
             object.__setattr__(self, name, value)
         else:
-            setattr(self._loader, name, value)
+            setattr(self.users_loader, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the user's loader, and nothing under way."""
-        return type(self), (self._loader,)
+        return type(self), (self.users_loader,)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.users_loader)
 
     def __iter__(self) -> Iteration:
-        return Iteration(self._loader, self._state, self._ask, self.loading)
+        return Iteration(self.users_loader, self._state, self._ask, self.loading)
 
     def _ask(self, iteration: Iteration) -> None:
         self.iteration = iteration
@@ -183,15 +185,15 @@ class ResumableLoader(ComingLoader):
     def state_dict(self) -> Any:
         """The state after the last batch that was handed out."""
         handed = self.iteration and self.iteration.handed_state
-        return self._loader.state_dict() if handed is None else handed
+        return self.users_loader.state_dict() if handed is None else handed
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state."""
         self.iteration = None
-        self._loader.load_state_dict(state)
+        self.users_loader.load_state_dict(state)
 
     def _state(self) -> Any:
-        return self._loader.state_dict()
+        return self.users_loader.state_dict()
 
 
 class ComingBatches:
@@ -204,7 +206,7 @@ class ComingBatches:
 
     def __init__(self, trainer: Trainer, barrier: Literal["step", "epoch"]) -> None:
         self._trainer, self._barrier = trainer, barrier
-        self._loader: ComingLoader | None = None
+        self._known: ComingLoader | None = None  # whose attributes and generators are watched
         self._move: Callable[[Any], Any] = lambda batch: batch
         self._begun: ComingBatch | None = None
         self._iteration: Iteration | None = None
@@ -216,15 +218,16 @@ class ComingBatches:
         self._grad = True
 
     def wrap(self, loader: Any) -> Any:
-        """The loader that takes the place of the user's, if it is that of the training."""
+        """The loader that takes the place of the user's, if it may be that of the training.
+
+        (The Tuner has loaders of the validation made while it trains.)
+        """
         if not self._trainer.training:
             return loader
         resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._loader = (ResumableLoader if resumable else ComingLoader)(loader)
-        self._loader.loading = self._loading
-        self._attributes = LoaderAttributes(loader)
-        self._draws.know(self._generators(loader))
-        return self._loader
+        wrapped = (ResumableLoader if resumable else ComingLoader)(loader)
+        wrapped.loading = self._loading
+        return wrapped
 
     def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """What the training step gets for a batch.
@@ -343,12 +346,15 @@ class ComingBatches:
         Raises:
             NetworkError: there are several.
         """
-        wrapped = self._loader
-        is_the_trainers = self._trainer.train_dataloader is wrapped
-        if wrapped is None or not is_the_trainers:
+        loader = self._trainer.train_dataloader
+        if not isinstance(loader, ComingLoader):
             raise NetworkError(
                 "This schedule begins with later batches early, and knows those of one train "
                 "loader, not of several or of a collection of loaders. Let train_dataloader return "
                 "one loader, or use schedule='gpipe'."
             )
-        return wrapped
+        if loader is not self._known:
+            self._known, users = loader, loader.users_loader
+            self._attributes = LoaderAttributes(users)
+            self._draws.know(self._generators(users))
+        return loader

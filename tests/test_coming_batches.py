@@ -277,6 +277,12 @@ def test_loaders_of_evaluation_stay_what_they_are() -> None:
     assert run.coming.arrive(torch.tensor(1.0), run.move) == 1001
 
 
+def test_a_loader_made_for_validation_in_the_middle_of_training_is_not_that_of_training() -> None:
+    run = Trained(Loader(3))
+    assert len(run.coming.wrap(Loader(2))) == 2  # as the Tuner has it made
+    assert [run.step(1) for _ in range(3)] == [(1100, [1101]), (1101, [1102]), (1102, [])]
+
+
 def test_several_loaders_are_refused() -> None:
     run = Trained(Loader(3))
     run.trainer.train_dataloader = [run.loader, run.loader]
