@@ -25,6 +25,7 @@ from lightning_hybrid.loader_attributes import (
 )
 from lightning_hybrid.network.own_classes import plain
 from lightning_hybrid.random_draws import Draws
+from lightning_hybrid.runtime.streamed_calls import NoBatches
 
 
 class ComingBatch:
@@ -196,6 +197,22 @@ class ResumableLoader(ComingLoader):
         return self.users_loader.state_dict()
 
 
+class InOrder(NoBatches):
+    """The batches of a run whose schedule looks at none before its turn."""
+
+    def wrap(self, loader: Any) -> Any:
+        """The loader that the Trainer uses: the user's."""
+        return loader
+
+    def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """What the training step gets; see :meth:`ComingBatches.arrive`."""
+        return move(batch)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Inside, the batch that has arrived last is trained on."""
+        return nullcontext()
+
+
 class ComingBatches:
     """The batches of one run; see :class:`lightning_hybrid.runtime.streamed_calls.Batches`.
 
@@ -255,7 +272,7 @@ class ComingBatches:
         """Inside, the batch that has arrived last is trained on.
 
         Raises:
-            NetworkError: see :class:`lightning_hybrid.draws.Draws`.
+            NetworkError: see :class:`lightning_hybrid.random_draws.Draws`.
         """
         self._in_step = True
         try:

@@ -19,7 +19,7 @@ class HybridError(RuntimeError):
 
 
 class NetworkError(HybridError):
-    """The network cannot be traced, cut or called as asked."""
+    """The network cannot be captured, cut or called as asked."""
 
 
 class DeferredError(NetworkError):

@@ -2,7 +2,7 @@
 
 Every ``Trainer(log_every_n_steps)`` optimizer steps the driver of replica 0 gives its loggers the
 means over the steps since the last time. Validation is left out, and so is everything up to the
-first step's end, in which networks are traced, measured and cut.
+first step's end, in which networks are captured, measured and cut.
 
 ===========================  ======================================================================
 ``hybrid/step_s``            seconds of one optimizer step: from the start of one training batch to

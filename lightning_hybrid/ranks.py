@@ -25,11 +25,12 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
 from lightning_hybrid.process.device_survey import survey
-from lightning_hybrid.process.joining import Everyone, Meeting, gather, join
+from lightning_hybrid.process.joining import Everyone, gather, join
 from lightning_hybrid.process.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
 )
+from lightning_hybrid.process.store import Meeting
 from lightning_hybrid.world import NoWorld, Phase, World
 
 NAMES = {

@@ -20,7 +20,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
-from lightning_hybrid.coming_batches import ComingBatches
+from lightning_hybrid.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.comm.collectives import broadcast_object
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.signals import run_pending
@@ -28,7 +28,7 @@ from lightning_hybrid.device_times import StepWatcher
 from lightning_hybrid.performance_log import PerformanceLog
 from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.plan_check import PlanCheck
-from lightning_hybrid.process.faults import is_loss
+from lightning_hybrid.process.faults import is_loss, read_fault
 from lightning_hybrid.process.run_results import Results, adopt_results, collect_results
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.runtime.discovery import Discovery
@@ -50,8 +50,8 @@ class DriverSession:
         driver: drives the workers.
         networks: finds and cuts the networks.
         statistics: entered wherever layers may compute.
-        performance: logs step times, or nothing.
-        coming: the training batches, where later ones are looked at; else ``None``.
+        watchers: hear of each training step.
+        batches: the training batches.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class DriverSession:
         networks: Discovery,
         statistics: AbstractContextManager[Any],
         watchers: Sequence[StepWatcher],
-        coming: ComingBatches | None = None,
+        batches: ComingBatches | InOrder,
     ) -> None:
         self._run, self._driver, self._networks = run, driver, networks
-        self._coming = coming
+        self._batches = batches
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
         self._changed = False  # whether weights or buffers may be others than before the run
@@ -81,9 +81,10 @@ class DriverSession:
         """
         mesh, config = run.world.mesh, run.config
         options = run.stage_options()
-        streamed, coming = config.streamed, None
+        batches: ComingBatches | InOrder = InOrder()
+        streamed = config.streamed
         if streamed is not None and run.fitting and mesh.coordinates.ranks_per_replica > 1:
-            coming = ComingBatches(run.trainer, streamed.barrier)
+            batches = ComingBatches(run.trainer, streamed.barrier)
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         driver = Driver(
             run.module,
@@ -94,8 +95,9 @@ class DriverSession:
             run.measurement.stopwatch,
             shared=run.shared,
             share=run.building.deferred,
-            batches=coming,
+            batches=batches,
             say=rank_zero_info,
+            first_failure=lambda: read_fault(mesh).exception(),
         )
         network_options = NetworkOptions(
             config.names,
@@ -115,7 +117,7 @@ class DriverSession:
             driver.abort(Failure.of(error, str(mesh.coordinates)))
             driver.close()
             raise
-        return cls(run, driver, networks, statistics, _watchers(run, driver), coming)
+        return cls(run, driver, networks, statistics, _watchers(run, driver), batches)
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
@@ -165,7 +167,7 @@ class DriverSession:
             NetworkNotFoundError: no network was called in it.
         """
         self._driver.begin_step(self._run.trainer.fit_loop.epoch_loop.total_batch_idx)
-        with self._statistics, self._coming.step() if self._coming else nullcontext():
+        with self._statistics, self._batches.step():
             output = train()
         if output is not None:
             self._networks.require()
@@ -199,7 +201,7 @@ class DriverSession:
 
     def train_loader(self, loader: Any) -> Any:
         """A loader as the Trainer is to use it."""
-        return loader if self._coming is None else self._coming.wrap(loader)
+        return self._batches.wrap(loader)
 
     def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """A batch on its device.
@@ -208,7 +210,7 @@ class DriverSession:
             batch: where it is now.
             move: brings it there.
         """
-        return move(batch) if self._coming is None else self._coming.arrive(batch, move)
+        return self._batches.arrive(batch, move)
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""

@@ -58,7 +58,7 @@ from lightning_hybrid.world import NoWorld, Phase
 class HybridGabraStrategy(SavingStrategy):
     """Trains replicas of a chain of stages; a genetic algorithm places the stages.
 
-    The LightningModule stays as it is. Its network is found at its first call, traced, cut into
+    The LightningModule stays as it is. Its network is found at its first call, captured, cut into
     ``pipeline_parallel_size`` stages and given to the ranks of a replica; ``data_parallel_size``
     replicas average their gradients per stage. The user's code runs on one rank of each replica,
     its driver; to Lightning the world is that of DDP over the drivers.

@@ -2,8 +2,8 @@
 
 Between ``setup_distributed`` and the parting of drivers and workers in ``setup``, and again after
 the end of a run, barriers and broadcasts are over all ranks. During the run they are over the
-drivers, by Lightning's own means. Where the sizes are ours to choose, ranks have no places in a
-mesh until ``setup``.
+drivers, by Lightning's own means. Where the sizes are ours to choose, ranks have no coordinates
+until ``setup``.
 """
 
 import hashlib

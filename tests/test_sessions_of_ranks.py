@@ -15,6 +15,7 @@ from torch.optim import SGD
 import lightning_hybrid.session as sessions
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.building import BetweenRuns, DeferredModule, WholeModule
+from lightning_hybrid.coming_batches import InOrder
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.transport import ConnectionLost
@@ -103,7 +104,9 @@ class Driven:
             setattr(self.driver, part, Notes(self.notes))
         self.driver.weights.changed = False
         statistics = Notes(self.notes).statistics()
-        self.session = DriverSession(self.run, self.driver, Notes(self.notes), statistics, [])
+        self.session = DriverSession(
+            self.run, self.driver, Notes(self.notes), statistics, [], InOrder()
+        )
 
 
 def test_a_step_calls_the_users_code_inside_the_statistics() -> None:

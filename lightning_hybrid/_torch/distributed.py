@@ -18,8 +18,12 @@ def unrecorded() -> Iterator[None]:
     """Inside, torch's profiler does not note what begins.
 
     A transfer on a group of its own that is still on its way when a profiler ends makes the process
-    crash later, in the collection of garbage (torch 2.13). There is no public switch.
+    crash later, in the collection of garbage (torch 2.13). There is no public switch, and no
+    question whether it is on: it is left alone while no profiler is.
     """
+    if not torch._C._autograd._profiler_enabled():
+        yield
+        return
     torch._C._autograd._enable_record_function(False)
     try:
         yield

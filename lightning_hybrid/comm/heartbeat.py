@@ -2,7 +2,7 @@
 
 A rank that waits for the next command, or for the answer to one, gives up after the strategy's
 time-out. What the other does meanwhile may take longer: hours of validation between two commands,
-the tracing of a large network before an answer. Its heartbeat tells that from a process that has
+the capture of a large network before an answer. Its heartbeat tells that from a process that has
 stopped.
 """
 

@@ -2,7 +2,7 @@
 
 gloo raises a plain ``RuntimeError``, for a lost connection as for a wrong shape. NCCL raises
 ``DistBackendError`` for everything, and its watchdog names what it has ended. The texts are those
-of torch 2.11 to 2.13; ``tests/comm/test_comm_lost_peers.py`` provokes gloo's.
+of torch 2.13; ``tests/comm/test_comm_lost_peers.py`` provokes gloo's.
 """
 
 _GONE = (

@@ -3,8 +3,9 @@
 A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that is
 ``answered`` gets an :class:`~lightning_hybrid.comm.messages.Answer` back.
 
-To add a command: define its class here, name it in ``MESSAGES``, and give
-:class:`~lightning_hybrid.runtime.worker.Worker` a handler for it in its table.
+To add a command: define its class here, name it in ``MESSAGES``, and give it a handler in the table
+of :mod:`~lightning_hybrid.runtime.worker`, :mod:`~lightning_hybrid.runtime.worker_weights` or
+:mod:`~lightning_hybrid.runtime.worker_optimizers`.
 """
 
 from collections.abc import Mapping

@@ -62,6 +62,7 @@ def _start(count: int, out: str | None) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common["LOCAL_WORLD_SIZE"] = count
     command = [sys.executable, "-m", "lightning_hybrid", "doctor"]
     command += ["--out", out] if out else []
     processes = []

@@ -1,6 +1,6 @@
 """A backward pass of one stage, instruction by instruction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import compress
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_hybrid.schedules import Kind
 
 
 class BackwardPass:
-    """A backward pass of one stage; its methods are named like the instructions."""
+    """A backward pass of one stage; its public methods carry out the instructions."""
 
     def __init__(
         self,
@@ -54,6 +54,10 @@ class BackwardPass:
         # the last stage receives only the gradients of the inputs, which nobody computes with
         kind = Kind.RECEIVE_INPUT_GRADIENT if self.own.is_last else Kind.RECEIVE_GRADIENT
         self._ahead = Ahead(steps, kind, self._post)
+
+    def do(self, kind: Kind, microbatch: int) -> None:
+        """Carry out an instruction."""
+        _METHODS[kind](self, microbatch)
 
     def receive_gradient(self, microbatch: int) -> None:
         present = self._hear_pattern()
@@ -166,3 +170,13 @@ class BackwardPass:
                 set_random_state(recipe.states, engine.device)
             stage = engine.stage_for(self.own, key)
             return again(stage, recipe, key.numbers[microbatch])
+
+
+_METHODS: Mapping[Kind, Callable[[BackwardPass, int], None]] = {
+    Kind.RECEIVE_GRADIENT: BackwardPass.receive_gradient,
+    Kind.RECEIVE_INPUT_GRADIENT: BackwardPass.receive_input_gradient,
+    Kind.REDUCE: BackwardPass.reduce,
+    Kind.BACKWARD: BackwardPass.backward,
+    Kind.WEIGHT: BackwardPass.weight,
+    Kind.SEND_GRADIENT: BackwardPass.send_gradient,
+}

@@ -50,7 +50,7 @@ class Engine(RankStages):
         works = [ForwardPass(self, index, call, inputs) for index in range(len(self.owned))]
         todo, _ = self._lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
-            getattr(works[index], kind)(microbatch)
+            works[index].do(kind, microbatch)
         for own in self.owned:
             own.early.end_forward(call.number)
         error = next((work.error for work in works if work.error), None)
@@ -93,7 +93,7 @@ class Engine(RankStages):
         ]
         _, todo = self._lists(call.key, input_gradient=mode.input_gradient)
         for index, kind, microbatch in todo:
-            getattr(works[index], kind)(microbatch)
+            works[index].do(kind, microbatch)
         if mode.reduce:
             self.replica_group.finish()
         self.passed = True

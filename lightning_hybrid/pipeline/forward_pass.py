@@ -1,6 +1,6 @@
 """A forward pass of one stage, instruction by instruction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -24,7 +24,7 @@ from lightning_hybrid.schedules import Kind
 
 
 class ForwardPass:
-    """A forward pass of one stage; its methods are named after the instructions they carry out."""
+    """A forward pass of one stage; its public methods carry out the instructions."""
 
     def __init__(
         self, engine: RankStages, index: int, call: Call, inputs: Sequence[Values]
@@ -56,6 +56,10 @@ class ForwardPass:
         else:
             steps = engine.schedule(call.key, input_gradient=False).forward[self.own.number]
             self._ahead = Ahead(steps, Kind.RECEIVE_ACTIVATION, self._post)
+
+    def do(self, kind: Kind, microbatch: int) -> None:
+        """Carry out an instruction."""
+        _METHODS[kind](self, microbatch)
 
     def send_input(self, microbatch: int) -> None:
         if not self.call.ahead:  # else they are there already
@@ -163,3 +167,11 @@ class ForwardPass:
         self.own.early.refuse_kept_weights(stage, outputs)
         self.saved[microbatch] = (values, outputs)
         return outputs
+
+
+_METHODS: Mapping[Kind, Callable[[ForwardPass, int], None]] = {
+    Kind.SEND_INPUT: ForwardPass.send_input,
+    Kind.RECEIVE_ACTIVATION: ForwardPass.receive_activation,
+    Kind.FORWARD: ForwardPass.forward,
+    Kind.SEND_ACTIVATION: ForwardPass.send_activation,
+}

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from lightning_hybrid.schedules import Schedule, make_schedule, merge
+from lightning_hybrid.schedules import Kind, Schedule, make_schedule, merge
 
 
 @lru_cache(maxsize=256)
@@ -12,8 +12,8 @@ def schedule_of(
     return make_schedule(name, stages, microbatches, input_gradient=input_gradient, split=split)
 
 
-Todo = tuple[tuple[int, str, int], ...]
-"""What a rank does, in order: which of its stages, the name of the instruction, micro-batch."""
+Todo = tuple[tuple[int, Kind, int], ...]
+"""What a rank does, in order: which of its stages, the instruction, micro-batch."""
 
 
 @lru_cache(maxsize=256)
@@ -29,7 +29,7 @@ def lists_of(
     schedule = schedule_of(name, len(devices), microbatches, input_gradient, split)
     own = [stage for stage, device in enumerate(devices) if device == here]
     forward, backward = (
-        tuple((own.index(stage), str(i.kind), i.microbatch) for stage, i in merged[here])
+        tuple((own.index(stage), i.kind, i.microbatch) for stage, i in merged[here])
         for merged in (merge(lists, devices) for lists in (schedule.forward, schedule.backward))
     )
     return forward, backward

@@ -1,4 +1,4 @@
-"""From a traced network to a plan: profile its partitions, choose the cuts."""
+"""From a captured network to a plan: profile its partitions, choose the cuts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

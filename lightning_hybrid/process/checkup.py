@@ -24,10 +24,12 @@ from lightning_hybrid.comm.link_probe import (
     probe_flops,
     probe_pair,
 )
+from lightning_hybrid.comm.network_interface import choose_interface, chosen_interface
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import TOLERANCE, Device
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.device_speed import look_at
+from lightning_hybrid.process.store import LETTING_GO_S, Meeting, make_store
 
 _ALL_PAIRS = 8
 """Up to so many ranks every pair is measured; beyond, neighbours and one pair for two hosts."""
@@ -143,7 +145,7 @@ def check_up() -> Checkup | None:
     """Measure this rank and its links, together with all others; returns the whole on rank 0.
 
     The environment holds ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as
-    torchrun sets them.
+    torchrun sets them, and ``LOCAL_WORLD_SIZE``; without it each rank is taken for a host.
 
     Raises:
         PlanError: the ranks do not find each other, or one is lost.
@@ -156,23 +158,41 @@ def check_up() -> Checkup | None:
         torch.cuda.set_device(device)
     elif count > 1:
         torch.set_num_threads(1)  # as each rank of a run on CPUs has
-    meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    meeting = _meeting(rank, count)
+    choose_interface(meeting.address, meeting.port, meeting.hosts)
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
-        try:
-            return _together(rank, count, device)
-        finally:
-            dist.destroy_process_group()
-            time.sleep(0.2)  # gloo's threads let go a moment after an operation is over
+        store = dist.PrefixStore("doctor", make_store(meeting, _TIMEOUT))
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        with chosen_interface():
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT
+            )
+            try:
+                return _together(rank, count, device)
+            finally:
+                dist.destroy_process_group()
+                time.sleep(LETTING_GO_S)
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(
-            f"rank {rank} of {count} could not measure with the others over {meeting}: "
-            f"{' '.join(str(error).split())}. Is the port open on {os.environ['MASTER_ADDR']}, "
+            f"rank {rank} of {count} could not measure with the others over "
+            f"{meeting.address}:{meeting.port}: {' '.join(str(error).split())}. "
+            f"Is the port open on {meeting.address}, "
             "and does GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) name the interface between the "
             "hosts?"
         ) from error
+
+
+def _meeting(rank: int, count: int) -> Meeting:
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return Meeting(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        hosts=-(-count // on_this_host),
+        serve=rank == 0 and not agent_serves,
+    )
 
 
 def _together(rank: int, count: int, device: torch.device) -> Checkup | None:

@@ -17,36 +17,13 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.mesh import GroupHandle, Mesh, make_world
-from lightning_hybrid.comm.network_interface import bound_to
 from lightning_hybrid.comm.transport import Group
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.process.device_survey import measure_links
-
-_STORE_TIMEOUT = timedelta(minutes=10)
-# Gloo says that an operation is over a moment before its thread has let go of it. A script that
-# ends within that moment takes the interpreter away from the thread, and C++ aborts the process: 18
-# of 170 that ended right after an all-reduce did so (torch 2.13), none of 45 that waited for 50 ms.
-_LETTING_GO_S = 0.2
+from lightning_hybrid.process.store import LETTING_GO_S, Meeting, make_store
 
 Survey = Callable[[Group], Cluster]
 """Looks at all devices over the group of all ranks."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where and how all ranks find each other, the same on each of them but for ``serve``.
-
-    Attributes:
-        address: host of the store.
-        port: port of the store.
-        hosts: number of hosts.
-        serve: whether this rank hosts the store (rank 0, unless the launcher's agent already does).
-    """
-
-    address: str
-    port: int
-    hosts: int
-    serve: bool
 
 
 @dataclass(frozen=True)
@@ -105,8 +82,8 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     if known is not None:
         known.world.close()
     if _Process.store is None:
-        atexit.register(time.sleep, _LETTING_GO_S)
-        _Process.store = _store(meeting)
+        atexit.register(time.sleep, LETTING_GO_S)
+        _Process.store = make_store(meeting)
     _Process.generation += 1
     store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
     world = make_world(store, coordinates.rank, size)
@@ -158,16 +135,6 @@ def _leave_mesh() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         _Process.joined, _Process.key = None, ()
-
-
-def _store(meeting: Meeting) -> dist.TCPStore:
-    address, port = meeting.address, meeting.port
-    if not meeting.serve:
-        return dist.TCPStore(address, port, None, False, timeout=_STORE_TIMEOUT)
-    listening = bound_to(address, port, meeting.hosts)
-    return dist.TCPStore(
-        address, port, None, True, timeout=_STORE_TIMEOUT, master_listen_fd=listening
-    )
 
 
 def forget() -> None:

@@ -33,7 +33,6 @@ from lightning_hybrid.pipeline.staged_network import (
     tensors_of,
 )
 from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.process.faults import read_fault
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.chosen_gradients import ChosenGradients
 from lightning_hybrid.runtime.commands import Commands, Workers
@@ -72,6 +71,8 @@ class Driver:
             replica 0 must travel.
         batches: that it is trained on, as far as later ones are known.
         say: tells the user something, in one line.
+        first_failure: gives what the rank that failed first has raised; asked where a driver of
+            another replica has failed.
 
     Attributes:
         device: the driver's own.
@@ -98,11 +99,12 @@ class Driver:
         share: bool = False,
         batches: Batches | None = None,
         say: Callable[[str], None] = lambda _: None,
+        first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
     ) -> None:
         here = mesh.coordinates
         self._module, self._mesh, self.device = module, mesh, device
         self._share, self._share_optimizers = share, False
-        self._say = say
+        self._say, self._first_failure = say, first_failure
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
         self._batches = batches or NoBatches()
@@ -273,7 +275,7 @@ class Driver:
         except Exception as error:
             failure = error
         if not meet(self._mesh.drivers, failed=failure is not None):
-            raise failure or read_fault(self._mesh).exception()
+            raise failure or self._first_failure()
 
     @signals_deferred
     def reports(self, name: str) -> list[Any]:

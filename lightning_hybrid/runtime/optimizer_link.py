@@ -92,7 +92,7 @@ class OptimizerLink:
             optimizer.register_step_post_hook(self._stepped),
             optimizer.register_state_dict_post_hook(self._complete),
             optimizer.register_load_state_dict_post_hook(lambda _: self._counterparts.ship()),
-            optimizer.register_state_dict_pre_hook(lambda _: self._hush()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._silence_hooks()),
         ]
 
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
@@ -127,7 +127,7 @@ class OptimizerLink:
 
     def ship_quietly(self) -> None:
         """Until :meth:`shipped`, ``optimizer.state`` is what this rank has."""
-        self._hush()
+        self._silence_hooks()
 
     def leave(self, parameters: Iterable[Parameter]) -> None:
         """Workers have the states of these parameters."""
@@ -254,10 +254,10 @@ class OptimizerLink:
             self._entered.enter_context(self._counterparts.at_hand(self.optimizer))
             return
         self._begun = groups_of(self.optimizer, self._names)
-        self._hush()
+        self._silence_hooks()
         self._entered.enter_context(as_they_are())
 
-    def _hush(self) -> None:
+    def _silence_hooks(self) -> None:
         """Until what has been entered is left, ``optimizer.state`` is this rank's own."""
         if self._state is not None:
             self._entered.enter_context(self._state.quietly())

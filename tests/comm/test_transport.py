@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import together
 
-from lightning_hybrid.comm.transport import ConnectionLost, connection_lost
+from lightning_hybrid.comm.transport import ConnectionLost, connection_lost, start
 
 Wires = Callable[..., Any]
 SHORT_S = 0.2
@@ -106,3 +106,26 @@ def test_an_error_in_a_collective_names_no_peer() -> None:
     assert lost.peer is None
     assert "Broken pipe" in str(lost)
     assert "#0" not in str(lost)
+
+
+def test_a_transfer_is_not_profiled_and_what_follows_is() -> None:
+    def recorded(name: str) -> None:
+        with torch.profiler.record_function(name):
+            pass
+
+    with torch.profiler.profile() as profile:
+        start(lambda: recorded("transfer"), peer="rank 1")
+        recorded("after")
+    assert [event.key for event in profile.key_averages() if event.count] == ["after"]
+
+
+def test_a_switch_of_recording_that_somebody_else_has_set_stays() -> None:
+    switch = torch._C._autograd._enable_record_function
+    switch(False)
+    try:
+        start(lambda: None, peer="rank 1")
+        with torch.profiler.profile() as profile, torch.profiler.record_function("hidden"):
+            pass
+        assert not profile.key_averages()
+    finally:
+        switch(True)

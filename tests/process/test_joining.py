@@ -13,7 +13,8 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.device_speed import look_at
 from lightning_hybrid.process import joining
-from lightning_hybrid.process.joining import Everyone, Joined, Meeting, forget, gather, join
+from lightning_hybrid.process.joining import Everyone, Joined, forget, gather, join
+from lightning_hybrid.process.store import Meeting
 
 CPU = torch.device("cpu")
 SECONDS = timedelta(seconds=30)
