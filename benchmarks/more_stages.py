@@ -27,6 +27,7 @@ from lightning_hybrid.network import Profile, measure, network_partitions
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.order_times import time_orders
 from lightning_hybrid.planning.partition_costs import capture_call
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import plan_stages
 from lightning_hybrid.schedules.orders import one_f_one_b
@@ -74,13 +75,19 @@ class Measured:
 
     def plan(self, schedule: str, devices: int, microbatches: int) -> Plan:
         rows, parameters = self.profile(microbatches).partitions, self.parameters()
+        table = PartitionTable(
+            names=[row.name for row in rows],
+            forward_s=[row.forward for row in rows],
+            backward_s=[row.backward for row in rows],
+            cut_bytes=[row.output_bytes for row in rows[:-1]],
+            parameters=parameters,
+            layers=[len(part.layers) for part in self._partitions],
+            step_s=[self.update_s * size / sum(parameters) for size in parameters],
+            input_part_s=[row.parts[0] for row in rows],
+            weight_part_s=[row.parts[1] for row in rows],
+        )
         return plan_stages(
-            [row.name for row in rows],
-            [row.forward for row in rows],
-            [row.backward for row in rows],
-            [row.output_bytes for row in rows[:-1]],
-            parameters,
-            [len(part.layers) for part in self._partitions],
+            table,
             replicas=1,
             stages=devices,
             microbatches=microbatches,
@@ -88,9 +95,6 @@ class Measured:
             contiguous=schedule != "looped",
             bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s,
             latency_s=LINK.latency_s,
-            step_s=[self.update_s * size / sum(parameters) for size in parameters],
-            input_part_s=[row.parts[0] for row in rows],
-            weight_part_s=[row.parts[1] for row in rows],
         )
 
     def simulated_s(self, schedule: str, devices: int, microbatches: int) -> float:

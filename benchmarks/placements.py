@@ -131,13 +131,16 @@ def splits(chain: Chain, stages: int) -> dict[str, list[int] | None]:
 def plan(
     chain: Chain, stages: int, ends: list[int] | None = None, *, contiguous: bool = True
 ) -> Plan:
+    table = PartitionTable(
+        names=chain.names,
+        forward_s=chain.forward_s,
+        backward_s=chain.backward_s,
+        cut_bytes=chain.cut_bytes,
+        parameters=chain.parameters,
+        layers=chain.layers,
+    )
     return plan_stages(
-        chain.names,
-        chain.forward_s,
-        chain.backward_s,
-        chain.cut_bytes,
-        chain.parameters,
-        chain.layers,
+        table,
         replicas=1,
         stages=stages,
         microbatches=MICROBATCHES,

@@ -21,6 +21,7 @@ from lightning_hybrid.network import (
 from lightning_hybrid.planning.automatic_choices import AUTO, plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
 from lightning_hybrid.schedules import SCHEDULES, STREAMED
@@ -108,14 +109,9 @@ def make_plan(
         measured = partial(measure, graph, partitions, leaves, device=device, advance=advance)
         profile = cached(measured, graph, partitions, leaves, device)
     bandwidth = cluster and cluster.bandwidth_bytes_per_s
-    sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
+    table = _table(graph, partitions, profile)
     make = partial(
         plan_stages,
-        [partition.name for partition in partitions],
-        [p.forward for p in profile.partitions],
-        cut_bytes=[p.output_bytes for p in profile.partitions[:-1]],
-        parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
-        layers=[len(partition.layers) for partition in partitions],
         replicas=replicas,
         stages=stages,
         microbatches=microbatches,
@@ -123,8 +119,6 @@ def make_plan(
         objective=settings.objective,
         capacities=None if cluster is None else cluster.capacities,
         bandwidth_bytes_per_s=bandwidth or BANDWIDTH_BYTES_PER_S[backend],
-        gradient_bytes=[p.gradient_bytes for p in profile.partitions],
-        input_part_s=[p.parts[0] for p in profile.partitions],
         cut_points=first,
         contiguous=settings.contiguous,
         seed=settings.seed,
@@ -137,29 +131,47 @@ def make_plan(
     )
     return plan_within_memory(
         settings.recompute if stages > 1 and optimizers is not None else False,
-        lambda again: _plan(settings, profile, make, room(again), again),
+        lambda again: _plan(settings, profile, table, make, room(again), again),
+    )
+
+
+def _table(
+    graph: NetworkGraph, partitions: Sequence[NetworkPartition], profile: Profile
+) -> PartitionTable:
+    sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
+    rows = profile.partitions
+    return PartitionTable(
+        names=[partition.name for partition in partitions],
+        forward_s=[row.forward for row in rows],
+        backward_s=[row.backward for row in rows],
+        cut_bytes=[row.output_bytes for row in rows[:-1]],
+        parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
+        layers=[len(partition.layers) for partition in partitions],
+        gradient_bytes=[row.gradient_bytes for row in rows],
+        input_part_s=[row.parts[0] for row in rows],
+        weight_part_s=[row.parts[1] for row in rows],
     )
 
 
 def _plan(
     settings: PlanSettings,
     profile: Profile,
+    table: PartitionTable,
     make: Callable[..., Plan],
     room: tuple[list[int] | None, tuple[int, ...] | None],
     recompute: bool,
 ) -> Plan:
     """A plan of stages that compute their activations again, or do not."""
-    rows = profile.partitions
-    whole = settings.compiled or recompute  # what cannot be gone back through in parts
+    memory_bytes, limits = room
+    table = replace(table, memory_bytes=memory_bytes)
+    if recompute:
+        both_s = [f + b for f, b in zip(table.forward_s, table.backward_s)]
+        table = replace(table, backward_s=both_s)
+    if settings.compiled or recompute:  # which cannot be gone back through in parts
+        table = replace(table, weight_part_s=[None] * len(table.names))
     plan = plan_by_schedule(
         settings.schedule,
-        lambda name: make(
-            backward_s=[row.backward + (row.forward if recompute else 0) for row in rows],
-            weight_part_s=[None if whole else row.parts[1] for row in rows],
-            memory_bytes=room[0],
-            memory_limits=room[1],
-            schedule=name,
-        ),
+        lambda name: make(table, memory_limits=limits, schedule=name),
         contiguous=settings.contiguous,
         measured=profile.is_measured,
     )

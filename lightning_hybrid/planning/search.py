@@ -1,7 +1,7 @@
 """From a profile of the partitions to a plan: choose the cuts, predict the step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
@@ -12,9 +12,9 @@ from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.looped_placements import best_loop
-from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.split_backwards import Halves, best_split_chain, split_chain
-from lightning_hybrid.planning.stage_rows import stage_rows
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 from lightning_hybrid.planning.streamed_time import batch_s
@@ -32,55 +32,8 @@ _STREAM = 64
 fill-drain of many."""
 
 
-@dataclass(frozen=True)
-class _Profile:
-    """What is known of the n network partitions, at the size of a micro-batch."""
-
-    names: Sequence[str]
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    cut_bytes: Sequence[float]
-    parameters: Sequence[int]
-    layers: Sequence[int]
-    memory_bytes: Sequence[int] | None
-    gradient_bytes: Sequence[int] | None
-
-    def __post_init__(self) -> None:
-        n = len(self.names)
-        for name, value in vars(self).items():
-            needed = n - 1 if name == "cut_bytes" else n
-            if value is not None and len(value) != needed:
-                raise PlanError(
-                    f"{name} has {len(value)} entries, {needed} are needed for {n} partitions"
-                )
-
-    def halves(self, input_s: Sequence[float], weight_s: Sequence[float | None]) -> Halves:
-        """The parts of the backwards; empty: half of each."""
-        half_s = [backward_s / 2 for backward_s in self.backward_s]
-        return Halves(input_s=input_s or half_s, weight_s=weight_s or half_s)
-
-    def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
-        """What the stages of a placement hold, take and send."""
-        return stage_rows(
-            ends,
-            costs,
-            names=self.names,
-            layers=self.layers,
-            parameters=self.parameters,
-            loads=[f + b for f, b in zip(self.forward_s, self.backward_s)],
-            cut_bytes=self.cut_bytes,
-            memory_bytes=self.memory_bytes,
-            gradient_bytes=self.gradient_bytes,
-        )
-
-
 def plan_stages(
-    names: Sequence[str],
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    cut_bytes: Sequence[float],
-    parameters: Sequence[int],
-    layers: Sequence[int],
+    table: PartitionTable,
     *,
     replicas: int,
     stages: int,
@@ -91,29 +44,18 @@ def plan_stages(
     capacities: Sequence[float] | None = None,
     bandwidth_bytes_per_s: float = float("inf"),
     latency_s: float = 0.0,
-    reduce_s: Sequence[float] = (),
-    step_s: Sequence[float] = (),
-    memory_bytes: Sequence[int] | None = None,
     memory_limits: Sequence[int] | None = None,
-    gradient_bytes: Sequence[int] | None = None,
-    input_part_s: Sequence[float] = (),
-    weight_part_s: Sequence[float | None] = (),
     cut_points: Sequence[str] | None = None,
     contiguous: bool = True,
     seed: int = 0,
 ) -> Plan:
-    """Choose where to cut a chain of n network partitions, and predict the time of a step.
+    """Choose where to cut a chain of network partitions, and predict the time of a step.
 
     The prediction holds for the network alone, without the user's code; the all-reduce and the
     optimizer step are in it as far as they are given.
 
     Args:
-        names: n names of partitions, in order: of each its first module.
-        forward_s: n forward times of one micro-batch on a device of capacity 1, in seconds.
-        backward_s: n backward times, likewise.
-        cut_bytes: n - 1 sizes of what crosses the cut after a partition per micro-batch, in bytes.
-        parameters: n numbers of parameter elements.
-        layers: n numbers of layers.
+        table: What is known of the partitions.
         replicas: Number of replicas.
         stages: Number of devices of a replica, and of its stages if those are contiguous.
         microbatches: Number of micro-batches.
@@ -129,16 +71,7 @@ def plan_stages(
             driver's and gets the last stage.
         bandwidth_bytes_per_s: Speed of the links between the devices.
         latency_s: Their latency.
-        reduce_s: n times of the all-reduce of a partition's gradients over the replicas; empty:
-            not counted.
-        step_s: n times of its optimizer step on a device of capacity 1; empty: not counted.
-        memory_bytes: n sizes of what a partition holds while it trains; None: not known.
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
-        gradient_bytes: n sizes of a partition's gradients, for the report; None: not known.
-        input_part_s: n times of the input part of a backward that is split, likewise; for
-            `zero_bubble`. Empty: half of the backward.
-        weight_part_s: n times of its weight part; None: it cannot be split. Empty: half of the
-            backward.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one.
         contiguous: Whether each device gets one run of partitions. Else it may get several, and
@@ -146,43 +79,40 @@ def plan_stages(
         seed: Seed of the allocation.
 
     Raises:
-        PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, lists
-            of unequal length, or no placement.
+        PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, or no
+            placement.
     """
-    profile = _Profile(
-        names, forward_s, backward_s, cut_bytes, parameters, layers, memory_bytes, gradient_bytes
-    )
     speeds = [1.0] * stages if capacities is None else list(capacities)
-    _check_shape(stages, len(names), schedule, speeds, contiguous)
+    _check_shape(stages, len(table.names), schedule, speeds, contiguous)
     problem = StepProblem(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        cut_bytes=cut_bytes,
+        forward_s=table.forward_s,
+        backward_s=table.backward_s,
+        cut_bytes=table.cut_bytes,
         speeds=speeds,
         links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
         microbatches=_STREAM if schedule in STREAMED else microbatches,
-        reduce_s=reduce_s,
-        step_s=step_s,
+        reduce_s=table.reduce_s,
+        step_s=table.step_s,
     )
-    limited = _limited(problem, memory_bytes, memory_limits)
+    limited = _limited(problem, table.memory_bytes, memory_limits)
     ends, devices, chosen_by = (
         _best(limited, schedule, bandwidth_bytes_per_s, method, objective, contiguous, seed)
         if cut_points is None
-        else (*_given_for(schedule, names, cut_points, stages), "given")
+        else (*_given_for(schedule, table.names, cut_points, stages), "given")
     )
     costs = problem.costs(ends, devices)
     if schedule == "zero_bubble":
-        halves = profile.halves(input_part_s, weight_part_s)
-        ends, costs = _split(limited, ends, devices, halves, given=cut_points is not None)
+        given = cut_points is not None
+        ends, costs = _split(limited, ends, devices, table.halves(), given=given)
     return Plan(
         replicas=replicas,
         stages=len(ends),
         microbatches=microbatches,
         schedule=schedule,
-        cuts=tuple(names[end] for end in ends[:-1]),
+        cuts=tuple(table.names[end] for end in ends[:-1]),
         devices=tuple(devices),
         capacities=tuple(speeds),
-        rows=profile.rows(ends, costs),
+        rows=table.rows(ends, costs),
         predicted_step_s=_predicted_s(costs, schedule, microbatches),
         objective=objective,
         allocation=chosen_by,

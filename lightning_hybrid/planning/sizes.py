@@ -18,6 +18,7 @@ from typing import Literal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.automatic_choices import plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
 
@@ -90,7 +91,7 @@ class Parts:
     """held for each micro-batch between its forward and its backward"""
     layers: tuple[int, ...]
     input_part_s: tuple[float, ...] = ()
-    """of a backward that is split; empty: see `plan_stages`"""
+    """of a backward that is split; empty: half of it"""
     weight_part_s: tuple[float | None, ...] = ()
     """likewise; None: it cannot be split"""
 
@@ -98,6 +99,30 @@ class Parts:
         """(n,) held with this many micro-batches between their forward and their backward."""
         held = zip(self.kept_bytes, self.activation_bytes)
         return [round(kept + in_flight * activation) for kept, activation in held]
+
+    def table(
+        self, in_flight: int, reduce_s: Sequence[float], step_s: Sequence[float]
+    ) -> PartitionTable:
+        """What the search takes.
+
+        Args:
+            in_flight: number of micro-batches between their forward and their backward.
+            reduce_s: (n,) seconds of the all-reduce; empty: not counted.
+            step_s: (n,) seconds of the optimizer step.
+        """
+        return PartitionTable(
+            names=self.names,
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            cut_bytes=self.cut_bytes,
+            parameters=self.parameters,
+            layers=self.layers,
+            reduce_s=reduce_s,
+            step_s=step_s,
+            memory_bytes=self.memory_bytes(in_flight),
+            input_part_s=self.input_part_s,
+            weight_part_s=self.weight_part_s,
+        )
 
     def recomputed(self) -> "Parts":
         """The same where the forward runs again for the backward, which is then one."""
@@ -346,14 +371,8 @@ class _Prediction:
 
     def _plan(self, parts: Parts, sizes: Sizes, cluster: Cluster) -> Plan:
         machine, search = self._machine, self._search
-        reduce_s, step_s = self._after_backward(parts, sizes.replicas)
         make = partial(
             plan_stages,
-            parts.names,
-            parts.forward_s,
-            cut_bytes=parts.cut_bytes,
-            parameters=parts.parameters,
-            layers=parts.layers,
             replicas=sizes.replicas,
             stages=sizes.stages,
             microbatches=sizes.microbatches,
@@ -362,9 +381,6 @@ class _Prediction:
             capacities=cluster.capacities[: sizes.stages],
             bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
             latency_s=machine.message_s,
-            reduce_s=reduce_s,
-            step_s=step_s,
-            input_part_s=parts.input_part_s,
             contiguous=search.contiguous,
             seed=search.seed,
         )
@@ -386,15 +402,10 @@ class _Prediction:
         if recompute and limits is not None:  # the inputs of all micro-batches are kept
             kept = sizes.microbatches * round(max(parts.cut_bytes))
             limits = tuple(max(0, limit - kept) for limit in limits)
+        table = here.table(in_flight, *self._after_backward(parts, sizes.replicas))
         plan = plan_by_schedule(
             self._search.schedule,
-            lambda name: make(
-                backward_s=here.backward_s,
-                weight_part_s=here.weight_part_s,
-                memory_bytes=here.memory_bytes(in_flight),
-                memory_limits=limits,
-                schedule=name,
-            ),
+            lambda name: make(table, memory_limits=limits, schedule=name),
             contiguous=self._search.contiguous,
             measured=True,
         )

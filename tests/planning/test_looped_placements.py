@@ -4,10 +4,10 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from planned import planned
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.looped_placements import best_loop
-from lightning_hybrid.planning.search import plan_stages
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.schedules import looped
@@ -69,15 +69,15 @@ def test_a_loop_is_planned_by_name() -> None:
         "microbatches": 4,
         "schedule": "looped",
     }
-    plan = plan_stages(**arguments)
+    plan = planned(**arguments)
     rounds = plan.stages // 2
     assert plan.devices == (1, 0) * rounds
     assert plan.devices_per_replica == 2
     assert plan.predicted_step_s == pytest.approx((4 + 1 / rounds) * 4 * 3)
-    given = plan_stages(**arguments, cut_points=["part2", "part4", "part6"])
+    given = planned(**arguments, cut_points=["part2", "part4", "part6"])
     assert given.devices == (1, 0, 1, 0)
     with pytest.raises(PlanError, match=r"3 or 5 \.\.\. cut points, not 2"):
-        plan_stages(**arguments, cut_points=["part2", "part4"])
+        planned(**arguments, cut_points=["part2", "part4"])
 
 
 def test_a_network_of_few_partitions_has_no_loop() -> None:
@@ -87,7 +87,7 @@ def test_a_network_of_few_partitions_has_no_loop() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "fdg"])
 def test_a_streamed_plan_predicts_the_slowest_stage(schedule: str) -> None:
-    plan = plan_stages(
+    plan = planned(
         names=[f"part{n}" for n in range(6)],
         forward_s=[1.0] * 6,
         backward_s=[2.0] * 6,

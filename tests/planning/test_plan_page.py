@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planned import planned
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
@@ -11,7 +12,6 @@ from lightning_hybrid.pipeline import trace
 from lightning_hybrid.planning import traced_step
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page, predicted_lanes
-from lightning_hybrid.planning.search import plan_stages
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.traced_step import measured_step
 from lightning_hybrid.schedules import gpipe
@@ -19,6 +19,12 @@ from lightning_hybrid.schedules import gpipe
 
 def made_plan(**changes: object) -> Plan:
     arguments = {
+        "names": list("abcd"),
+        "forward_s": [1.0] * 4,
+        "backward_s": [2.0] * 4,
+        "cut_bytes": [8.0] * 3,
+        "parameters": [1] * 4,
+        "layers": [1] * 4,
         "replicas": 2,
         "stages": 2,
         "microbatches": 2,
@@ -28,9 +34,7 @@ def made_plan(**changes: object) -> Plan:
         "memory_bytes": [10] * 4,
         "gradient_bytes": [100] * 4,
     }
-    return plan_stages(
-        list("abcd"), [1.0] * 4, [2.0] * 4, [8.0] * 3, [1] * 4, [1] * 4, **(arguments | changes)
-    )
+    return planned(**(arguments | changes))
 
 
 def test_the_drawn_step_is_the_simulated_one() -> None:

@@ -2,11 +2,11 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+from planned import planned
 
 from lightning_hybrid.allocation import merge
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import plan_stages
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules import gpipe
 
@@ -25,7 +25,7 @@ def plan(**changes: Any) -> Plan:
         "stages": 2,
         "microbatches": 4,
     }
-    return plan_stages(**(arguments | changes))
+    return planned(**(arguments | changes))
 
 
 @pytest.mark.parametrize("method", ["gabra", "exact"])

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import planned
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import plan_stages
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules import zero_bubble
 
@@ -29,7 +29,7 @@ def plan(n: int = 6, **changes: Any) -> Plan:
         "input_part_s": [1.0] * n,
         "weight_part_s": [1.0] * n,
     }
-    return plan_stages(**(arguments | changes))
+    return planned(**(arguments | changes))
 
 
 def test_a_split_that_costs_nothing_shortens_the_drain_by_its_weight_parts() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from driven import Model, Replica, let_go, loss_of
+from planned import planned
 from serial_schedules import in_stages, train_serially
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.pipeline import backward_pass, forward_pass
 from lightning_hybrid.pipeline.random_numbers import generators_of_microbatch
 from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.planning.search import plan_stages
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.schedules.orders import Part
 
@@ -181,13 +181,13 @@ def test_paper_two_is_fdg_that_recomputes_on_merged_partitions(
     streamed: Streamed,
 ) -> None:
     """The reading of Akintoye et al. 2023 that is built here."""
-    plan = plan_stages(
-        [f"{2 * k}" for k in range(4)],
-        [1.0] * 4,
-        [2.0] * 4,
-        [1.0, 9.0, 1.0],  # the middle cut is closed
-        [1] * 4,
-        [2] * 4,
+    plan = planned(
+        names=[f"{2 * k}" for k in range(4)],
+        forward_s=[1.0] * 4,
+        backward_s=[2.0] * 4,
+        cut_bytes=[1.0, 9.0, 1.0],  # the middle cut is closed
+        parameters=[1] * 4,
+        layers=[2] * 4,
         replicas=1,
         stages=3,
         microbatches=1,
