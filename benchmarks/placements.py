@@ -35,7 +35,7 @@ from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.allocation import merge
 from lightning_hybrid.network import network_partitions
 from lightning_hybrid.network.measure import measure
-from lightning_hybrid.planning import plan_stages
+from lightning_hybrid.planning import PartitionTable, plan_stages
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
 from models import ResAttNet3D
 

@@ -133,7 +133,7 @@ class Run:
         # not by the instance, which on a driver asks the workers too
         return type(self.accelerator).get_device_stats(self.accelerator, self.device)
 
-    def make_plan(
+    def plan_network(
         self,
         name: str,
         graph: NetworkGraph,

@@ -72,12 +72,12 @@ class DriverSession:
         self._intercept()
 
     @classmethod
-    def begin(cls, run: Run, make_plan: Planner) -> "DriverSession":
+    def begin(cls, run: Run, planner: Planner) -> "DriverSession":
         """Take charge of a replica. The weights are shared, and the module is on its device.
 
         Args:
             run: what the session is made from.
-            make_plan: makes the plan of a network that was found.
+            planner: makes the plan of a network that was found.
         """
         mesh, config = run.world.mesh, run.config
         options = run.stage_options()
@@ -102,7 +102,7 @@ class DriverSession:
         network_options = NetworkOptions(
             config.names,
             config.microbatches,
-            make_plan,
+            planner,
             training=run.fitting,
             compiled=config.compile_stages,
             automatic=config.may_keep_whole,

@@ -224,7 +224,7 @@ class HybridGabraStrategy(SavingStrategy):
         run.accelerator.setup(trainer)
         run.share_weights()
         self.model_to_device()
-        self._session = DriverSession.begin(run, partial(self._make_plan, run))
+        self._session = DriverSession.begin(run, partial(self._plan_network, run))
         if run.fitting:
             self.setup_optimizers(trainer)
             scaled = bool(scalers_of(self.precision_plugin))
@@ -253,9 +253,9 @@ class HybridGabraStrategy(SavingStrategy):
         """Whether these sizes may be chosen."""
         return callbacks_allow(self._module.trainer, replicas, stages)
 
-    def _make_plan(self, run: Run, *arguments: Any, chosen: bool) -> Plan:
+    def _plan_network(self, run: Run, *arguments: Any, chosen: bool) -> Plan:
         """The plan of a network; see :class:`lightning_hybrid.runtime.network_options.Planner`."""
-        return run.make_plan(*arguments, chosen=chosen, optimizers=self.optimizers)
+        return run.plan_network(*arguments, chosen=chosen, optimizers=self.optimizers)
 
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""

@@ -197,7 +197,7 @@ class Adoption:
             made: Plan | HybridError | None = None
             if self._mesh.coordinates.dp_rank == 0:
                 try:
-                    made = self._make_plan(found, graph, partitions, leaves, is_part=is_part)
+                    made = self._choose_plan(found, graph, partitions, leaves, is_part=is_part)
                 except HybridError as error:
                     if self._mesh.coordinates.replicas == 1:
                         raise
@@ -217,7 +217,7 @@ class Adoption:
             return False
         return True
 
-    def _make_plan(
+    def _choose_plan(
         self,
         found: FoundNetwork,
         graph: NetworkGraph,
@@ -242,7 +242,7 @@ class Adoption:
                 self._announcements.takes_batches_whole(found, reason)
                 wanted = 1
             slices = graph.split(leaves, wanted)
-        make = self._options.make_plan
+        make = self._options.planner
         try:
             return make(found.name, graph, partitions, slices[0], wanted, chosen=False)
         except NetworkError as error:

@@ -56,7 +56,7 @@ class NetworkOptions:
     Attributes:
         names: of the modules that are networks; ``None``: found.
         microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
-        make_plan: see :class:`Planner`.
+        planner: see :class:`Planner`.
         training: whether the run trains.
         compiled: run stages through ``torch.compile``.
         automatic: whether the number of stages was not asked for: then a network that cannot be
@@ -69,7 +69,7 @@ class NetworkOptions:
 
     names: tuple[str, ...] | None
     microbatches: int | None
-    make_plan: Planner
+    planner: Planner
     training: bool
     compiled: bool
     automatic: bool
