@@ -25,12 +25,15 @@ Checkpoint = dict[str, Any]
 
 
 class WholeModule:
-    """Every rank has all weights, or is to make them as on one device."""
+    """Every rank has all weights, or is to make them as on one device.
+
+    Attributes:
+        deferred: whether each rank makes the weights of its own stages only.
+        outlined: whether the checkpoint that this rank has read last is an outline.
+    """
 
     deferred = False
-    """Whether each rank makes the weights of its own stages only."""
     outlined = False
-    """Whether the checkpoint that this rank has read last is an outline."""
 
     def deferred_if_apart(
         self, trainer: Trainer, device: torch.device, stages: int

@@ -16,14 +16,17 @@ __all__ = ["Allocation", "Merging", "allocate", "merge", "merge_exactly"]
 
 @dataclass(frozen=True)
 class Allocation:
-    """A placement of the partitions."""
+    """A placement of the partitions.
+
+    Attributes:
+        assignment: for each partition the index of its device.
+        value: the objective: the makespan (smaller is better) or the profit z of Eq. 5 (larger is).
+        history: best value after each generation, the initial population first; one entry if exact.
+    """
 
     assignment: tuple[int, ...]
-    """For each partition the index of its device."""
     value: float
-    """The objective: the makespan (smaller is better) or the profit z of Eq. 5 (larger is)."""
     history: tuple[float, ...]
-    """Best value after each generation, the initial population first; one entry if exact."""
 
 
 def allocate(

@@ -24,22 +24,27 @@ from lightning_hybrid.allocation.knapsack import Floats, Ints, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Numbers of the algorithm; those that the paper gives are marked so."""
+    """Numbers of the algorithm; those that the paper gives are marked so.
+
+    Attributes:
+        population: number of members.
+        generations: t_max, the number of generations.
+        crossover: probability of a crossover (paper).
+        mutation: probability of each mutation.
+        tries: children in a row that may be rejected before a generation is given up.
+        tolerance: how far from a proven bound, relative to it, the best value of a large problem
+            may stay.
+        refine: whether new members are improved by local moves; without, for measuring what they
+            bring.
+    """
 
     population: int = 40
-    """Members."""
     generations: int = 150
-    """t_max."""
     crossover: float = 0.8
-    """Probability of a crossover (paper)."""
     mutation: float = 0.6
-    """Probability of each mutation."""
     tries: int = 60
-    """Children in a row that may be rejected before a generation is given up."""
     tolerance: float = 1e-3
-    """How far from a proven bound, relative to it, the best value of a large problem may stay."""
     refine: bool = True
-    """Whether new members are improved by local moves; without, for measuring what they bring."""
 
 
 class Genes(Protocol):

@@ -39,16 +39,19 @@ class Space(Protocol[Genes]):
 
 @dataclass(frozen=True, kw_only=True)
 class Breeding:
-    """Numbers of the search."""
+    """Numbers of the search.
+
+    Attributes:
+        evaluations: how often the cost may be asked for.
+        population: number of members.
+        crossover: probability of a crossover; 0: children are changed copies.
+        patience: neighbours in vain after which a member counts as improved.
+    """
 
     evaluations: int = 5_000
-    """How often the cost may be asked for."""
     population: int = 6
-    """Members."""
     crossover: float = 0.8
-    """Probability of a crossover; 0: children are changed copies."""
     patience: int = 150
-    """Neighbours in vain after which a member counts as improved."""
 
 
 class _Spent(Exception):

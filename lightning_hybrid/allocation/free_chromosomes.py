@@ -200,16 +200,18 @@ class _Changes:
     """Exchanges, one per row, of a partition with what is on another device.
 
     Numbers from n on are empty places: n + j is one on device j.
+
+    Attributes:
+        first: the partition that leaves.
+        second: the partition or the empty place that it changes with.
+        here: the device that it leaves.
+        there: the device that it goes to.
     """
 
     first: Ints
-    """The partition that leaves."""
     second: Ints
-    """The partition or the empty place that it changes with."""
     here: Ints
-    """The device that it leaves."""
     there: Ints
-    """The device that it goes to."""
 
     def net(self, weights: Floats) -> Floats:
         """How much more goes there than comes back."""

@@ -56,25 +56,29 @@ class Problem:
 
     An assignment is an integer array of shape (n,), the device of each partition; most methods take
     any number of them at once, shape (b, n).
+
+    Attributes:
+        loads: (n,) computation of each partition.
+        capacities: (m,) speed of each device (`makespan`) or the load it may carry (`profit`).
+        cut_costs: (n - 1,) cost of cutting after a partition, for each of the two devices beside
+            it.
+        weights: (k, n) what counts against the limits: loads (`profit`), memory.
+        limits: (k, m) how much of it a device takes.
+        objective: `makespan` (the slowest device, made small) or `profit` (z of Eq. 5, made large).
+        contiguous: whether the partitions of a device must follow each other.
+        last_device: device that must hold the last partition; None: any.
+        order: the devices in the order of their runs, if that is given; None: any order.
     """
 
     loads: Floats
-    """(n,) computation of each partition."""
     capacities: Floats
-    """(m,) speed of each device (`makespan`) or the load it may carry (`profit`)."""
     cut_costs: Floats
-    """(n - 1,) cost of cutting after a partition, for each of the two devices beside it."""
     weights: Floats
-    """(k, n) what counts against the limits: loads (`profit`), memory."""
     limits: Floats
-    """(k, m) how much of it a device takes."""
     objective: Objective
     contiguous: bool
-    """Whether the partitions of a device must follow each other."""
     last_device: int | None = None
-    """Device that must hold the last partition; None: any."""
     order: tuple[int, ...] | None = None
-    """The devices in the order of their runs, if that is given; None: any order."""
 
     @property
     def n(self) -> int:

@@ -23,20 +23,23 @@ from lightning_hybrid.errors import AllocationError
 
 @dataclass(frozen=True)
 class Merging:
-    """Runs of partitions, merged."""
+    """Runs of partitions, merged.
+
+    Attributes:
+        ends: for each run the number after that of its last partition.
+        loads: computation of each run.
+        cut_cost: sum over the cuts that are left.
+        history: sum over the cuts before the first merge and after each; one entry if exact.
+        limit: what the load of a run was to keep to; infinite if exact.
+        exceeded: why a run is above the limit; empty if none is.
+    """
 
     ends: tuple[int, ...]
-    """For each run the number after that of its last partition."""
     loads: tuple[float, ...]
-    """Computation of each run."""
     cut_cost: float
-    """Sum over the cuts that are left."""
     history: tuple[float, ...]
-    """Sum over the cuts before the first merge and after each; one entry if exact."""
     limit: float
-    """What the load of a run was to keep to; infinite if exact."""
     exceeded: str = ""
-    """Why a run is above the limit; empty if none is."""
 
     @property
     def value(self) -> float:

@@ -16,7 +16,13 @@ _SMALL, _MANY, _FEW, _WARM_UP = 8, 30, 7, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Some measurements of one thing."""
+    """Some measurements of one thing.
+
+    Attributes:
+        median: the middle one, in the unit of the measurements.
+        least: the smallest one.
+        most: the largest one.
+    """
 
     median: float
     least: float
@@ -30,13 +36,17 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class PairProbe:
-    """The link between two ranks, in one direction at a time."""
+    """The link between two ranks, in one direction at a time.
+
+    Attributes:
+        ranks: the one that has measured, and the other.
+        latency_s: half the round trip of a message of 8 bytes, in seconds.
+        bandwidth_bytes_per_s: bytes per second of messages of `LARGE_BYTES`, the latency taken off.
+    """
 
     ranks: tuple[int, int]
     latency_s: Spread
-    """Of a message of 8 bytes."""
     bandwidth_bytes_per_s: Spread
-    """Of messages of `LARGE_BYTES`, the latency taken off."""
 
 
 def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:

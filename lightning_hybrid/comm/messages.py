@@ -69,14 +69,22 @@ class Header(Word):
 
 @dataclass(frozen=True)
 class Status(Word):
-    """At the end of a forward pass: whether a stage up to here has failed."""
+    """At the end of a forward pass: whether a stage up to here has failed.
+
+    Attributes:
+        failure: that of the stage; ``None``: none has failed.
+    """
 
     failure: Failure | None = None
 
 
 @dataclass(frozen=True)
 class Pattern(Word):
-    """Which of the values of a cut get a gradient."""
+    """Which of the values of a cut get a gradient.
+
+    Attributes:
+        present: per value of the cut, whether it gets one.
+    """
 
     present: list[bool]
 

@@ -21,7 +21,11 @@ _LOOPBACK = "127.0.0.1"
 
 
 class _Process:
-    """What this process has chosen for its groups."""
+    """What this process has chosen for its groups.
+
+    Attributes:
+        interface: name of the interface for gloo; ``None``: gloo's own choice, or the user's.
+    """
 
     interface: str | None = None
 

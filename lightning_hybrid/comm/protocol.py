@@ -142,7 +142,12 @@ class Backward(Command):
 
 @dataclass(frozen=True)
 class Free(Command):
-    """A call gets no backward: drop what was kept for it."""
+    """A call gets no backward: drop what was kept for it.
+
+    Attributes:
+        network: number of the network.
+        call: number of the call.
+    """
 
     in_frame = True
     network: int
@@ -154,6 +159,10 @@ class Commit(Command):
     """A call that ran before its turn has it now: what it has written to buffers is for all to see.
 
     One device would have written it in this very call, whether or not a backward follows.
+
+    Attributes:
+        network: number of the network.
+        call: number of the call.
     """
 
     in_frame = True
@@ -164,7 +173,12 @@ class Commit(Command):
 
 @dataclass(frozen=True)
 class Drop(Command):
-    """A call that ran before its turn is not wanted: all is as if it had not run."""
+    """A call that ran before its turn is not wanted: all is as if it had not run.
+
+    Attributes:
+        network: number of the network.
+        call: number of the call.
+    """
 
     in_frame = True
     network: int
@@ -243,7 +257,12 @@ class SynchronizeBuffers(Command):
 
 @dataclass(frozen=True)
 class Share(Command):
-    """Give every replica the weights of replica 0; on request the optimizers' states too."""
+    """Give every replica the weights of replica 0; on request the optimizers' states too.
+
+    Attributes:
+        network: number of the network.
+        optimizers: whether the states of all optimizers are sent too.
+    """
 
     joint = True
     network: int
@@ -289,7 +308,11 @@ class GiveOptimizer(OptimizerCommand):
 
 @dataclass(frozen=True)
 class ZeroGrad(OptimizerCommand):
-    """Clear the gradients of an optimizer."""
+    """Clear the gradients of an optimizer.
+
+    Attributes:
+        set_to_none: drop the gradients; else they are filled with zeros.
+    """
 
     in_frame = True
     outdates = frozenset({Kind.GRADIENT})
@@ -307,7 +330,11 @@ class Step(OptimizerCommand):
 
 @dataclass(frozen=True)
 class GradientNorm(OptimizerCommand):
-    """Answer with the norm of each gradient of an optimizer, by parameter name."""
+    """Answer with the norm of each gradient of an optimizer, by parameter name.
+
+    Attributes:
+        order: p of the p-norm; ``inf``: the largest magnitude.
+    """
 
     answered = True
     order: float
@@ -343,7 +370,11 @@ class Unscale(OptimizerCommand):
 
 @dataclass(frozen=True)
 class GiveWeights(Command):
-    """Answer with these parameters and buffers, as tensors."""
+    """Answer with these parameters and buffers, as tensors.
+
+    Attributes:
+        names: of the parameters and buffers, dotted.
+    """
 
     answered = True
     names: list[str]
@@ -351,7 +382,11 @@ class GiveWeights(Command):
 
 @dataclass(frozen=True)
 class TakeWeights(Command):
-    """Take these parameters and buffers."""
+    """Take these parameters and buffers.
+
+    Attributes:
+        tensors: name and new value of each.
+    """
 
     tensors: Tensors
 
@@ -365,7 +400,11 @@ class NameGradients(Command):
 
 @dataclass(frozen=True)
 class GiveGradients(Command):
-    """Answer with the gradients of these parameters, as tensors."""
+    """Answer with the gradients of these parameters, as tensors.
+
+    Attributes:
+        names: of the parameters, dotted.
+    """
 
     answered = True
     names: list[str]
@@ -380,7 +419,12 @@ class GiveBorrowedGradients(Command):
 
 @dataclass(frozen=True)
 class TakeGradients(Command):
-    """Set the gradients of these parameters, or (``add``) add to them."""
+    """Set the gradients of some parameters, or add to them.
+
+    Attributes:
+        add: whether they are added to what is there.
+        tensors: name of the parameter and gradient of each.
+    """
 
     add: bool
     tensors: Tensors
@@ -388,7 +432,11 @@ class TakeGradients(Command):
 
 @dataclass(frozen=True)
 class ClearGradients(Command):
-    """Set the gradients of these parameters to ``None``."""
+    """Set the gradients of these parameters to ``None``.
+
+    Attributes:
+        names: of the parameters, dotted.
+    """
 
     names: list[str]
 

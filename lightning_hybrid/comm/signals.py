@@ -29,7 +29,13 @@ NUMBERS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name
 
 
 class _Process:
-    """Deferred sections that the main thread is in, and the signals that have come meanwhile."""
+    """Deferred sections that the main thread is in, and the signals that have come meanwhile.
+
+    Attributes:
+        depth: number of deferred sections that the main thread has entered and not left.
+        held: whether signals wait outside such sections too.
+        pending: handler, number of the signal and frame of each that waits, in order.
+    """
 
     depth = 0
     held = False

@@ -60,32 +60,45 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Layer:
-    """One operation of the captured network."""
+    """One operation of the captured network.
+
+    Attributes:
+        name: of its node.
+        node: the operation in the captured graph.
+        parts: nodes that take tensors out of what the operation has returned.
+        module: dotted name of the module whose code calls it; empty: the network's own code, or
+            nobody's.
+        is_module: whether that module has no parts: the operation is (a part of) what it computes.
+        parameters: names of the parameters that it is given.
+        buffers: names of the buffers that it is given.
+        written: names of the parameters and buffers that it changes in place.
+        effects: which memory it writes and shares, whether it is random; see `Effects`.
+    """
 
     name: str
     node: fx.Node
     parts: tuple[fx.Node, ...]
-    """nodes that take tensors out of what an operation has returned"""
     module: str
-    """dotted name of the module whose code calls it; empty: the network's own code, or nobody's"""
     is_module: bool
-    """whether that module has no parts: the operation is (a part of) what it computes"""
     parameters: frozenset[str]
     buffers: frozenset[str]
     written: frozenset[str]
-    """names of the parameters and buffers that it changes in place"""
     effects: Effects
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that a call brings: an argument, or what the network's Python holds elsewhere."""
+    """A tensor that a call brings: an argument, or what the network's Python holds elsewhere.
+
+    Attributes:
+        node: its placeholder in the graph.
+        batched: whether dimension 0 is the batch's: then it is split.
+        number: whether it is a Python number that changes between calls, and travels as a tensor.
+    """
 
     node: fx.Node
     batched: bool
-    """whether dimension 0 is the batch's: then it is split"""
     number: bool = False
-    """a Python number that changes between calls, and travels as a tensor"""
 
     @property
     def name(self) -> str:
@@ -109,6 +122,13 @@ class NetworkGraph:
         memory: of each placeholder; see `Effects`.
         symbol: the size that is the batch's; ``None``: no size is free.
         batch: the batch size of the first call.
+        attributes: constants and nested graphs that nodes name.
+        place: per placeholder, its position among the arguments of the graph.
+        info: shape and dtype of every node that is a tensor.
+        fingerprint: hash of all nodes with their arguments and shapes, 16 hexadecimal digits.
+        guards: what was assumed of the sizes; see `guards_allow`. ``None``: no size is free.
+        shared: parameters and buffers of the network that all ranks have.
+        differentiable: whether gradients were switched on when it was captured.
     """
 
     network: nn.Module
@@ -123,16 +143,12 @@ class NetworkGraph:
     symbol: Any
     batch: int | None
     attributes: dict[str, Any]
-    """constants and nested graphs that nodes name"""
     place: dict[fx.Node, int]
-    """per placeholder, its position among the arguments of the graph"""
     info: dict[fx.Node, TensorInfo]
     fingerprint: str
     guards: Any = field(repr=False)
     shared: frozenset[str]
-    """parameters and buffers of the network that all ranks have"""
     differentiable: bool = True
-    """whether gradients were switched on when it was captured"""
 
     # ------------------------------------------------------------------ looking
 

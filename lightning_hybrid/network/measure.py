@@ -152,7 +152,15 @@ def device_name(device: torch.device) -> str:
 
 
 class _Times(NamedTuple):
-    """As in `PartitionProfile`."""
+    """Median seconds, as in `PartitionProfile`.
+
+    Attributes:
+        forward_s: of a forward.
+        backward_input_s: of a backward that only makes the gradients of the inputs.
+        backward_weight_s: what the gradients of the parameters add to that.
+        input_apart_s: of the input part of a backward that is split; ``None``: it cannot be split.
+        weight_apart_s: likewise of its weight part.
+    """
 
     forward_s: float
     backward_input_s: float

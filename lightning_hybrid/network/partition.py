@@ -21,26 +21,30 @@ from lightning_hybrid.network.graph import Layer, NetworkGraph
 
 @dataclass(frozen=True)
 class NetworkPartition:
-    """Consecutive layers that are always on the same device."""
+    """Consecutive layers that are always on the same device.
+
+    Attributes:
+        name: dotted name of its first module.
+        start: number of its first layer in the graph.
+        stop: number after that of its last layer.
+        layers: names of its layers' nodes.
+        modules: per layer: dotted name of the module whose code calls it.
+        parameters: dotted names of its parameters.
+        flops: floating-point operations of one forward at the captured batch size: its load.
+        output_bytes: bytes of all that crosses a cut after it, at the captured batch size.
+        refused: places inside it where a cut was looked for and is not allowed: module name, and
+            why.
+    """
 
     name: str
-    """dotted name of its first module"""
     start: int
-    """number of its first layer in the graph"""
     stop: int
-    """number after that of its last layer"""
     layers: tuple[str, ...]
-    """names of its layers' nodes"""
     modules: tuple[str, ...]
-    """per layer: dotted name of the module whose code calls it"""
     parameters: tuple[str, ...]
-    """dotted names of its parameters"""
     flops: int
-    """load: floating-point operations of one forward at the captured batch size"""
     output_bytes: int
-    """bytes of all that crosses a cut after it, at the captured batch size"""
     refused: tuple[tuple[str, str], ...]
-    """places inside it where a cut was looked for and is not allowed: module name, and why"""
 
 
 def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:

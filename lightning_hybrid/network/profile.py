@@ -16,32 +16,39 @@ from lightning_hybrid.network.partition import NetworkPartition
 
 @dataclass(frozen=True)
 class PartitionProfile:
-    """Cost of one network partition for one micro-batch."""
+    """Cost of one network partition for one micro-batch.
+
+    Attributes:
+        name: dotted name of its first module.
+        flops: floating-point operations of one forward.
+        forward_s: seconds of one forward; None: counted only.
+        backward_input_s: seconds of a backward that only makes the gradients of the partition's
+            inputs.
+        backward_weight_s: what the gradients of its parameters add to that, in seconds.
+        output_bytes: bytes that cross a cut after it.
+        parameter_bytes: size of its parameters.
+        gradient_bytes: size of the gradients of those of its parameters that are trained.
+        activation_bytes: bytes held from forward to backward; when counted: of all that its layers
+            return. A tensor that two partitions hold counts in both, so a sum over partitions is an
+            upper bound.
+        input_apart_s: seconds of the input part of a backward that is split, which keeps what the
+            rest needs; None: counted only, or the backward cannot be split.
+        weight_apart_s: likewise of its weight part.
+        optimizer_bytes: size of the state that the optimizer keeps; see `Profile.with_optimizer`.
+    """
 
     name: str
     flops: int
-    """floating-point operations of one forward"""
     forward_s: float | None
-    """seconds of one forward; None: counted only"""
     backward_input_s: float | None
-    """seconds of a backward that only makes the gradients of the partition's inputs"""
     backward_weight_s: float | None
-    """what the gradients of its parameters add to that, in seconds"""
     output_bytes: int
-    """bytes that cross a cut after it"""
     parameter_bytes: int
     gradient_bytes: int
-    """of the parameters that are trained"""
     activation_bytes: int
-    """bytes held from forward to backward; when counted: of all that its layers return. A tensor
-    that two partitions hold counts in both, so a sum over partitions is an upper bound"""
     input_apart_s: float | None
-    """seconds of the input part of a backward that is split, which keeps what the rest needs; None:
-    counted only, or the backward cannot be split"""
     weight_apart_s: float | None
-    """likewise of its weight part"""
     optimizer_bytes: int = 0
-    """state that the optimizer keeps of its parameters; see `Profile.with_optimizer`"""
 
     @property
     def forward(self) -> float:
@@ -79,13 +86,17 @@ class PartitionProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of all partitions of a network, in order, at one size of the micro-batch."""
+    """Costs of all partitions of a network, in order, at one size of the micro-batch.
+
+    Attributes:
+        partitions: one entry for each, in order.
+        batch: size of the micro-batch that the numbers are for.
+        device: what was measured; ``counted`` when nothing was.
+    """
 
     partitions: tuple[PartitionProfile, ...]
     batch: int
-    """size of the micro-batch that the numbers are for"""
     device: str
-    """what was measured; ``counted`` when nothing was"""
 
     @property
     def is_measured(self) -> bool:

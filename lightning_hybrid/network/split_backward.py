@@ -141,15 +141,19 @@ def _with_gradients(
 
 @dataclass
 class _Node:
-    """An operation, as the walk has found it."""
+    """An operation, as the walk has found it.
+
+    Attributes:
+        children: where its gradients go: operation, and number of the output of that one.
+        reaches: set of the weights behind it, as bits.
+        leads: whether an input is behind it.
+        outputs: numbers of its outputs that are used.
+    """
 
     children: list[tuple[Node, int]]
     reaches: int = 0
-    """Set of the weights behind it, as bits."""
     leads: bool = False
-    """Whether an input is behind it."""
     outputs: set[int] = field(default_factory=set)
-    """Numbers of its outputs that are used."""
 
 
 class _Way:

@@ -31,14 +31,22 @@ from lightning_hybrid.errors import NetworkError
 
 @dataclass(frozen=True)
 class _NodeName:
-    """Stands for a node among the arguments of another one."""
+    """Stands for a node among the arguments of another one.
+
+    Attributes:
+        name: of the node in its graph.
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Nested:
-    """A graph that an operation takes as an argument (the body of a checkpointed region)."""
+    """A graph that an operation takes as an argument (the body of a checkpointed region).
+
+    Attributes:
+        code: the graph as plain data.
+    """
 
     code: GraphCode
 

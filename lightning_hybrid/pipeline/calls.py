@@ -55,6 +55,7 @@ class Call:
         number: counts the calls of the network.
         draw: decides the random numbers; see
             :func:`lightning_hybrid.pipeline.random_numbers.draw_number`.
+        key: decides what travels; calls with equal keys exchange no shapes.
         exchange: headers travel with the activations.
         uses_rng: the generators' state travels with the activations.
         traffic: of each stage of this rank.

@@ -25,7 +25,14 @@ from lightning_hybrid._torch.tensors import (
 
 @dataclass(frozen=True)
 class _Held:
-    """What was taken off one weight."""
+    """What was taken off one weight.
+
+    Attributes:
+        name: its dotted name in the network.
+        weight: the parameter that the hooks are put back on.
+        hooks: the tables of those before and after the gradient is added to others.
+        gradient: what was in ``weight.grad`` before the pass; ``None``: nothing.
+    """
 
     name: str
     weight: nn.Parameter

@@ -20,23 +20,29 @@ WORTHWHILE = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank says of its device."""
+    """What one rank says of its device.
+
+    Attributes:
+        host: name of the machine; ranks with the same one share its memory.
+        name: ``cpu``, or the model of a GPU.
+        memory_bytes: free for this run; on a CPU that of the whole host. None: not known.
+        cores: numbers of the host's cores that the process may run on; empty on an accelerator.
+        threads: number of threads that compute; 0 on an accelerator.
+        quota: how much of the processors this process may have, as the system words it; empty: not
+            known.
+        units_per_s: work done in a second by the wall clock; 0: not measured.
+        units_per_own_s: the same by the clock of the profile, which stands still while others have
+            the processor.
+    """
 
     host: str
     name: str
-    """``cpu``, or the model of a GPU"""
     memory_bytes: int | None
-    """free for this run; on a CPU that of the whole host. None: not known"""
     cores: tuple[int, ...] = ()
-    """of the host that the process may run on; empty on an accelerator"""
     threads: int = 0
-    """that compute; 0 on an accelerator"""
     quota: str = ""
-    """how much of the processors this process may have, as the system words it; empty: not known"""
     units_per_s: float = 0.0
-    """work done in a second by the wall clock; 0: not measured"""
     units_per_own_s: float = 0.0
-    """the same by the clock of the profile, which stands still while others have the processor"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +51,22 @@ class Cluster:
 
     Index ``r * stages + k`` in the mesh is ``pp_rank`` k of replica r: 0 is the driver, with the
     last stage, and k has stage k - 1. Rank 0 always has index 0.
+
+    Attributes:
+        replicas: number of replicas.
+        stages: number of ranks of a replica.
+        speeds: by rank; 1 is the device that is profiled, rank 0's, undisturbed.
+        memory_bytes: by rank: what it may take.
+        order: for each index in the mesh its rank.
+        bandwidth_bytes_per_s: of the slowest link between neighbouring stages; None: not measured.
     """
 
     replicas: int
     stages: int
     speeds: tuple[float, ...]
-    """by rank; 1 is the device that is profiled, rank 0's, undisturbed"""
     memory_bytes: tuple[int | None, ...]
-    """by rank: what it may take"""
     order: tuple[int, ...]
-    """for each index in the mesh its rank"""
     bandwidth_bytes_per_s: float | None = None
-    """of the slowest link between neighbouring stages; None: not measured"""
 
     @property
     def capacities(self) -> tuple[float, ...]:

@@ -43,29 +43,37 @@ SHIPPED = Path(__file__).parent / "clusters"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """One device."""
+    """One device.
+
+    Attributes:
+        name: model, as the vendor calls it.
+        flops_per_s: floating-point operations per second; None where `speed` is given.
+        speed: speed relative to the other devices; None where `flops_per_s` is given.
+        memory_bytes: what it can hold; None: not known.
+    """
 
     name: str
-    """Model, as the vendor calls it."""
     flops_per_s: float | None = None
-    """Floating-point operations per second; None where `speed` is given."""
     speed: float | None = None
-    """Speed relative to the other devices; None where `flops_per_s` is given."""
     memory_bytes: float | None = None
-    """What it can hold; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """Links that join groups of `devices` devices with neighbouring numbers."""
+    """Links that join groups of `devices` devices with neighbouring numbers.
+
+    Attributes:
+        name: of the level, such as `within a host`, for messages.
+        devices: number of devices that are joined: those with the same `number // devices`.
+        bandwidth_bytes_per_s: between two devices, in one direction, while the other direction is
+            in use too.
+        latency_s: seconds from the start of sending until the first byte is there.
+    """
 
     name: str
     devices: int
-    """Number of devices that are joined: those with the same `number // devices`."""
     bandwidth_bytes_per_s: float
-    """Between two devices, in one direction, while the other direction is in use too."""
     latency_s: float
-    """From the start of sending until the first byte is there."""
 
     def transfer_s(self, size_bytes: float) -> float:
         """Seconds that a message of this size takes."""
@@ -76,6 +84,12 @@ class Level:
 class ClusterDescription:
     """Devices, and the levels of links that join them.
 
+    Attributes:
+        name: of the cluster, for messages and reports.
+        devices: one entry for each, by number.
+        levels: from the innermost to the outermost; empty: there is one device.
+        about: where the numbers come from.
+
     Raises:
         PlanError: there is no device; some devices have a compute rate and others a relative speed;
             a level is not made of whole groups of the level inside; or no level joins all devices.
@@ -85,7 +99,6 @@ class ClusterDescription:
     devices: tuple[DeviceSpec, ...]
     levels: tuple[Level, ...] = ()
     about: str = ""
-    """Where the numbers come from."""
 
     def __post_init__(self) -> None:
         if not self.devices:

@@ -9,16 +9,20 @@ from lightning_hybrid.schedules.orders import Orders, Part, Work
 
 @dataclass(frozen=True)
 class OrderTimes:
-    """One step of a replica whose stages have a device each."""
+    """One step of a replica whose stages have a device each.
+
+    Attributes:
+        makespan_s: seconds from the first forward of stage 0 until the last stage is done.
+        spans_s: for each stage the seconds from its own first forward until it is done.
+        busy_s: for each stage the seconds in which it computes.
+        in_flight: for each stage the most micro-batches that have gone forward and not yet wholly
+            backward.
+    """
 
     makespan_s: float
-    """From the first forward of stage 0 until the last stage is done."""
     spans_s: tuple[float, ...]
-    """For each stage from its own first forward until it is done."""
     busy_s: tuple[float, ...]
-    """For each stage the seconds in which it computes."""
     in_flight: tuple[int, ...]
-    """For each stage the most micro-batches that have gone forward and not yet wholly backward."""
 
     @property
     def bubble(self) -> float:

@@ -38,14 +38,20 @@ _NEGLIGIBLE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Intrinsic:
-    """A factor of what is computed, such as FLOPs: it adds `weight (value / scale)^power`."""
+    """A factor of what is computed, such as FLOPs: it adds `weight (value / scale)^power`.
+
+    Attributes:
+        name: key of its value in a run.
+        unit: of its values, for the description.
+        scale: geometric mean of the values that it was fitted to, in its unit.
+        weight: share of the mean measured time, where all other factors are at their scales.
+        power: exponent of `value / scale`.
+    """
 
     name: str
     unit: str
     scale: float
-    """Geometric mean of the values that it was fitted to, in its unit."""
     weight: float
-    """Share of the mean measured time, where all other factors are at their scales."""
     power: float
 
 
@@ -54,6 +60,12 @@ class Extrinsic:
     """A factor of how it is spread, such as devices: it multiplies the sum of the intrinsic ones.
 
     It does so by `(value / scale)^exponent`.
+
+    Attributes:
+        name: key of its value in a run.
+        unit: of its values, for the description.
+        scale: geometric mean of the values that it was fitted to, in its unit.
+        exponent: of `value / scale`; below 0: more of it takes less time.
     """
 
     name: str
@@ -64,18 +76,24 @@ class Extrinsic:
 
 @dataclass(frozen=True, kw_only=True)
 class PerformanceModel:
-    """The fitted expression. Times are in seconds."""
+    """The fitted expression. Times are in seconds.
+
+    Attributes:
+        mean_s: mean measured seconds that it was fitted to.
+        constant: share of `mean_s` that depends on no factor.
+        intrinsic: factors that add up.
+        extrinsic: factors that multiply that sum.
+        strength: weight of the regulariser in the fit; 0: none.
+        error: mean absolute relative error on the runs that it was fitted to.
+        version: of the JSON format.
+    """
 
     mean_s: float
-    """Mean measured time that it was fitted to."""
     constant: float
-    """Share of that which depends on no factor."""
     intrinsic: tuple[Intrinsic, ...]
     extrinsic: tuple[Extrinsic, ...]
     strength: float
-    """Of the regulariser in the fit."""
     error: float
-    """Mean absolute relative error on the runs that it was fitted to."""
     version: int = VERSION
 
     def predict_s(self, run: Mapping[str, float]) -> float:

@@ -19,39 +19,45 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What one stage holds, for reports."""
+    """What one stage holds, for reports.
+
+    Attributes:
+        layers: number of layers (nodes of the traced network).
+        partitions: names of the network partitions, in order.
+        parameters: number of parameter elements.
+        load: share of the whole network's computation, between 0 and 1.
+        device: index of the device within the replica.
+        memory_bytes: held while it trains: parameters, gradients, optimizer state and the
+            activations of the micro-batches in flight; None when nothing was profiled.
+        forward_s: seconds of the forward of a micro-batch; None, like the other times, if not
+            predicted.
+        backward_s: seconds of its backward; where that is split, of its input part.
+        weight_s: seconds of the weight part of its backward, where that is split.
+        send_s: seconds in which a micro-batch keeps the link to the next stage, in either
+            direction.
+        latency_s: seconds by which it arrives later than that.
+        reduce_s: seconds of the all-reduce of its gradients over the replicas.
+        step_s: seconds of its optimizer step.
+        cut_bytes: what crosses the cut after it, per micro-batch and direction; 0 after the last
+            stage.
+        gradient_bytes: size of its gradients, which its replicas average in a step.
+    """
 
     layers: int
-    """Number of layers (nodes of the traced network)."""
     partitions: tuple[str, ...]
-    """Names of the network partitions, in order."""
     parameters: int
-    """Number of parameter elements."""
     load: float
-    """Share of the whole network's computation, between 0 and 1."""
     device: int
-    """Index of the device within the replica."""
     memory_bytes: int | None = None
-    """Held while it trains: parameters, gradients, optimizer state and the activations of the
-    micro-batches in flight; None when nothing was profiled."""
     forward_s: float | None = None
-    """Seconds of the forward of a micro-batch; None, like the other times, if not predicted."""
     backward_s: float | None = None
-    """Seconds of its backward; where that is split, of its input part."""
     weight_s: float | None = None
-    """Seconds of the weight part of its backward, where that is split."""
     send_s: float | None = None
-    """Seconds in which a micro-batch keeps the link to the next stage, in either direction."""
     latency_s: float | None = None
-    """Seconds by which it arrives later than that."""
     reduce_s: float | None = None
-    """Seconds of the all-reduce of its gradients over the replicas."""
     step_s: float | None = None
-    """Seconds of its optimizer step."""
     cut_bytes: int | None = None
-    """What crosses the cut after it, per micro-batch and direction; 0 after the last stage."""
     gradient_bytes: int | None = None
-    """Size of its gradients, which its replicas average in a step."""
 
     def without_times(self) -> Self:
         """The same, where the times are not to be relied on."""
@@ -74,48 +80,51 @@ class Plan:
     A plan is a value: it is made by the planner, checked when made, written as JSON, and read by
     the runtime and the report. It knows no process and no tensor.
 
+    Attributes:
+        replicas: number of chains that each hold the whole network.
+        stages: number of stages of a replica.
+        microbatches: number of slices of a replica's batch.
+        schedule: name of the schedule.
+        cuts: names of the first module of each next stage, as in the network (`stages - 1` of
+            them).
+        devices: device of each stage, counted within the replica. The last stage is the driver's,
+            and the driver is device 0. Under a free placement a device has several stages. Empty:
+            stage k on device k + 1, the last on device 0.
+        capacities: relative speed of each device of a replica: that of the slowest of its ranks.
+            Empty: all equal, or not known.
+        copies: size of the data-parallel group of each stage: `replicas` for all. Empty: filled in.
+        split: numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but
+            the first.
+        recompute: whether stages keep no activations, and run their forward again for the backward.
+        rows: what each stage holds; empty when the network was not profiled.
+        predicted_step_s: predicted seconds of one optimizer step; None when nothing was profiled.
+        objective: what the allocation optimised.
+        allocation: which search chose the cuts: `gabra`, `exact`, `dynamic` (the programme of the
+            shortest step for chains), `merging`, `descent` (for loops), `balanced` (the shortest
+            slowest stage), or `given`.
+        seed: seed of the allocation.
+        version: version of the JSON format.
+
     Raises:
         PlanError: two fields contradict each other; the text holds both.
     """
 
     replicas: int
-    """Number of chains that each hold the whole network."""
     stages: int
-    """Number of stages of a replica."""
     microbatches: int
-    """Number of slices of a replica's batch."""
     schedule: str
-    """Name of the schedule."""
     cuts: tuple[str, ...]
-    """Names of the first module of each next stage, as in the network (`stages - 1` of them)."""
     devices: tuple[int, ...] = ()
-    """Device of each stage, counted within the replica. The last stage is the driver's, and the
-    driver is device 0. Under a free placement a device has several stages. Empty: stage k on device
-    k + 1, the last on device 0."""
     capacities: tuple[float, ...] = ()
-    """Relative speed of each device of a replica: that of the slowest of its ranks. Empty: all
-    equal, or not known."""
     copies: tuple[int, ...] = ()
-    """Size of the data-parallel group of each stage: `replicas` for all. Empty: filled in."""
     split: tuple[int, ...] | None = None
-    """Numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but the
-    first."""
     recompute: bool = False
-    """Whether stages keep no activations, and run their forward again for the backward."""
     rows: tuple[StagePlan, ...] = ()
-    """What each stage holds; empty when the network was not profiled."""
     predicted_step_s: float | None = None
-    """Predicted seconds of one optimizer step; None when nothing was profiled."""
     objective: str = "makespan"
-    """What the allocation optimised."""
     allocation: str = "gabra"
-    """Which search chose the cuts: `gabra`, `exact`, `dynamic` (the programme of the shortest step
-    for chains), `merging`, `descent` (for loops), `balanced` (the shortest slowest stage), or
-    `given`."""
     seed: int = 0
-    """Seed of the allocation."""
     version: int = VERSION
-    """Version of the JSON format."""
 
     def __post_init__(self) -> None:
         if self.version != VERSION:

@@ -38,28 +38,31 @@ _QUICK = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the n partitions of a network cost for a micro-batch, on the cluster's first device."""
+    """What the n partitions of a network cost for a micro-batch, on the cluster's first device.
+
+    Attributes:
+        names: (n,) of each the first module.
+        layers: (n,) numbers of layers.
+        parameters: (n,) numbers of elements.
+        forward_s: (n,) seconds of a forward.
+        backward_s: (n,) seconds of a backward.
+        step_s: (n,) seconds of the optimizer step; empty: not known.
+        output_bytes: (n,) what crosses a cut after it; the last entry is not used.
+        gradient_bytes: (n,) size of the gradients.
+        kept_bytes: (n,) parameters, gradients and optimizer state.
+        activation_bytes: (n,) held from forward to backward.
+    """
 
     names: tuple[str, ...]
-    """(n,) of each the first module."""
     layers: tuple[int, ...]
-    """(n,)"""
     parameters: tuple[int, ...]
-    """(n,) numbers of elements."""
     forward_s: tuple[float, ...]
-    """(n,) seconds."""
     backward_s: tuple[float, ...]
-    """(n,) seconds."""
     step_s: tuple[float, ...]
-    """(n,) seconds of the optimizer step; empty: not known."""
     output_bytes: tuple[int, ...]
-    """(n,) what crosses a cut after it; the last entry is not used."""
     gradient_bytes: tuple[int, ...]
-    """(n,)"""
     kept_bytes: tuple[int, ...]
-    """(n,) parameters, gradients and optimizer state."""
     activation_bytes: tuple[int, ...]
-    """(n,) held from forward to backward."""
 
     def memory_bytes(self, microbatches: int) -> tuple[int, ...]:
         """(n,) bytes with this many micro-batches in flight."""
@@ -72,28 +75,35 @@ PartsOf = Callable[[int], Parts]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """R replicas of S devices with v stages each, M micro-batches: how fast, does it fit?"""
+    """R replicas of S devices with v stages each, M micro-batches: how fast, does it fit?
+
+    Attributes:
+        replicas: R, each with the whole network.
+        devices_per_replica: S, devices of a replica.
+        stages_per_device: v; 1: each device has one stage.
+        microbatches: M, slices of a replica's batch.
+        ends: for each stage the number after its last partition.
+        devices: for each stage its device within the replica.
+        step_s: predicted seconds of a step.
+        samples: number of samples of all replicas in a step.
+        bubble: share of the devices' time in which they do not compute.
+        search: what found the cuts: `balanced` or `dynamic`.
+        lacking_bytes: what the fullest device lacks; 0: it fits.
+        recompute: whether stages run their forward again for the backward.
+    """
 
     replicas: int
     devices_per_replica: int
     stages_per_device: int
     microbatches: int
     ends: tuple[int, ...]
-    """For each stage the number after its last partition."""
     devices: tuple[int, ...]
-    """For each stage its device within the replica."""
     step_s: float
-    """Predicted seconds of a step."""
     samples: int
-    """Of all replicas in a step."""
     bubble: float
-    """Share of the devices' time in which they do not compute."""
     search: str
-    """What found the cuts: `balanced` or `dynamic`."""
     lacking_bytes: float = 0.0
-    """What the fullest device lacks; 0: it fits."""
     recompute: bool = False
-    """Whether stages run their forward again for the backward."""
 
     @property
     def fits(self) -> bool:

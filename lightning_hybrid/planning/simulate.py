@@ -14,6 +14,12 @@ class Event:
 
     A send lasts while its message is on the link, a receive while the device waits for it, a
     reduction while gradients travel. Only forward, backward and weight keep the device busy.
+
+    Attributes:
+        stage: number of the stage that runs it.
+        instruction: what is run.
+        start_s: seconds from the start of the forward pass.
+        end_s: likewise, when it is over.
     """
 
     stage: int
@@ -24,13 +30,18 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a replica, as simulated."""
+    """One step of a replica, as simulated.
+
+    Attributes:
+        events: all that was run, in the order in which the simulation took it.
+        makespan_s: seconds from the start of the forward pass until the last device has stepped.
+        busy_s: seconds that each device computes or steps; by stage, if each has a device of its
+            own.
+    """
 
     events: tuple[Event, ...]
     makespan_s: float
-    """From the start of the forward pass until the last device has stepped."""
     busy_s: tuple[float, ...]
-    """Seconds that each device computes or steps; by stage, if each has a device of its own."""
 
     @property
     def bubble(self) -> float:
@@ -119,13 +130,30 @@ def simulate(
 
 @dataclass
 class _Run:
-    """The clocks of a simulated step: those of the devices, and per link."""
+    """The clocks of a simulated step: those of the devices, and per link.
 
-    devices: tuple[int, ...]  # of the stages
+    Attributes:
+        devices: of each stage its device.
+        forward_s: by stage, seconds of the forward of a micro-batch.
+        backward_s: by stage, seconds of its backward; where that is split, of its input part.
+        weight_s: by stage, seconds of the weight part of a split backward.
+        edge_s: seconds that a message keeps the link; edge k of the ring joins stage k and the next
+            one.
+        latency_s: by edge, seconds by which a message arrives later than that.
+        reduce_s: by stage, seconds of its all-reduce.
+        clock_s: by device, when it is done with what it was given so far.
+        reduced_s: by device, when its all-reduces are over.
+        busy_s: by device, seconds that it has computed.
+        link_free_s: by source and target device, when the link is free again.
+        arrivals_s: by source and target stage, when the messages on their way arrive, in order.
+        events: what has run so far.
+    """
+
+    devices: tuple[int, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...]
-    edge_s: tuple[float, ...]  # edge k of the ring joins stage k and the next one
+    edge_s: tuple[float, ...]
     latency_s: tuple[float, ...]
     reduce_s: tuple[float, ...]
     clock_s: list[float]

@@ -29,11 +29,16 @@ replicas alone: a prediction is off by some percent, and replicas change nothing
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a run."""
+    """The sizes of a run.
+
+    Attributes:
+        replicas: number of replicas.
+        stages: number of devices of a replica.
+        microbatches: number of slices of a replica's batch.
+    """
 
     replicas: int
     stages: int
-    """devices of a replica"""
     microbatches: int
 
     def __str__(self) -> str:
@@ -45,24 +50,29 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices of all ranks, and what they need to speak to each other."""
+    """The devices of all ranks, and what they need to speak to each other.
+
+    Attributes:
+        devices: one entry for each rank.
+        capacity: relative speeds that the user gave; None: as measured.
+        bandwidth_bytes_per_s: of a link between two stages.
+        message_s: seconds that a message between two stages adds, with the work around it.
+        reduce_bytes_per_s: of an all-reduce over all devices, by the size of the tensor.
+        reduce_s: seconds of an all-reduce of nothing.
+        update_s_per_byte: seconds of the optimizer step per byte of the parameters that are
+            trained.
+        overlaps: whether an all-reduce runs beside the backward at no cost, as on an accelerator;
+            on a CPU it takes the processor from it.
+    """
 
     devices: tuple[Device, ...]
     capacity: tuple[float, ...] | None
-    """relative speeds that the user gave; None: as measured"""
     bandwidth_bytes_per_s: float
-    """of a link between two stages"""
     message_s: float
-    """what a message between two stages adds, with the work around it"""
     reduce_bytes_per_s: float
-    """of an all-reduce over all devices, by the size of the tensor"""
     reduce_s: float
-    """of an all-reduce of nothing"""
     update_s_per_byte: float
-    """optimizer step, by the size of the parameters"""
     overlaps: bool
-    """whether an all-reduce runs beside the backward at no cost, as on an accelerator; on a CPU it
-    takes the processor from it"""
 
     def reduced_s(self, size: float, replicas: int) -> float:
         """Seconds of the all-reduce of `size` bytes over some replicas, as a ring of them does."""
@@ -75,25 +85,33 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the n partitions of a network take, at one size of the micro-batch."""
+    """What the n partitions of a network take, at one size of the micro-batch.
+
+    Attributes:
+        names: (n,) of each the first module.
+        forward_s: (n,) seconds of a forward on a device of speed 1.
+        backward_s: (n,) seconds of a backward, likewise.
+        cut_bytes: (n - 1,) bytes that cross the cut after a partition.
+        parameters: (n,) numbers of elements.
+        gradient_bytes: (n,) size of the gradients of what is trained.
+        kept_bytes: (n,) parameters, gradients and the state of the optimizer.
+        activation_bytes: (n,) held for each micro-batch between its forward and its backward.
+        layers: (n,) numbers of layers.
+        input_part_s: (n,) seconds of the input part of a split backward; empty: half of it.
+        weight_part_s: (n,) likewise of its weight part; None: it cannot be split.
+    """
 
     names: tuple[str, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     cut_bytes: tuple[float, ...]
-    """(n - 1,) that cross the cut after a partition"""
     parameters: tuple[int, ...]
     gradient_bytes: tuple[float, ...]
-    """of what is trained"""
     kept_bytes: tuple[float, ...]
-    """parameters, gradients and the state of the optimizer"""
     activation_bytes: tuple[float, ...]
-    """held for each micro-batch between its forward and its backward"""
     layers: tuple[int, ...]
     input_part_s: tuple[float, ...] = ()
-    """of a backward that is split; empty: half of it"""
     weight_part_s: tuple[float | None, ...] = ()
-    """likewise; None: it cannot be split"""
 
     def memory_bytes(self, in_flight: int) -> list[int]:
         """(n,) held with this many micro-batches between their forward and their backward."""
@@ -143,12 +161,18 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Sizes, and what a step is predicted to take with them."""
+    """Sizes, and what a step is predicted to take with them.
+
+    Attributes:
+        sizes: replicas, stages and micro-batches.
+        step_s: predicted seconds of a step, all networks together.
+        recompute: whether stages run their forward again for the backward, since it does not fit
+            otherwise.
+    """
 
     sizes: Sizes
     step_s: float
     recompute: bool = False
-    """whether stages run their forward again for the backward, since it does not fit otherwise"""
 
     @property
     def batch_s(self) -> float:
@@ -158,14 +182,18 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was chosen, and what was not."""
+    """What was chosen, and what was not.
+
+    Attributes:
+        best: the shortest time of a batch; replicas alone have an advance, see `WORTHWHILE`.
+        others: the best of each other number of stages, the shortest first; estimates where those
+            are far behind.
+        alone_s: predicted seconds of a batch on one of the devices.
+    """
 
     best: Candidate
     others: tuple[Candidate, ...]
-    """the best of each other number of stages, the shortest first; estimates where those are far
-    behind"""
     alone_s: float
-    """predicted seconds of a batch on one of the devices"""
 
     def describe(self) -> str:
         """What was chosen, what it is predicted to take, and the runners-up."""
@@ -198,7 +226,17 @@ def _seconds(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How plans are made for each of the sizes; see :func:`plan_stages`."""
+    """How plans are made for each of the sizes; see :func:`plan_stages`.
+
+    Attributes:
+        method: how the cuts are chosen.
+        objective: what the choice optimises.
+        schedule: name of the schedule, or `auto`.
+        contiguous: whether each device gets one run of partitions.
+        seed: of the allocation.
+        recompute: whether stages run their forward again, and hold the activations of one
+            micro-batch; `auto`: where nothing else fits.
+    """
 
     method: Method = "gabra"
     objective: Objective = "step"
@@ -206,8 +244,6 @@ class Search:
     contiguous: bool = True
     seed: int = 0
     recompute: bool | Literal["auto"] = "auto"
-    """whether stages run their forward again, and hold the activations of one micro-batch; `auto`:
-    where nothing else fits"""
 
 
 def choose(

@@ -19,14 +19,18 @@ def speedup(serial_s: float, parallel_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training to a declared target, such as a validation accuracy."""
+    """A training to a declared target, such as a validation accuracy.
+
+    Attributes:
+        step_s: T: mean seconds of a step.
+        steps_per_epoch: TS, which the paper does not define: the product of Eq. 13 is a time only
+            with this.
+        epochs: E: epochs to the target.
+    """
 
     step_s: float
-    """T: mean seconds of a step."""
     steps_per_epoch: float
-    """TS, which the paper does not define: the product of Eq. 13 is a time only with this."""
     epochs: float
-    """E: epochs to the target."""
 
     @property
     def total_s(self) -> float:

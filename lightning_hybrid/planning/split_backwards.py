@@ -16,12 +16,15 @@ from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """The two parts of the backward of n partitions, for one micro-batch."""
+    """The two parts of the backward of n partitions, for one micro-batch.
+
+    Attributes:
+        input_s: (n,) for the gradients of the inputs, on a device of speed 1.
+        weight_s: (n,) for those of the weights, afterwards; None: it cannot be split.
+    """
 
     input_s: Sequence[float]
-    """(n,) for the gradients of the inputs, on a device of speed 1."""
     weight_s: Sequence[float | None]
-    """(n,) for those of the weights, afterwards; None: it cannot be split."""
 
 
 def best_split_chain(

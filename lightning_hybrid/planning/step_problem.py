@@ -12,7 +12,12 @@ from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links between the devices of a replica, as m x m tables; the diagonal is not used."""
+    """The links between the devices of a replica, as m x m tables; the diagonal is not used.
+
+    Attributes:
+        seconds_per_byte: (m, m) seconds that a byte keeps the link from one device to another.
+        latency_s: (m, m) seconds by which a message arrives later than that.
+    """
 
     seconds_per_byte: Sequence[Sequence[float]]
     latency_s: Sequence[Sequence[float]]
@@ -32,28 +37,34 @@ class StepProblem:
 
     A placement is a list of runs: the number after the last partition of each (`ends`, rising, the
     last one n) and its device. Neighbouring runs are on different devices.
+
+    Attributes:
+        forward_s: (n,) forward of one micro-batch on a device of speed 1.
+        backward_s: (n,) its backward.
+        cut_bytes: (n - 1,) what crosses the cut after a partition per micro-batch, in either
+            direction.
+        speeds: (m,) of the devices; device 0 is the driver's, which has the last partition.
+        links: between the m devices.
+        microbatches: M, slices of a replica's batch.
+        reduce_s: (n,) all-reduce of the gradients of a partition over the replicas; empty: no time.
+        step_s: (n,) its optimizer step on a device of speed 1; empty: no time.
+        memory: (n,) bytes that a partition holds, its micro-batches in flight included; empty: no
+            limit.
+        memory_limits: (m,) bytes that a device takes.
+        driver_s: seconds of what the driver does between the passes.
     """
 
     forward_s: Sequence[float]
-    """(n,) forward of one micro-batch on a device of speed 1."""
     backward_s: Sequence[float]
-    """(n,) its backward."""
     cut_bytes: Sequence[float]
-    """(n - 1,) what crosses the cut after a partition per micro-batch, in either direction."""
     speeds: Sequence[float]
-    """(m,) of the devices; device 0 is the driver's, which has the last partition."""
     links: Links
     microbatches: int
     reduce_s: Sequence[float] = ()
-    """(n,) all-reduce of the gradients of a partition over the replicas; empty: no time."""
     step_s: Sequence[float] = ()
-    """(n,) its optimizer step on a device of speed 1; empty: no time."""
     memory: Sequence[float] = ()
-    """(n,) bytes that a partition holds, its micro-batches in flight included; empty: no limit."""
     memory_limits: Sequence[float] = ()
-    """(m,) bytes that a device takes."""
     driver_s: float = 0.0
-    """What the driver does between the passes."""
 
     def __post_init__(self) -> None:
         n, m = len(self.forward_s), len(self.speeds)

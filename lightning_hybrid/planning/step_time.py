@@ -28,30 +28,33 @@ from lightning_hybrid.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What the parts of a step take, by stage. All in seconds."""
+    """What the parts of a step take, by stage. All in seconds.
+
+    Attributes:
+        forward_s: (S,) forward of one micro-batch.
+        backward_s: (S,) its backward.
+        devices: (S,) device of each stage, counted from 0; the last stage is the driver's.
+        send_s: (S - 1,) how long a micro-batch occupies the link after a stage, in either
+            direction; empty: no time.
+        latency_s: (S - 1,) how much later it is there; empty: no time.
+        reduce_s: (S,) all-reduce of the gradients of a stage over its replicas; empty: no time.
+        step_s: (S,) optimizer step of a stage; empty: no time.
+        input_s: how long a micro-batch of inputs occupies the link from the driver to stage 0.
+        driver_s: what the driver does between forward and backward.
+        weight_s: (S,) weight part of the backward where that is split, and then `backward_s` is its
+            input part; 0: not split. Empty: none is. For stages that have a device each.
+    """
 
     forward_s: Sequence[float]
-    """(S,) forward of one micro-batch."""
     backward_s: Sequence[float]
-    """(S,) its backward."""
     devices: Sequence[int]
-    """(S,) device of each stage, counted from 0; the last stage is the driver's."""
     send_s: Sequence[float] = ()
-    """(S - 1,) how long a micro-batch occupies the link after a stage, in either direction; empty:
-    no time."""
     latency_s: Sequence[float] = ()
-    """(S - 1,) how much later it is there; empty: no time."""
     reduce_s: Sequence[float] = ()
-    """(S,) all-reduce of the gradients of a stage over its replicas; empty: no time."""
     step_s: Sequence[float] = ()
-    """(S,) optimizer step of a stage; empty: no time."""
     input_s: float = 0.0
-    """How long a micro-batch of inputs occupies the link from the driver to stage 0."""
     driver_s: float = 0.0
-    """What the driver does between forward and backward."""
     weight_s: Sequence[float] = ()
-    """(S,) weight part of the backward where that is split, and then `backward_s` is its input
-    part; 0: not split. Empty: none is. For stages that have a device each."""
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)

@@ -20,12 +20,18 @@ _NAME = re.compile(r"(?:.*\s)?(forward|backward|weight) (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A forward or a backward of a micro-batch."""
+    """A forward or a backward of a micro-batch, as traced.
+
+    Attributes:
+        device: number of the device within the replica.
+        kind: `forward`, `backward` or `weight`.
+        microbatch: number of the micro-batch.
+        start_s: when it begins, in seconds; of a whole step: since its first forward began.
+        end_s: likewise, when it is over.
+    """
 
     device: int
-    """Within the replica."""
     kind: str
-    """`forward`, `backward` or `weight`."""
     microbatch: int
     start_s: float
     end_s: float

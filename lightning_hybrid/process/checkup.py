@@ -40,30 +40,38 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-hybrid", "num
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rank says of itself."""
+    """What a rank says of itself.
+
+    Attributes:
+        device: what it is, and its memory.
+        flops_per_s: FLOP/s of a matrix product in float32, while all others do the same.
+        versions: of Python and of the packages that must agree.
+        address: of the interface that leads to the main host.
+        shared_bytes: free bytes of the host's shared memory; None: there is none.
+        sees_host: whether it sees what the first process of its host has put into shared memory.
+    """
 
     device: Device
     flops_per_s: float
-    """Of a matrix product, while all others do the same."""
     versions: dict[str, str]
-    """Of Python and of the packages that must agree."""
     address: str
-    """Of the interface that leads to the main host."""
     shared_bytes: int | None
-    """Free in the host's shared memory; None: there is none."""
     sees_host: bool
-    """Whether it sees what the first process of its host has put into shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkup:
-    """What was found, on rank 0."""
+    """What was found, on rank 0.
+
+    Attributes:
+        facts: by rank.
+        pairs: of the pairs of ranks that were measured: all, or with many ranks the neighbours.
+        all_reduce_s: seconds for 8 MiB over all ranks; None: there is one.
+    """
 
     facts: tuple[Facts, ...]
-    """By rank."""
     pairs: tuple[PairProbe, ...]
     all_reduce_s: Spread | None
-    """Of 8 MiB over all ranks; None: there is one."""
 
     @property
     def hosts(self) -> list[str]:

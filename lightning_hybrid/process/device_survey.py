@@ -71,7 +71,12 @@ def _devices(world: Group, device: torch.device, given: Sequence[float] | None) 
 
 
 class _Seen:
-    """What this process has seen, and of which group and device."""
+    """What this process has seen, and of which group and device.
+
+    Attributes:
+        machine: what was found; ``None``: nobody has looked.
+        key: number of ranks, device, backend and given speeds that it holds for.
+    """
 
     machine: Machine | None = None
     key: tuple[object, ...] = ()

@@ -55,7 +55,16 @@ class Joined:
 
 
 class _Process:
-    """What this process keeps between Trainers."""
+    """What this process keeps between Trainers.
+
+    Attributes:
+        store: that all runs use; ``None``: no run yet.
+        everyone: all ranks, as they have met last.
+        joined: the mesh of the last run; ``None``: there is none, or it was left.
+        key: what the mesh was made for; empty: it is not used again.
+        generation: number of groups and meshes made so far, part of their names.
+        failed: whether the last run has: then all ranks meet anew.
+    """
 
     store: dist.TCPStore | None = None
     everyone: Everyone | None = None

@@ -12,13 +12,18 @@ _AFTER = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A value, in parts that are stacked."""
+    """A value, in parts that are stacked.
+
+    Attributes:
+        name: written left of it.
+        parts: class of the colour and value of each.
+        text: the value, in words.
+        limit: where a line crosses it, in the unit of the parts; None: no line.
+    """
 
     name: str
     parts: Sequence[tuple[str, float]]
-    """Class of the colour and value of each."""
     text: str
-    """The value, in words."""
     limit: float | None = None
 
 

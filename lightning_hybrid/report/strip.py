@@ -10,17 +10,21 @@ _TOP, _HEIGHT = 26, 54
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A stage, or what a stage has."""
+    """A stage, or what a stage has.
+
+    Attributes:
+        name: written above it, such as `stage 0`.
+        load: its width, as a share of the sum over all pieces.
+        device: number of its device, which gives the colour.
+        partitions: name and load of each, in order.
+        cut: what crosses the cut after it; empty for the last one.
+    """
 
     name: str
-    """Of the device."""
     load: float
-    """Share of the whole."""
     device: int
     partitions: Sequence[tuple[str, float]]
-    """Name and load of each."""
     cut: str
-    """What crosses the cut after it; empty for the last one."""
 
 
 def draw_strip(pieces: Sequence[Piece], title: str) -> str:

@@ -18,16 +18,21 @@ _LANE, _TOP, _BOTTOM = 30, 34, 40
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that a device does."""
+    """Something that a device does.
+
+    Attributes:
+        start_s: seconds from the start of the step.
+        end_s: likewise, when it is over.
+        kind: a key of `KINDS`.
+        label: written on it where there is room: the micro-batch.
+        hint: what it is, in words.
+    """
 
     start_s: float
     end_s: float
     kind: str
-    """A key of `KINDS`."""
     label: str = ""
-    """Written on it where there is room: the micro-batch."""
     hint: str = ""
-    """What it is, in words."""
 
 
 def draw_timeline(

@@ -87,7 +87,12 @@ _STEP_TO_PEER = {
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One step of one rank on one micro-batch."""
+    """One step of one rank on one micro-batch.
+
+    Attributes:
+        kind: what is done.
+        microbatch: number of the micro-batch.
+    """
 
     kind: Kind
     microbatch: int
@@ -113,6 +118,13 @@ class Schedule:
 
     Forward and backward are two lists, because between them the driver runs the user's code: the
     rest of `training_step` and the start of `loss.backward()`.
+
+    Attributes:
+        name: of the schedule, such as `gpipe`.
+        stages: number of stages.
+        microbatches: number of slices of a batch.
+        forward: by stage, what it does in the forward pass.
+        backward: by stage, what it does in the backward pass.
     """
 
     name: str

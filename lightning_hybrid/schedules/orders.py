@@ -31,7 +31,12 @@ class Part(StrEnum):
 
 
 class Work(NamedTuple):
-    """One computation of a stage."""
+    """One computation of a stage.
+
+    Attributes:
+        part: forward, backward, or the weight part of a backward.
+        microbatch: number of the micro-batch.
+    """
 
     part: Part
     microbatch: int

@@ -42,10 +42,13 @@ from lightning_hybrid.tensors.intercepted import (
 
 
 class Maker(Protocol):
-    """Knows how the numbers of deferred tensors are made."""
+    """Knows how the numbers of deferred tensors are made.
+
+    Attributes:
+        active: whether the module is being built: then operations are noted down.
+    """
 
     active: bool
-    """whether the module is being built: then operations are noted down"""
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]: ...
     def make(self, tensor: Tensor) -> None: ...

@@ -36,7 +36,15 @@ _WHOLE = {
 
 @dataclass(frozen=True)
 class View(Token):
-    """A tensor without memory: the storage that it lies in, and where in it."""
+    """A tensor without memory: the storage that it lies in, and where in it.
+
+    Attributes:
+        key: number of the storage, which names it while it lives.
+        size: its shape.
+        stride: steps of the dimensions, in elements.
+        offset: from the start of the storage, in elements.
+        dtype: of its elements.
+    """
 
     key: int
     size: tuple[int, ...]
@@ -52,7 +60,12 @@ class View(Token):
 
 @dataclass(frozen=True)
 class Constant:
-    """A real tensor that an operation has read."""
+    """A real tensor that an operation has read.
+
+    Attributes:
+        tensor: a copy of it, or itself if it is larger than `_SNAPSHOT_BYTES`.
+        version: torch's count of its changes when it was read; ``None``: it is not checked.
+    """
 
     tensor: Tensor
     version: int | None
@@ -76,19 +89,27 @@ class Constant:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on the tape."""
+    """One operation on the tape.
+
+    Attributes:
+        function: the operation; or a constant, whose numbers it brings.
+        arguments: by position, with a `View` for each tensor without memory.
+        keywords: arguments by name, likewise.
+        results: where the tensors that it returns lie; None: in memory that it was given.
+        reads: keys of the storages whose numbers it needs.
+        writes: keys of the storages that it changes or makes.
+        replaces: key of the storage of whose former numbers nothing is left.
+        generator: what it draws random numbers from; ``None``: nothing.
+        state: that the generator had before it.
+    """
 
     function: Any
-    """the operation; or a constant, whose numbers it brings"""
     arguments: tuple[Any, ...]
-    """with a `View` for each tensor without memory"""
     keywords: dict[str, Any]
     results: tuple[View | None, ...]
-    """where the tensors that it returns lie; None: in memory that it was given"""
     reads: frozenset[int]
     writes: frozenset[int]
     replaces: int | None = None
-    """the storage of whose former numbers nothing is left"""
     generator: torch.Generator | None = None
     state: Tensor | None = None
 

@@ -18,10 +18,13 @@ from lightning_hybrid._trees import tensors_in
 
 
 class Intercepted:
-    """Base of the classes that intercept the operations on their tensors."""
+    """Base of the classes that intercept the operations on their tensors.
+
+    Attributes:
+        looks: operations that run as on ordinary tensors.
+    """
 
     looks: ClassVar[frozenset[Any]]
-    """operations that run as on ordinary tensors"""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

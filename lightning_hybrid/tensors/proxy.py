@@ -20,7 +20,11 @@ from lightning_hybrid.tensors.intercepted import LOOKS, Intercepted, getters, in
 
 
 class Source(Protocol):
-    """What a proxy asks and tells."""
+    """What a proxy asks and tells.
+
+    Attributes:
+        name: dotted name of the tensor, for messages.
+    """
 
     name: str
 
