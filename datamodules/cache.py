@@ -38,7 +38,12 @@ _VERSION = 3  # raise it when a transform of ours changes what it computes
 class Item(TypedDict):
     """One sample: plain tensors and strings, ready for the default collate function.
 
-    ``image`` (1, D, H, W) float32; ``label`` () int64; ``affine`` (4, 4) float32.
+    Attributes:
+        image: (1, D, H, W) float32.
+        label: () int64, index into the task's class names.
+        subject: canonical PTID.
+        image_id: image ID of the scan.
+        affine: (4, 4) float32, voxels to mm.
     """
 
     image: Tensor
@@ -179,7 +184,14 @@ class ScanDataset(PersistentDataset):
 
 @dataclass(frozen=True)
 class Kept:
-    """What a cache holds of a data set."""
+    """What a cache holds of a data set.
+
+    Attributes:
+        scans: number of scans that are in the cache.
+        of: number of scans of the data set.
+        bytes: size of their files in the cache.
+        folder: of the cache; None: nothing is kept on disk.
+    """
 
     scans: int
     of: int

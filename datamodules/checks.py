@@ -34,7 +34,21 @@ _VERSION = 6  # raise it when a check changes
 
 @dataclass(frozen=True)
 class FileReport:
-    """What is known of one file. ``code`` is empty for a good one; ``warnings`` do no harm."""
+    """What is known of one file.
+
+    Attributes:
+        code: kind of problem; empty for a good file.
+        detail: what was found.
+        action: what the user can do about it.
+        warnings: what is odd and does no harm: detail by code.
+        sha256: of the file as it lies on disk.
+        shape: voxels along each axis of the file, separated by spaces.
+        zooms: size of a voxel along the same axes, in mm.
+        axcodes: where the axes point to, e.g. ``RAS``.
+        reach: sides in mm of the box that a crop should hold; see ``ScanRecord``.
+        sample: voxels of a coarse lattice as text, by which copies of a picture are found.
+        stripped: ``yes``, ``no`` or empty; see ``ScanRecord``.
+    """
 
     code: str = ""
     detail: str = ""

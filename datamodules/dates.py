@@ -41,7 +41,12 @@ _TIME = re.compile(r"[ T]+\d{1,2}:\d\d(:\d\d(\.\d+)?)?\s*([AP]M)?Z?$", re.IGNORE
 
 @dataclass(frozen=True)
 class Dates:
-    """The way in which a column writes its days; ``note`` says what was decided and not found."""
+    """The way in which a column writes its days.
+
+    Attributes:
+        written: format of ``strptime``; empty: the column has no dates.
+        note: what was decided and not found, for the user; empty: nothing.
+    """
 
     written: str = ""
     note: str = ""

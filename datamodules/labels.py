@@ -20,12 +20,17 @@ _ALIASES = {word: name for name, words in _WORDS.items() for word in words}
 
 @dataclass(frozen=True)
 class Task:
-    """A classification task: class names, which are diagnoses, in the order of the labels."""
+    """A classification task.
+
+    Attributes:
+        name: what settings and files call it, e.g. ``ad_nc``.
+        class_names: diagnoses, in the order of the labels.
+        needs_history: whether the classes cannot be told from the research group alone.
+    """
 
     name: str
     class_names: tuple[str, ...]
     needs_history: bool = False
-    """Whether the classes cannot be told from the research group alone."""
 
     def label(self, dx: str) -> int | None:
         """Label of a diagnosis, or None when it has no part in the task."""

@@ -41,12 +41,15 @@ _CONVERT = "convert again from DICOM"
 
 @dataclass(frozen=True)
 class Leniency:
-    """What is repaired on loading instead of refused; counted as warnings."""
+    """What is repaired on loading instead of refused; counted as warnings.
+
+    Attributes:
+        nan: ``zero``: voxels that are NaN or infinite become 0; ``error``: the file is refused.
+        assume: ``RAS``: a file without orientation lies in that order; empty: it is refused.
+    """
 
     nan: Literal["error", "zero"] = "error"
-    """``zero``: voxels that are NaN or infinite become 0."""
     assume: Literal["", "RAS"] = ""
-    """``RAS``: a file without orientation lies in that order."""
 
 
 STRICT = Leniency()

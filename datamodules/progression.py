@@ -25,26 +25,29 @@ DAYS_PER_MONTH = 30.4375
 
 @dataclass(frozen=True)
 class LabelRule:
-    """What is left to choose in the rule; it is written into the split file."""
+    """What is left to choose in the rule; it is written into the split file.
+
+    Attributes:
+        horizon_months: conversion within this time makes progressive MCI.
+        tolerance_months: by how much a visit may miss the horizon, as people come early and late.
+        max_days_apart: a scan without a diagnosis this near has none.
+        late_converters: what those are who convert after the horizon and were still MCI there.
+        smc: whether people with memory complaints and normal tests (SMC) are controls.
+        ad: whether every scan at which somebody is demented is one of AD, or only those of people
+            who were demented at their first visit.
+        reverters: what scans are of people who were demented once and not at a later visit:
+            nothing, or what was diagnosed at the visit.
+        gaps: whether a visit without a diagnosis between two visits with the same one has that one.
+    """
 
     horizon_months: float = 36.0
-    """Conversion within this time makes progressive MCI."""
     tolerance_months: float = 3.0
-    """Visits happen early and late."""
     max_days_apart: int = 60
-    """A scan without a diagnosis this near has none."""
     late_converters: Literal["exclude", "stable"] = "exclude"
-    """What those are who convert after the horizon and were still MCI there."""
     smc: Literal["exclude", "normal"] = "exclude"
-    """Whether people with memory complaints and normal tests (SMC) are controls."""
     ad: Literal["ever", "baseline"] = "ever"
-    """Whether every scan at which somebody is demented is one of AD, or only those of people who
-    were demented at their first visit."""
     reverters: Literal["exclude", "visit"] = "exclude"
-    """What scans are of people who were demented once and not at a later visit: nothing, or what
-    was diagnosed at the visit."""
     gaps: Literal["leave", "fill"] = "leave"
-    """Whether a visit without a diagnosis between two visits with the same one has that one."""
 
     def __post_init__(self) -> None:
         if not (self.horizon_months > self.tolerance_months >= 0 and self.max_days_apart >= 0):

@@ -20,71 +20,88 @@ class ScanRecord:
 
     It is *used* when both ``reason`` and ``problem`` are empty, *excluded* with a ``reason``
     (not wanted for this task), *bad* with a ``problem`` (wanted, but cannot be trusted).
+
+    Attributes:
+        subject: canonical PTID, e.g. ``999_S_0001``.
+        image_id: with its letter, e.g. ``I9000001``; a name made of subject and session without
+            one.
+        path: of the file.
+        layout: ida, bids, caps or csv.
+        registered: ``yes`` or ``no``: whether the scan was brought to a common space; empty: not
+            known.
+        stripped: ``yes`` when nothing but the brain is left, ``no`` for a head; empty: neither
+            clearly.
+        row: table and line that describe the scan.
+        session: visit, as M and the month (``M012``) where that is known, else as the source writes
+            it.
+        description: of the series, as the source writes it.
+        dx: NC, MCI, AD, sMCI, pMCI or SMC.
+        dx_source: table, column and value that ``dx`` comes from.
+        dx_bl: research group, or the group at screening: not the diagnosis at the scan.
+        label: index into the task's class names.
+        reason: why it is not wanted; what follows a colon is detail.
+        age: years at the scan.
+        sex: F or M.
+        site: number of the clinical site.
+        field_strength: tesla.
+        phase: ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the source writes it.
+        mmse: mini-mental state at the visit, 0 to 30.
+        cdr_sb: clinical dementia rating at the visit, sum of boxes, 0 to 18.
+        apoe4: number of APOE e4 alleles.
+        acq_date: day of the scan, YYYY-MM-DD.
+        exam_date: day of the visit that the diagnosis is from.
+        days_apart: days between the scan and that visit.
+        bytes: size of the file.
+        mtime_ns: modification time of the file, in ns.
+        sha256: of the file as it lies on disk.
+        content: image ID of the first scan with the same picture; empty when no other has it.
+        shape: voxels along each axis of the file, separated by spaces.
+        zooms: size of a voxel along the same axes, in mm.
+        axcodes: where the axes point to, e.g. ``RAS``.
+        reach: sides in mm, right-left, back-front, down-up, of what a crop should hold: of a brain
+            the box around the middle of the volume with all that is not background, of a head its
+            own box.
+        problem: code of what is wrong.
+        split: train, val or test.
+        fold: fold of a subject that is not in the test set, 0 to k - 1.
     """
 
     subject: str
-    """Canonical PTID, e.g. ``999_S_0001``."""
     image_id: str
-    """With its letter, e.g. ``I9000001``; a name made of subject and session without one."""
     path: str
     layout: str = ""
-    """ida, bids, caps or csv."""
     registered: str = ""
-    """``yes`` or ``no``: whether the scan was brought to a common space; empty: not known."""
     stripped: str = ""
-    """``yes`` when nothing but the brain is left, ``no`` for a head; empty: neither clearly."""
     row: str = ""
-    """Table and line that describe the scan."""
     session: str = ""
-    """Visit: M and the month (``M012``) where that is known, else as the source writes it."""
     description: str = ""
     dx: str = ""
-    """NC, MCI, AD, sMCI, pMCI or SMC."""
     dx_source: str = ""
-    """Table, column and value that ``dx`` comes from."""
     dx_bl: str = ""
-    """Research group, or the group at screening: not the diagnosis at the scan."""
     label: int | None = None
-    """Index into the task's class names."""
     reason: str = ""
     age: float | None = None
-    """Years at the scan."""
     sex: str = ""
-    """F or M."""
     site: str = ""
     field_strength: float | None = None
-    """Tesla."""
     phase: str = ""
-    """ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the source writes it."""
     mmse: float | None = None
-    """Mini-mental state at the visit."""
     cdr_sb: float | None = None
-    """Clinical dementia rating at the visit, sum of boxes, 0 to 18."""
     apoe4: int | None = None
-    """Number of APOE e4 alleles."""
     acq_date: str = ""
-    """Day of the scan, YYYY-MM-DD."""
     exam_date: str = ""
-    """Day of the visit that the diagnosis is from."""
     days_apart: int | None = None
-    """Between the two."""
     bytes: int = 0
     mtime_ns: int = 0
     sha256: str = ""
-    """Of the file as it lies on disk."""
     content: str = ""
-    """Image ID of the first scan with the same picture; empty when no other has it."""
     shape: str = ""
     zooms: str = ""
     axcodes: str = ""
     reach: str = ""
-    """Sides in mm, right-left, back-front, down-up, of what a crop should hold: of a brain the box
-    around the middle of the volume with all that is not background, of a head its own box."""
     problem: str = ""
     split: str = ""
-    """train, val or test."""
     fold: int | None = None
-    """Fold of a subject that is not in the test set, 0 to k - 1."""
 
     @property
     def order(self) -> tuple[str, str, str]:

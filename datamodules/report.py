@@ -29,8 +29,18 @@ _SHOWN = 3  # different values of one column
 class Group:
     """One row of the table: the subjects of a class at their first scan that is used.
 
-    ``age``, ``mmse`` and ``cdr_sb`` are mean and standard deviation over those for whom they are
-    known, ``apoe4`` counts carriers of an e4 allele, the last three count people by value.
+    Attributes:
+        diagnosis: the class; ``all`` in the last row.
+        subjects: number of subjects.
+        scans: number of used scans, later ones too.
+        males_females: number of each, as ``12/9``.
+        age: years: mean and standard deviation over those for whom they are known.
+        mmse: likewise of the mini-mental state.
+        cdr_sb: likewise of the clinical dementia rating, sum of boxes.
+        apoe4: carriers of an e4 allele, of those for whom it is known.
+        field_strength: number of people by value.
+        phase: likewise.
+        sites: likewise.
     """
 
     diagnosis: str

@@ -37,6 +37,18 @@ class Split:
 
     With ``folds`` the subjects that are not in the test set stand there, and ``of_fold`` tells who
     of them trains and who validates.
+
+    Attributes:
+        train: IDs of the subjects.
+        val: likewise.
+        test: likewise.
+        seed: of the drawing.
+        val_fraction: share of the subjects that was asked for validation; 0 with folds.
+        test_fraction: share of the subjects that was asked for testing.
+        stratified_on: what is balanced between the parts.
+        folds: IDs of the subjects of each fold; empty: there are none.
+        task: names of the tasks it was made for, joined by ``+``; empty: not known.
+        rule: fields of the ``LabelRule`` of the labels, by name; empty: not known.
     """
 
     train: tuple[str, ...]
@@ -48,7 +60,6 @@ class Split:
     stratified_on: str
     folds: tuple[tuple[str, ...], ...] = ()
     task: str = ""
-    """Names of the tasks it was made for, joined by ``+``; empty: not known."""
     rule: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

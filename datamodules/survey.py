@@ -26,7 +26,18 @@ _AROUND_BRAIN_MM = 8.0  # scalp and bone, where they are thin
 
 @dataclass(frozen=True)
 class Survey:
-    """Records, problems (each makes a scan bad or names a missing one) and harmless warnings."""
+    """What a data folder holds for one task.
+
+    Attributes:
+        root: the data folder, or the table of scans.
+        layout: how the scans lie on disk.
+        tables: that were read.
+        records: one for each scan found.
+        problems: each makes a scan bad or names a missing one.
+        warnings: of what does no harm.
+        labels: where the labels come from.
+        notes: what was read in an unusual way.
+    """
 
     root: Path
     layout: Layout
@@ -35,7 +46,6 @@ class Survey:
     problems: list[Problem]
     warnings: list[Problem]
     labels: str
-    """Where the labels come from."""
     notes: tuple[str, ...] = ()
 
     def summary(self) -> str:

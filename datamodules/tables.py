@@ -24,13 +24,19 @@ MISSING = ("", "na", "n/a", "nan", "none", "-1", "-4")
 
 @dataclass(frozen=True)
 class Table:
-    """Rows by normalised column name; ``lines`` are the line numbers in the file."""
+    """A table as text.
+
+    Attributes:
+        path: of the file.
+        rows: cells by normalised column name.
+        lines: number in the file of each row's line.
+        note: how the file was read, when it is not comma-separated UTF-8.
+    """
 
     path: Path
     rows: tuple[dict[str, str], ...]
     lines: tuple[int, ...]
     note: str = ""
-    """How the file was read, when it is not comma-separated UTF-8."""
 
 
 def normalise(column: str) -> str:

@@ -118,7 +118,11 @@ def _scored(rows: list[dict[str, Any]]) -> str:
 
 
 class ClassifierCLI(LightningCLI):
-    """The LightningCLI of the use case: one folder per run, results beside the checkpoint."""
+    """The LightningCLI of the use case: one folder per run, results beside the checkpoint.
+
+    Attributes:
+        trainer: what runs the subcommands, ``explain`` among them.
+    """
 
     trainer: ExplainingTrainer
 

@@ -132,11 +132,16 @@ def explain(
 
 @dataclass(frozen=True)
 class _Raw:
-    """What the methods put out for one scan, (D, H, W) each."""
+    """What the methods put out for one scan, (D, H, W) each.
+
+    Attributes:
+        maps: by network and method.
+        mirrored: by method, of the trained network for the mirrored scan, mirrored back; of the
+            explained class only.
+    """
 
     maps: dict[tuple[str, MethodName], Array]
     mirrored: dict[MethodName, Array]
-    """Of the trained network for the mirrored scan, mirrored back; of the explained class only."""
 
 
 class _Study:

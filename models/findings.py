@@ -22,14 +22,19 @@ OF_A_LAYER = ("gradcam", "gradcam++", "hirescam", "attention")
 
 @dataclass(frozen=True)
 class Map:
-    """One map of one scan, masked to the head, (D, H, W)."""
+    """One map of one scan, masked to the head, (D, H, W).
+
+    Attributes:
+        method: that has made it.
+        values: the map itself.
+        cell_mm: what the map can tell apart along each axis, in mm.
+        score: how it meets the truth; None without one, or if the map is empty.
+    """
 
     method: MethodName
     values: Array
     cell_mm: tuple[float, float, float]
-    """What the map can tell apart along each axis."""
     score: Localisation | None
-    """How it meets the truth; None without one, or if the map is empty."""
 
     @property
     def empty(self) -> bool:
@@ -39,17 +44,31 @@ class Map:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the trained network says of a scan."""
+    """What the trained network says of a scan.
+
+    Attributes:
+        predicted: the class of the highest probability.
+        probability: of the class that is explained.
+    """
 
     predicted: int
-    """The class of the highest probability."""
     probability: float
-    """Of the class that is explained."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One scan that is drawn: its image and maps lie on the grid of ``affine`` (voxels to mm)."""
+    """One scan that is drawn.
+
+    Attributes:
+        subject: whose scan it is.
+        image_id: image ID of the scan.
+        label: index of its true class.
+        verdict: of the trained network.
+        image: (D, H, W).
+        affine: (4, 4) voxels to mm, of the image and the maps.
+        truth: (D, H, W) mask of what was planted; None: there is none.
+        maps: of the trained network, one for each method.
+    """
 
     subject: str
     image_id: str
@@ -63,18 +82,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Findings:
-    """What an explanation of a test set found; maps and images are (D, H, W)."""
+    """What an explanation of a test set found; maps and images are (D, H, W).
+
+    Attributes:
+        cases: the scans that are drawn, the highest label first.
+        rows: one per scan, network and method, for a table.
+        means: mean map by label and method, of the trained network.
+        mean_images: mean image of each label.
+        planted: share of a label's scans that have a planted change, for each voxel; labels with
+            truth only.
+        regions: share of the explained class's mean map and of the head in each anatomical box.
+        affine: (4, 4) voxels to mm, of the last scan.
+        counts: scans of each label.
+    """
 
     cases: list[Case]
     rows: list[dict[str, Any]]
-    """One per scan, network and method, for a table."""
     means: dict[tuple[int, MethodName], Array]
-    """Mean map of each label and method, of the trained network."""
     mean_images: dict[int, Array]
     planted: dict[int, Array]
-    """Share of a label's scans that have a planted change, for each voxel; labels without none."""
     regions: dict[MethodName, dict[str, tuple[float, float]]]
-    """Share of the explained class's mean map and of the head in each anatomical box."""
     affine: Array
     counts: Mapping[int, int]
-    """Scans of each label."""

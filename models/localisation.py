@@ -25,20 +25,23 @@ REGIONS = {
 
 @dataclass(frozen=True)
 class Localisation:
-    """How a map meets a mask."""
+    """How a map meets a mask.
+
+    Attributes:
+        peak_in: whether the hottest voxel lies in the mask (pointing game).
+        peak_near: whether it lies there or not further away than one cell of the map.
+        distance_mm: from the hottest voxel to the nearest one of the mask; 0 inside.
+        energy: share of the map's sum that lies in the mask.
+        chance: share of the head that lies in the mask.
+        precision: share of the hottest k voxels that lie in the mask, k being the mask's size.
+    """
 
     peak_in: bool
-    """Pointing game: the hottest voxel lies in the mask."""
     peak_near: bool
-    """It lies in the mask or not further from it than one cell of the map."""
     distance_mm: float
-    """From the hottest voxel to the nearest one of the mask; 0 inside."""
     energy: float
-    """Share of the map's sum that lies in the mask."""
     chance: float
-    """Share of the head that lies in the mask."""
     precision: float
-    """Share of the hottest k voxels that lie in the mask, k being the mask's size."""
 
     @property
     def times_chance(self) -> float:

@@ -16,7 +16,14 @@ from models.tables import write_table
 
 @dataclass(frozen=True)
 class Prediction:
-    """One scan: who it is, its label (None if unknown) and the probability of each class."""
+    """What a model said about one scan.
+
+    Attributes:
+        subject: whose scan it is.
+        image_id: image ID of the scan.
+        label: index of its true class; None: not known.
+        probabilities: one for each class, in the order of the labels.
+    """
 
     subject: str
     image_id: str
@@ -26,7 +33,11 @@ class Prediction:
 
 @dataclass
 class Predictions:
-    """The predictions of one pass over a data loader."""
+    """The predictions of one pass over a data loader.
+
+    Attributes:
+        mine: those of this rank since the last `gathered`.
+    """
 
     mine: list[Prediction] = field(default_factory=list)
 

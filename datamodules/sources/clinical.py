@@ -38,7 +38,15 @@ _FORGOTTEN = date(1900, 1, 1)  # where undated visits are counted from
 
 @dataclass(frozen=True)
 class Person:
-    """What the tables say about one subject; ``visits`` includes those without a diagnosis."""
+    """What the tables say about one subject.
+
+    Attributes:
+        visits: all, those without a diagnosis too.
+        sex: F, M or empty.
+        dx_bl: research group, or the group at screening, as the table writes it.
+        site: number of the clinical site.
+        apoe4: number of e4 alleles; None: not known.
+    """
 
     visits: tuple[Visit, ...]
     sex: str = ""
@@ -49,13 +57,19 @@ class Person:
 
 @dataclass(frozen=True)
 class Clinical:
-    """Subjects by canonical ID, or by ``RID <number>`` in tables that know no more."""
+    """Diagnoses over time, by subject.
+
+    Attributes:
+        path: the table, or the BIDS folder.
+        source: file and column of the diagnoses, for messages.
+        persons: by canonical ID, or by ``RID <number>`` in tables that know no more.
+        notes: what was read in an unusual way.
+    """
 
     path: Path
     source: str
     persons: dict[str, Person] = field(repr=False)
     notes: tuple[str, ...] = ()
-    """What was read in an unusual way."""
 
     def person(self, subject: str) -> Person | None:
         """The person with this canonical ID."""

@@ -29,7 +29,22 @@ _CLINICAL = ("adnimerge", "dxsum")
 
 @dataclass(frozen=True)
 class CollectionRow:
-    """One row of the collection table. ``image_id`` has its letter, ``acquired`` may be None."""
+    """One row of the collection table.
+
+    Attributes:
+        image_id: with its letter, e.g. ``I9000001``.
+        subject: canonical PTID.
+        group: research group, as the table writes it.
+        sex: F, M or empty.
+        age: in years; None: not known.
+        visit: as the table writes it.
+        description: of the series.
+        acquired: day of the scan; None: the cell is empty.
+        format: of the file, as the table writes it.
+        field_strength: tesla; None: not known.
+        phase: as the table writes it.
+        line: number of its line in the file.
+    """
 
     image_id: str
     subject: str
@@ -47,7 +62,14 @@ class CollectionRow:
 
 @dataclass(frozen=True)
 class Collection:
-    """A collection table by image ID."""
+    """A collection table.
+
+    Attributes:
+        path: of the table.
+        rows: by image ID.
+        notes: what was read in an unusual way.
+        has_groups: whether there is a column of research groups.
+    """
 
     path: Path
     rows: dict[str, CollectionRow]

@@ -28,7 +28,13 @@ _ID_FOLDER = re.compile(r"I(\d+)")
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A NIfTI file below a subject's folder; ``image_id`` is empty when none can be told."""
+    """A NIfTI file below a subject's folder.
+
+    Attributes:
+        path: of the file.
+        subject: canonical PTID, from the name of the folder.
+        image_id: with its letter; empty when none can be told.
+    """
 
     path: Path
     subject: str

@@ -88,7 +88,23 @@ class CohortSpec:
 
 @dataclass(frozen=True)
 class Subject:
-    """One synthetic person."""
+    """One synthetic person.
+
+    Attributes:
+        number: counts the people of the cohort from 1; random numbers depend on it.
+        ptid: canonical PTID, at a site that ADNI does not have.
+        diagnosis: class that the person is generated for.
+        sex: F or M.
+        age: years at the first scan.
+        phase: ADNI1, ADNI2 or ADNI4.
+        scanner: number of the scanner, below ``SCANNERS``.
+        severity: at the first scan; see ``levels.Group``.
+        yearly: what the severity gains in a year.
+        first_scan: date and time that visits are counted from.
+        course: diagnoses over time.
+        field_strength: tesla.
+        apoe4: number of e4 alleles, 0 to 2.
+    """
 
     number: int
     ptid: str
@@ -117,7 +133,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """One file to be written, and its row in the collection table."""
+    """One file to be written, and its row in the collection table.
+
+    Attributes:
+        subject: who is scanned.
+        kind: a T1 scan, its repeat, or a brain mask.
+        visit: one of bl, m06, m12, m24, m36.
+        months: of the visit, since the first one.
+        image_id: number without its letter.
+        series_id: number in the names of a download.
+    """
 
     subject: Subject
     kind: Kind

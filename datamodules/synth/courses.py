@@ -11,7 +11,12 @@ _MONTHS = (0, 6, 12, 24, 36, 48)  # people are seen more often than they are sca
 
 @dataclass(frozen=True)
 class Course:
-    """Diagnosis by month, and the class or the reason that the scan at month 0 should get."""
+    """How the diagnosis of a person develops.
+
+    Attributes:
+        visits: month and diagnosis of each.
+        expected: the class or the reason that the scan at month 0 should get.
+    """
 
     visits: tuple[tuple[int, str], ...]
     expected: str

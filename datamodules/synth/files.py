@@ -27,11 +27,19 @@ _MARGIN_MM = 18.0  # room for the head shell
 
 @dataclass(frozen=True)
 class FileForm:
-    """How a scan is stored: its grid in RAS order, and what is done to it afterwards."""
+    """How a scan is stored.
+
+    Attributes:
+        grid: shape and affine of the volume in RAS order; an oblique one is turned.
+        orientation: axis codes of the file, which the volume is reordered to.
+        storage: ``int16``, ``float32``, or ``scaled``: int16 with a slope.
+        qform_only: whether the sform is left out.
+        suffix: ``.nii`` or ``.nii.gz``.
+    """
 
     grid: Grid
     orientation: str = "RAS"
-    storage: str = "int16"  # int16 | float32 | scaled (int16 with a slope)
+    storage: str = "int16"
     qform_only: bool = False
     suffix: str = ".nii.gz"
 

@@ -31,7 +31,14 @@ TRUTH_FOLDER = "truth"
 
 @dataclass(frozen=True)
 class CohortSummary:
-    """Where the cohort lies, its files and bytes, and whether all of it was there already."""
+    """A cohort on disk.
+
+    Attributes:
+        folder: where the cohort lies.
+        files: number of files.
+        total_bytes: their size.
+        already_complete: whether all of it was there before.
+    """
 
     folder: Path
     files: int
@@ -128,9 +135,17 @@ def _has_size(path: Path, size: int) -> bool:
 
 @dataclass(frozen=True)
 class _Written:
-    scan: str  # path of the scan, relative to the cohort's folder
-    files: dict[str, int]  # path relative to the cohort's folder: bytes
-    truth: dict[str, object] | None  # the row of truth.tsv; None for what is no T1 scan
+    """The files of one scan.
+
+    Attributes:
+        scan: path of the scan, relative to the cohort's folder.
+        files: bytes by path relative to the cohort's folder.
+        truth: the row of truth.tsv; None for what is no T1 scan.
+    """
+
+    scan: str
+    files: dict[str, int]
+    truth: dict[str, object] | None
 
 
 def _render_all(

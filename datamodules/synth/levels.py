@@ -11,21 +11,26 @@ Diagnosis = Literal["NC", "sMCI", "pMCI", "AD"]
 
 @dataclass(frozen=True)
 class Level:
-    """What varies in a cohort. Factors multiply the full variety; 0 switches it off."""
+    """What varies in a cohort. Factors multiply the full variety; 0 switches it off.
+
+    Attributes:
+        name: of the level.
+        box_drop: whether a drop of intensity in a box is planted instead of atrophy.
+        pose: factor of head position and affine shape.
+        elastic: factor of the smooth deformation of the whole brain.
+        base_size: factor of the spread of healthy ventricle and hippocampus sizes.
+        scanners: whether contrast, blur, bias field, noise and gain differ between scanners.
+        raw: whether the head shell is around the brain, and voxel sizes, orientations and file
+            types are as scanners give them.
+    """
 
     name: Difficulty
     box_drop: bool
-    """Plant a drop of intensity in a box instead of atrophy."""
     pose: float
-    """Head position and affine shape."""
     elastic: float
-    """Smooth deformation of the whole brain."""
     base_size: float
-    """Spread of healthy ventricle and hippocampus sizes."""
     scanners: bool
-    """Contrast, blur, bias field, noise and gain differ between scanners."""
     raw: bool
-    """Head shell around the brain; voxel sizes, orientations and file types as scanners give."""
 
 
 LEVELS: dict[str, Level] = {
@@ -37,17 +42,22 @@ LEVELS: dict[str, Level] = {
 
 @dataclass(frozen=True)
 class Group:
-    """Severity at baseline (mean, standard deviation) and its gain per year.
+    """How ill the people of a group are.
 
     Severity .1/.2/.3/.4 widens the ventricles by about 15/31/50/70 % and takes 7/15/23/30 % of the
     hippocampi.
+
+    Attributes:
+        mean: of the severity at baseline.
+        sd: its standard deviation.
+        yearly: what the severity gains in a year.
+        box_drop: severity in a cohort with planted boxes: the share of the intensity that is lost.
     """
 
     mean: float
     sd: float
     yearly: float
     box_drop: float
-    """Severity in a cohort with planted boxes: the share of the intensity that is lost."""
 
 
 GROUPS: dict[Diagnosis, Group] = {

@@ -36,7 +36,13 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Tissue:
-    """Noise-free intensities and where in the template each voxel was read."""
+    """A head without noise.
+
+    Attributes:
+        t1: (X, Y, Z) intensities.
+        points: (3, X, Y, Z) where in the template each voxel was read, in mm.
+        fluid_fraction: (X, Y, Z) share of each voxel that fluid has taken, 0 to 1.
+    """
 
     t1: Array
     points: Array

@@ -44,7 +44,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Scanner:
-    """Contrast exponent, blur (voxels), bias field and noise (relative), gain."""
+    """What a scanner does to an image.
+
+    Attributes:
+        gamma: exponent of the contrast.
+        blur: standard deviation of the blur, in voxels.
+        bias: amplitude of the logarithm of the bias field.
+        noise: standard deviation of the noise, before the gain.
+        gain: what the image is multiplied with at the end.
+    """
 
     gamma: float = 1.0
     blur: float = 0.0

@@ -11,14 +11,23 @@ COLORS = {"forward": "#9cc3e6", "backward": "#f2b279", "weights": "#f2d98c"}
 
 @dataclass(frozen=True)
 class Work:
-    """What a stage does with a micro-batch."""
+    """What a stage does with a micro-batch.
+
+    Attributes:
+        stage: number of the stage.
+        microbatch: number of the micro-batch.
+        start: when it begins, in seconds, or in passes of the whole network where no times are
+            known.
+        length: how long it takes, in the same unit.
+        kind: ``forward``, ``backward``, or ``weights``: the part of a split backward for the
+            weights.
+    """
 
     stage: int
     microbatch: int
     start: float
     length: float
     kind: str
-    """``forward``, ``backward``, or ``weights``: the part of a split backward for the weights"""
 
 
 def draw_timeline(plan: Mapping[str, Any]) -> Figure | None:
