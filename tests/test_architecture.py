@@ -1,6 +1,7 @@
 """Who imports whom, what is public, and what is in the wheel."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,6 +290,33 @@ def acts(tree: ast.Module) -> bool:
         for body in bodies
         for statement in body
     )
+
+
+def test_fields_of_dataclasses_are_described_in_the_docstring_of_their_class() -> None:
+    """Every public one by name, under `Attributes:` or in its text, and none by a string below."""
+    trees = (FILES | USE_CASE).items()
+    fields = [(path, *field) for path, tree in trees for field in fields_of_dataclasses(tree)]
+    assert fields
+    assert [f"{path}:{line} {name}" for path, line, name, is_right in fields if not is_right] == []
+
+
+def fields_of_dataclasses(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Line and name of each public one, inherited ones left out, and whether it is described so."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or not is_dataclass(node):
+            continue
+        text = ast.get_docstring(node) or ""
+        for field, below in zip(node.body, [*node.body[1:], None]):
+            if isinstance(field, ast.AnnAssign) and not dotted(field.target).startswith("_"):
+                name = dotted(field.target)
+                has_string = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                is_named = re.search(rf"\b{name}\b", text) is not None
+                yield field.lineno, name, is_named and not has_string
+
+
+def is_dataclass(node: ast.ClassDef) -> bool:
+    made_by = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+    return any(dotted(decorator).split(".")[-1] == "dataclass" for decorator in made_by)
 
 
 def test_the_wheel_holds_the_typed_plugin_alone() -> None:
