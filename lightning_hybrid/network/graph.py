@@ -329,15 +329,9 @@ class NetworkGraph:
             name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
             if name in ("squeeze", "squeeze_") and len(node.args) == 1 and not node.kwargs:
                 return cast(fx.Node, node)
-            if node.target is F.batch_norm and self._normalises_one_value(node):
+            if node.target is F.batch_norm and _normalises_one_value(node):
                 return cast(fx.Node, node)
         return None
-
-    def _normalises_one_value(self, node: fx.Node) -> bool:
-        training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
-        example = cast(fx.Node, node.args[0]).meta["example_value"]
-        one = all(isinstance(size, int) and size == 1 for size in example.shape[2:])
-        return bool(training) and one and is_symbol(example.shape[0])
 
     @property
     def is_static(self) -> bool:
@@ -359,3 +353,10 @@ _TRAVELLING = {
     *("cond", "map", "map_impl", "scan", "associative_scan", "while_loop", "flex_attention"),
 }
 """Operations on graphs that mean the same on another rank."""
+
+
+def _normalises_one_value(node: fx.Node) -> bool:
+    training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
+    example = cast(fx.Node, node.args[0]).meta["example_value"]
+    one = all(isinstance(size, int) and size == 1 for size in example.shape[2:])
+    return bool(training) and one and is_symbol(example.shape[0])

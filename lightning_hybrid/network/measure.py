@@ -112,6 +112,9 @@ def _measure(
         with torch.no_grad():
             values = stage.run_with(tensors, values, numbers)
         is_last = partition.stop == len(graph.layers)
+        output_bytes = sum(value.nbytes for value in values)
+        if is_last:
+            output_bytes = round(cuts.bytes(partition.stop) * scale)
         profiles.append(
             PartitionProfile(
                 partition.name,
@@ -119,9 +122,7 @@ def _measure(
                 times.forward_s,
                 times.backward_input_s,
                 times.backward_weight_s,
-                round(cuts.bytes(partition.stop) * scale)
-                if is_last
-                else sum(v.nbytes for v in values),
+                output_bytes,
                 *parameter_bytes(graph.network, partition.parameters),
                 saved,
                 times.input_apart_s,

@@ -9,6 +9,7 @@ have arisen; those of the other weights after ``backward``.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class ChosenGradients:
             later.
             RuntimeError: the outputs do not depend on one of the inputs, and must.
         """
+        run = partial(
+            run, outputs, starts, keep, create_graph, accumulate_grad=accumulate_grad, **options
+        )
         chosen = {id(tensor) for tensor in inputs}
         # in nearly every step nothing is chosen, and all weights need not be looked at
         candidates = self._networks if chosen else ()
@@ -79,16 +83,7 @@ class ChosenGradients:
         if not networks or nested:
             # gradients of other tensors alone are nothing that weights hear of
             with nullcontext() if nested or chosen or not accumulate_grad else self._hooks():
-                return run(
-                    outputs,
-                    starts,
-                    keep,
-                    create_graph,
-                    inputs,
-                    *unused,
-                    accumulate_grad=accumulate_grad,
-                    **options,
-                )
+                return run(inputs, *unused)
         weights = {id(weight): weight for network in networks for weight in network.weights()}
         for network in networks:
             _check(network)
@@ -99,16 +94,7 @@ class ChosenGradients:
             before = _take(others.values())
             try:
                 with self._hooks(chosen, late=accumulate_grad):
-                    found = run(
-                        outputs,
-                        starts,
-                        keep,
-                        create_graph,
-                        reached,
-                        *[True for _ in unused],
-                        accumulate_grad=accumulate_grad,
-                        **options,
-                    )
+                    found = run(reached, *[True for _ in unused])
                 self._gradients.settle()
                 if not accumulate_grad:
                     own = found[: len(inputs)]
