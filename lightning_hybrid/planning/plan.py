@@ -22,7 +22,7 @@ class StagePlan:
     """What one stage holds, for reports.
 
     Attributes:
-        layers: number of layers (nodes of the traced network).
+        layers: number of layers (nodes of the captured graph).
         partitions: names of the network partitions, in order.
         parameters: number of parameter elements.
         load: share of the whole network's computation, between 0 and 1.
@@ -92,7 +92,8 @@ class Plan:
             stage k on device k + 1, the last on device 0.
         capacities: relative speed of each device of a replica: that of the slowest of its ranks.
             Empty: all equal, or not known.
-        copies: size of the data-parallel group of each stage: `replicas` for all. Empty: filled in.
+        data_parallel_sizes: size of the data-parallel group of each stage: `replicas` for all.
+            Empty: filled in.
         split: numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but
             the first.
         recompute: whether stages keep no activations, and run their forward again for the backward.
@@ -116,7 +117,7 @@ class Plan:
     cuts: tuple[str, ...]
     devices: tuple[int, ...] = ()
     capacities: tuple[float, ...] = ()
-    copies: tuple[int, ...] = ()
+    data_parallel_sizes: tuple[int, ...] = ()
     split: tuple[int, ...] | None = None
     recompute: bool = False
     rows: tuple[StagePlan, ...] = ()
@@ -141,7 +142,8 @@ class Plan:
             "cuts": tuple(self.cuts),
             "devices": tuple(self.devices) or (*range(1, self.stages), 0),
             "capacities": tuple(self.capacities),
-            "copies": tuple(self.copies) or (self.replicas,) * self.stages,
+            "data_parallel_sizes": tuple(self.data_parallel_sizes)
+            or (self.replicas,) * self.stages,
             "rows": tuple(self.rows),
             "split": self._splits(),
         }
@@ -173,7 +175,7 @@ class Plan:
                 f"stages({self.stages}) need {self.stages - 1} different cuts, "
                 f"the plan has {len(self.cuts)}: {list(self.cuts)}"
             )
-        for name in ("devices", "copies", "rows"):
+        for name in ("devices", "data_parallel_sizes", "rows"):
             value = getattr(self, name)
             if len(value) != self.stages and not (name == "rows" and not value):
                 raise PlanError(f"stages({self.stages}) != {len(value)} {name}")
@@ -199,10 +201,11 @@ class Plan:
         rows = tuple(row.device for row in self.rows)
         if rows and rows != self.devices:
             raise PlanError(f"devices{self.devices} contradict the rows of the stages, {rows}")
-        if set(self.copies) != {self.replicas}:
+        if set(self.data_parallel_sizes) != {self.replicas}:
             raise PlanError(
-                f"replicas({self.replicas}) x stages({self.stages}) != "
-                f"{sum(self.copies)} copies {self.copies}: each stage is once in each replica"
+                f"replicas({self.replicas}) x stages({self.stages}) != sum of "
+                f"data_parallel_sizes({self.data_parallel_sizes}): each stage is once in each "
+                "replica"
             )
 
     @property
@@ -301,7 +304,7 @@ class Plan:
 
     def table(self) -> list[dict[str, str | int | float]]:
         """One row per stage for a report; a plan without rows lists devices and replicas only."""
-        shape = zip(self.devices, self.copies)
+        shape = zip(self.devices, self.data_parallel_sizes)
         table: list[dict[str, str | int | float]] = [
             {"stage": stage, "device": device, "replicas": replicas}
             for stage, (device, replicas) in enumerate(shape)

@@ -65,7 +65,7 @@ def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failur
     if is_loss(error):  # gloo's own error, from under Lightning, is of no use on other ranks
         mine = replace(mine, packed="")
     if ranks is not None:
-        if not told and is_hearsay(error):
+        if not told and is_unnamed_loss(error):
             time.sleep(_WITNESS_DELAY_S)
         if isinstance(error, ConnectionLost) and error.late:
             _let_the_nearest_speak(ranks, error.peer)
@@ -198,7 +198,7 @@ def is_loss(error: BaseException) -> bool:
     return isinstance(error, ConnectionLost) or is_gone(error) or is_late(error)
 
 
-def is_hearsay(error: BaseException) -> bool:
+def is_unnamed_loss(error: BaseException) -> bool:
     """Whether somebody is gone and this rank cannot tell who: a direct neighbour can."""
     named = isinstance(error, ConnectionLost) and error.peer is not None
     return is_loss(error) and not named

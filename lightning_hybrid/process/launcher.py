@@ -36,7 +36,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
 from lightning_hybrid.errors import HybridError, RemoteError
-from lightning_hybrid.process.faults import GRACE_S, is_hearsay, is_loss
+from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
 from lightning_hybrid.process.run_results import Results
 from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
@@ -88,7 +88,7 @@ class Part:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the function, or serve the driver that does."""
-        _LastWords.forget()
+        _ErrorFromElsewhere.forget()
         trainer = cast(MethodType, self._function).__self__
         if not isinstance(trainer, Trainer):  # unpickled where another package was chosen
             raise HybridError(OTHER_PACKAGE)
@@ -127,13 +127,13 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
     if first is None and not lost:
         error.add_note(f"(raised on {strategy.coordinates})")
         raise error
-    witness = first is None and not is_hearsay(error)
+    witness = first is None and not is_unnamed_loss(error)
     if first is None:
         first = Failure(str(error).strip().splitlines()[0])
     raised = error if told_text(error) == first.text else first.exception()
     # a worker's traceback is printed by its driver, which it has told
     told = raised is error and strategy.coordinates.is_driver
-    _LastWords.prepare(
+    _ErrorFromElsewhere.prepare(
         raised, strategy.coordinates, first.text, whole=told, at_once=told or witness
     )
     if raised is error:
@@ -287,7 +287,7 @@ class _Mark:
     """Lives as long as the error that carries it; most errors take no weak references."""
 
 
-class _LastWords:
+class _ErrorFromElsewhere:
     """What this process prints of an error that came from another rank, if nobody catches it.
 
     As ``sys.excepthook`` it stays no longer than the error, which it does not keep alive: with an
@@ -343,7 +343,7 @@ class _LastWords:
     @staticmethod
     def forget() -> None:
         """The error was caught: the script goes on."""
-        if isinstance(sys.excepthook, _LastWords):
+        if isinstance(sys.excepthook, _ErrorFromElsewhere):
             sys.excepthook._leave()
 
     def _leave(self) -> None:

@@ -37,7 +37,7 @@ def test_a_plan_survives_a_file(tmp_path: Path) -> None:
 def test_the_driver_is_device_0_and_owns_the_last_stage() -> None:
     small = Plan(replicas=1, stages=3, microbatches=1, schedule="gpipe", cuts=("b", "c"))
     assert small.devices == (1, 2, 0)
-    assert small.copies == (1, 1, 1)
+    assert small.data_parallel_sizes == (1, 1, 1)
     assert small.world_size == 3
 
 
@@ -49,7 +49,11 @@ def free(**changes: Any) -> Plan:
 
 def test_a_device_may_have_several_stages() -> None:
     found = free(capacities=(1.0, 0.5))
-    assert (found.devices_per_replica, found.world_size, found.copies) == (2, 4, (2, 2, 2, 2))
+    assert (found.devices_per_replica, found.world_size, found.data_parallel_sizes) == (
+        2,
+        4,
+        (2, 2, 2, 2),
+    )
     assert "2 replicas x 2 devices with 4 stages = 4 devices" in found.describe()
     assert [row["speed"] for row in found.table()] == [0.5, 1.0, 0.5, 1.0]
     assert Plan.from_json(found.to_json()) == found
@@ -78,7 +82,7 @@ def test_a_free_placement_that_cannot_be_is_refused(changes: dict[str, Any], mes
         ({"cuts": ()}, r"stages\(2\) need 1 different cuts, the plan has 0"),
         ({"devices": (0, 1)}, r"devices\(0, 1\).*end with 0"),
         ({"devices": (1, 2, 0)}, r"stages\(2\) != 3 devices"),
-        ({"copies": (2, 3)}, r"replicas\(2\) x stages\(2\) != 5 copies \(2, 3\)"),
+        ({"data_parallel_sizes": (2, 3)}, r"!= sum of data_parallel_sizes\(\(2, 3\)\)"),
         ({"rows": plan().rows[::-1]}, r"contradict the rows of the stages, \(0, 1\)"),
         ({"version": 99}, r"format version 99, this package reads 1"),
     ],
