@@ -31,9 +31,10 @@ def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
     most = min(MOST_ROUNDS, problem.n // problem.m)
     if most < 2 or problem.m < 2:
         raise PlanError(
-            f"schedule 'looped' gives each of {problem.m} devices two stages or more, and the "
-            f"network has {problem.n} partitions: use at least 2 and at most {problem.n // 2} "
-            "devices, or schedule 'gpipe'"
+            f"schedule 'looped' gives each of {problem.m} devices (2 or more) two stages at least, "
+            f"and the network has {problem.n} partitions, of which {2 * max(2, problem.m)} are "
+            "needed: use schedule 'gpipe'"
+            + (f", or at most {problem.n // 2} devices" if problem.n >= 4 else "")
         )
     best: tuple[float, list[int], list[int]] | None = None
     for rounds in range(2, most + 1):

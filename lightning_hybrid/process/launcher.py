@@ -37,7 +37,7 @@ from lightning_hybrid.comm.failure import Failure, told_text
 from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
-from lightning_hybrid.process.run_results import Results
+from lightning_hybrid.process.run_results import Results, adopt_attributes
 from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2
@@ -109,6 +109,7 @@ class Part:
         if serve is not None:
             results = serve()
             call_teardown_hooks(trainer)
+            adopt_attributes(trainer, results)
             return results.value()
         strategy.finish(result)
         return result

@@ -56,6 +56,7 @@ class Results:
         trained: by name, whether a parameter requires gradients.
         modes: by name, whether a module is in training mode.
         plans: the plans of the networks, by name; filled in by the strategy.
+        adopted: on a worker, which of the attributes it has taken.
     """
 
     returned: bytes
@@ -71,6 +72,7 @@ class Results:
     trained: Mapping[str, bool]
     modes: Mapping[str, bool]
     plans: dict[str, Plan] = field(default_factory=dict)
+    adopted: set[_Key] = field(default_factory=set)
 
     def value(self) -> Any:
         """What the run returns on this rank: a copy of what it returns on the driver.
@@ -150,11 +152,8 @@ def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
     trainer.logged_metrics.update(results.logged_metrics)
     trainer.progress_bar_metrics.update(results.progress_bar_metrics)
     own = before.changes(trainer)
-    owners = dict(_owners(trainer))
-    for (owner, name), data in results.attributes.items():
-        if (owner, name) not in own and owner in owners:
-            with suppress(Exception):  # a class may refuse to be made again in any way it likes
-                vars(owners[owner])[name] = pickle.loads(data)
+    results.adopted.update(results.attributes.keys() - own.keys())
+    adopt_attributes(trainer, results)
     trainer.fit_loop.load_state_dict(dict(results.loops))
     set_batch_counts(trainer, results.batches)
     trainer.state = results.state
@@ -165,6 +164,18 @@ def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
         parameter.requires_grad_(results.trained.get(name, parameter.requires_grad))
     for name, part in module.named_modules():
         part.training = results.modes.get(name, part.training)
+
+
+def adopt_attributes(trainer: Trainer, results: Results) -> None:
+    """On a worker: the driver's attributes, again after this rank's own ``teardown`` hooks.
+
+    They need what the run has left, and the driver's have been counted already.
+    """
+    owners = dict(_owners(trainer))
+    for owner, name in results.adopted:
+        if owner in owners:
+            with suppress(Exception):  # a class may refuse to be made again in any way it likes
+                vars(owners[owner])[name] = pickle.loads(results.attributes[owner, name])
 
 
 def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:

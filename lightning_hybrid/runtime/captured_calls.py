@@ -17,7 +17,6 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NetworkGraph, NotCaptured
 from lightning_hybrid.network.matching_cuts import CannotFollow
 from lightning_hybrid.network.stage import compute_whole
-from lightning_hybrid.network.watched_calls import watch
 from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.runtime.adoption import Adoption
 from lightning_hybrid.runtime.announcements import Announcements
@@ -142,13 +141,10 @@ class CapturedCalls:
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:
-                result = found.capture(arguments, keywords)
-            else:  # its graphs and the Python between them draw from one stream
-                stack.enter_context(self._driver.calls.one_stream())
-                result = self._chain(found, arguments, keywords)
-        if not found.driven and found.name not in self._kept:  # it is too early, look again
-            watch(found.module, found.name, lambda n, m, a, k: self.call(found, a, k))
-        return result
+                return found.capture(arguments, keywords)
+            # its graphs and the Python between them draw from one stream
+            stack.enter_context(self._driver.calls.one_stream())
+            return self._chain(found, arguments, keywords)
 
     def _chain(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]

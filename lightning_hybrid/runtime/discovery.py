@@ -83,6 +83,7 @@ class Discovery:
         self._cut: set[str] = set()
         self._kept: dict[str, str] = {}
         self._opened: dict[str, str] = {}  # modules that run their own Python, and why
+        self._early: dict[str, FoundNetwork] = {}  # called before the first training step
         # what a hook makes on this rank alone, the others do not have
         tensors = tensors_of(module)
         names = tensors.keys() if options.shared is None else options.shared
@@ -171,11 +172,15 @@ class Discovery:
         if aside is not None:
             return self._call_aside(name, aside, watched, call)
         self._called_aside.pop(name, None)
+        if name in self._early:
+            return self._call_early(self._early[name], watched, arguments, keywords)
         if self._is_kept_unseen(name, module):
             return call()
         found = self._prepare(name, module, forward, whole=True)
         try:
-            return self._calls.captured(found, arguments, keywords)
+            result = self._calls.captured(found, arguments, keywords)
+            self._look_again(found, watched)
+            return result
         except NotCaptured as error:
             reason = error.reason
             if error.by_its_kind:
@@ -195,7 +200,34 @@ class Discovery:
             "becomes several graphs, with its own Python between them on the driver, since it "
             f"cannot be captured as one:\n{found.reason}",
         )
-        return self._calls.captured(found, arguments, keywords)
+        result = self._calls.captured(found, arguments, keywords)
+        self._look_again(found, watched)
+        return result
+
+    def _call_early(
+        self,
+        found: FoundNetwork,
+        watched: Mapping[str, nn.Module],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        """A call of a network that was captured in an evaluation before training."""
+        try:
+            return self._calls.call(found, arguments, keywords)
+        finally:
+            self._look_again(found, watched)
+            if found.name in self._kept:  # in some of its calls, as it turns out
+                self._watch_calls(found)
+
+    def _look_again(self, found: FoundNetwork, watched: Mapping[str, nn.Module]) -> None:
+        """After a call that was too early to cut by: training may call another module."""
+        if not found.driven and found.name not in self._kept:
+            self._early[found.name] = found
+            self._watch(watched)
+
+    def _watch_calls(self, found: FoundNetwork) -> None:
+        """Have calls of a network go through its capture."""
+        watch(found.module, found.name, lambda n, m, a, k: self._calls.call(found, a, k))
 
     def _call_aside(
         self,
@@ -320,8 +352,19 @@ class Discovery:
             inner = {n: m for n, m in self._watched.items() if inside(n, name) and n != name}
             owned = call.network.tensors()
             self._watch({n: m for n, m in inner.items() if not _shares(m, owned)})
-        watch(module, name, lambda n, m, a, k: self._calls.call(found, a, k))
+        self._watch_calls(found)
+        self._let_outer_run(name)
         return call
+
+    def _let_outer_run(self, name: str) -> None:
+        """Modules around a network that is cut run their own Python, which calls the network.
+
+        (``validation_step`` may call ``self(x)`` where ``training_step`` calls ``self.net(x)``.)
+        """
+        for outer, module in self._watched.items():
+            if outer != name and inside(name, outer) and outer not in self._cut:
+                unwatch(module)
+                self._early.pop(outer, None)
 
     def _require_hooks_of_all_ranks(self) -> None:
         """Hooks on parameters that another rank owns now must be there as well.

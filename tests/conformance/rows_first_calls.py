@@ -48,6 +48,51 @@ class ChecksSanityWithOneSample(_Evaluated):
         return DataLoader(self.dataset(4, seed=2), batch_size=1)
 
 
+class ValidatesItselfAndTrainsItsNetwork(_Evaluated):
+    """`validation_step`, first in the sanity check, calls `self(x)`, training its network."""
+
+    fast = True
+    shapes = EVERY
+    options: ClassVar = {"num_sanity_val_steps": 2}
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+
+class TrainsPartsOfWhatItValidates(_Evaluated):
+    """A whole in the sanity check, its two parts one by one in training, and a hook before both."""
+
+    shapes = EVERY
+    cuts: ClassVar = {2: ["net.encoder.2", "net.decoder.second"]}
+    options: ClassVar = {"num_sanity_val_steps": 2}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+            self.decoder = Layers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(self.encoder(x))
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def on_train_epoch_start(self) -> None:
+        with torch.no_grad():
+            self.seen.append(self.net(torch.ones(4, 6, dtype=torch.float64)).sum().item())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return cross_entropy(self.net.decoder(self.net.encoder(x)), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+
 class TrainsOnOneSample(_Sizes):
     sizes = (1, 1, 1, 1, 1, 1)
 

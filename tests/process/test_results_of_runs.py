@@ -9,7 +9,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_hybrid.process.run_results import Snapshot, adopt_results, collect_results
+from lightning_hybrid.process.run_results import (
+    Snapshot,
+    adopt_attributes,
+    adopt_results,
+    collect_results,
+)
 
 
 class OneWay(Exception):
@@ -55,6 +60,27 @@ def test_an_attribute_that_cannot_be_copied_stays_what_it_is_on_each_rank() -> N
     assert found.seen == [1, 2]
     assert not hasattr(found, "error")
     assert not hasattr(found, "lock")
+
+
+def test_what_a_teardown_hook_has_counted_on_a_worker_gives_way_to_the_drivers_count() -> None:
+    class Counting(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.runs, self.mine = 0, 0
+
+        def teardown(self, stage: str) -> None:
+            self.runs += 1
+
+    driver, worker = trainer_of(Counting()), trainer_of(Counting())
+    before, theirs = Snapshot(worker), Snapshot(driver)
+    mine: Any = worker.lightning_module
+    driver.lightning_module.teardown("fit")
+    mine.mine = 5
+    results = collect_results(driver, None, theirs)
+    adopt_results(worker, results, before)
+    mine.teardown("fit")
+    adopt_attributes(worker, results)
+    assert (mine.runs, mine.mine) == (1, 5)
 
 
 def test_what_is_trained_and_modes_are_those_of_the_driver() -> None:

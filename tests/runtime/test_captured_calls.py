@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NotCaptured
-from lightning_hybrid.network.watched_calls import is_watched
 from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.runtime.captured_calls import CapturedCalls
 from lightning_hybrid.tensors.remote_kind import Kind
@@ -113,17 +112,3 @@ def test_a_chain_of_which_a_part_has_run_does_not_run_again() -> None:
     with pytest.raises(NetworkError, match=r"(?s)cannot be captured:.*train.py:3.*network='...'"):
         calls()
     assert calls.notes == ["one stream"]
-
-
-def test_a_network_that_is_not_cut_yet_is_looked_at_again() -> None:
-    calls = Calls(lambda args, _: args[0])
-    calls.found.driven = False
-    calls()
-    assert is_watched(calls.module)
-
-
-def test_a_network_that_stays_on_the_driver_is_not() -> None:
-    calls = Calls(lambda args, _: args[0])
-    calls.found.driven, calls.kept["net"] = False, "is too small"
-    calls()
-    assert not is_watched(calls.module)

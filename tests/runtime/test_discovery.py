@@ -104,6 +104,16 @@ def lend(watched: Watched) -> Tensor:
     return output
 
 
+def test_a_call_before_training_leaves_the_modules_inside_watched() -> None:
+    part = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)])
+    run = Watched(automatic=False, net=nn.Sequential(part, nn.Linear(6, 6)))
+    for _ in range(2):
+        with torch.no_grad():
+            run.module["net"](X)
+    with pytest.raises(PlanError, match=r"asked for a plan of net\.0$"):  # which training calls
+        part(X)
+
+
 def test_a_call_on_other_weights_computes_with_these_and_is_not_taken_for_the_networks() -> None:
     network = large()
     made = {name: p.detach() * 2 for name, p in network.named_parameters()}
