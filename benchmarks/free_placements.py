@@ -28,7 +28,7 @@ from rich.table import Table
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
 from lightning_hybrid.planning.simulate import simulate
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules.gpipe import gpipe
 
 NETWORK = "resattnet18"
 BANDWIDTH = BANDWIDTH_BYTES_PER_S["gloo"]

@@ -35,8 +35,9 @@ from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.allocation import merge
 from lightning_hybrid.network import network_partitions
 from lightning_hybrid.network.measure import measure
-from lightning_hybrid.planning import PartitionTable, plan_stages
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
+from lightning_hybrid.planning.search import plan_stages
 from models import ResAttNet3D
 
 MICROBATCHES = 3

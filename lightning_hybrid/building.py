@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import Callback, LightningModule, Trainer, WeightAveraging
 from lightning_hybrid._lightning_private import set_module_device
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.runtime.deferred_weights import Unfilled, outline, whole
-from lightning_hybrid.tensors.deferral import Deferral
+from lightning_hybrid.comm import Failure
+from lightning_hybrid.runtime import Unfilled, outline, whole
+from lightning_hybrid.tensors import Deferral
 from lightning_hybrid.world import NoWorld, Phase, World
 
 Checkpoint = dict[str, Any]

@@ -16,16 +16,16 @@ from torch import Tensor
 from lightning_hybrid._lightning import Trainer
 from lightning_hybrid._lightning_private import same_hook
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm.call_key import Precision
+from lightning_hybrid.comm import Precision
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.loader_attributes import (
     LoaderAttributes,
     own_generators,
     plain_attributes,
 )
-from lightning_hybrid.network.own_classes import plain
+from lightning_hybrid.network import plain
 from lightning_hybrid.random_draws import Draws
-from lightning_hybrid.runtime.streamed_calls import NoBatches
+from lightning_hybrid.runtime import NoBatches
 
 
 class ComingBatch:

@@ -6,13 +6,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.pipeline.early_forwards import DelayedWeights
-from lightning_hybrid.planning.automatic_choices import AUTO
-from lightning_hybrid.planning.cluster import given_speeds
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.planner import PlanSettings
-from lightning_hybrid.planning.search import Method
-from lightning_hybrid.planning.sizes import Sizes
+from lightning_hybrid.pipeline import DelayedWeights
+from lightning_hybrid.planning import AUTO, Method, Plan, PlanSettings, Sizes, given_speeds
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, LookAhead
 
 Count = int | Literal["auto"]

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_hybrid.pipeline.busy_time import Stopwatch
+from lightning_hybrid.pipeline import Stopwatch
 
 _BUSY = "busy_s"
 """Name of a worker's report: the seconds that it has computed since the last one."""

@@ -24,8 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid._lightning import TensorBoardLogger, Trainer
-from lightning_hybrid.pipeline.busy_time import bubble, speedup
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.pipeline import bubble, speedup
+from lightning_hybrid.planning import Plan
 
 
 class PerformanceLog:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning import Plan
 
 FIRST = 3
 """Batches that are not looked at: networks are captured and caches filled in them."""

@@ -18,19 +18,19 @@ from lightning_hybrid._lightning import (
     reset_seed,
 )
 from lightning_hybrid._lightning_private import ask_strategy_whether_distributed
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.network_interface import choose_interface
-from lightning_hybrid.comm.transport import Group
+from lightning_hybrid.comm import Coordinates, Group, choose_interface
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
-from lightning_hybrid.process.device_survey import survey
-from lightning_hybrid.process.joining import Everyone, gather, join
-from lightning_hybrid.process.launcher import (
+from lightning_hybrid.planning import Cluster, Device, make_cluster
+from lightning_hybrid.process import (
+    Everyone,
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
+    Meeting,
+    gather,
+    join,
+    survey,
 )
-from lightning_hybrid.process.store import Meeting
 from lightning_hybrid.world import NoWorld, Phase, World
 
 NAMES = {

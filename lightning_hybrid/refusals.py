@@ -23,7 +23,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._torch.optimizers import unscales_by_itself
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.pipeline.replicas import state_buffers
+from lightning_hybrid.pipeline import state_buffers
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.schedules import LookAhead
 

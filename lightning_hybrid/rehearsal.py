@@ -35,7 +35,7 @@ from lightning_hybrid._lightning_private import (
     training_source,
 )
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.runtime.look_ahead import LookAhead
+from lightning_hybrid.runtime import LookAhead
 
 _SHARED_BYTES = 2**20
 """A tensor or array of more than this is data that is read; a smaller one may be a counter."""

@@ -21,13 +21,11 @@ from lightning_hybrid.building import DeferredModule, WholeModule
 from lightning_hybrid.config import Config
 from lightning_hybrid.device_times import Measurement
 from lightning_hybrid.network import NetworkGraph, NetworkPartition
-from lightning_hybrid.pipeline.replicas import broadcast_module
-from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.planner import make_plan
-from lightning_hybrid.process.run_results import Snapshot
+from lightning_hybrid.pipeline import StageOptions, broadcast_module
+from lightning_hybrid.planning import Plan, make_plan
+from lightning_hybrid.process import Snapshot
 from lightning_hybrid.progress import StartProgress, display_of
-from lightning_hybrid.runtime.deferred_weights import make_what_no_network_owns
+from lightning_hybrid.runtime import make_what_no_network_owns
 from lightning_hybrid.world import World
 
 

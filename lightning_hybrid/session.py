@@ -21,20 +21,14 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.coming_batches import ComingBatches, InOrder
-from lightning_hybrid.comm.collectives import broadcast_object
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.signals import run_pending
+from lightning_hybrid.comm import Failure, broadcast_object, run_pending
 from lightning_hybrid.device_times import StepWatcher
 from lightning_hybrid.performance_log import PerformanceLog
-from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.pipeline import Synchronised
 from lightning_hybrid.plan_check import PlanCheck
-from lightning_hybrid.process.faults import is_loss, read_fault
-from lightning_hybrid.process.run_results import Results, adopt_results, collect_results
+from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
 from lightning_hybrid.run import Run, scalers_of
-from lightning_hybrid.runtime.discovery import Discovery
-from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
-from lightning_hybrid.runtime.worker import Worker
+from lightning_hybrid.runtime import Discovery, Driver, NetworkOptions, Planner, Worker
 from lightning_hybrid.world import Phase
 
 _DEVICE = "device"  # name of a worker's report

@@ -15,13 +15,11 @@ from torch import Tensor
 from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.network import cached, measure, why_whole
-from lightning_hybrid.network.batch_splitting import fits
-from lightning_hybrid.planning.memory import ASSUMED_TENSORS
-from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
+from lightning_hybrid.network import cached, fits, measure, why_whole
+from lightning_hybrid.planning import ASSUMED_TENSORS, Machine, Parts, Search, Sizes, choose
 from lightning_hybrid.progress import StartProgress, display_of
 from lightning_hybrid.rehearsal import rehearsal
-from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
+from lightning_hybrid.runtime import LookAhead, Seen
 from lightning_hybrid.world import World
 
 

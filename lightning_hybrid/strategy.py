@@ -29,14 +29,11 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint
 from lightning_hybrid.building import move_module
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.signals import restore_handlers
+from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import Config, Count, ScheduleName
-from lightning_hybrid.pipeline.early_forwards import DelayedWeights
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.process.device_survey import look_around
-from lightning_hybrid.process.launcher import Parted
-from lightning_hybrid.process.run_results import Results
+from lightning_hybrid.pipeline import DelayedWeights
+from lightning_hybrid.planning import Plan
+from lightning_hybrid.process import Parted, Results, look_around
 from lightning_hybrid.ranks import given
 from lightning_hybrid.refusals import (
     callbacks_allow,

@@ -16,23 +16,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm.collectives import broadcast_object, gather_objects, meet
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.signals import make_deferrable, run_pending
+from lightning_hybrid.comm import (
+    Coordinates,
+    Failure,
+    Mesh,
+    broadcast_object,
+    gather_objects,
+    make_deferrable,
+    meet,
+    run_pending,
+)
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.pipeline.staged_network import tensors_of
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.process.faults import (
+from lightning_hybrid.pipeline import tensors_of
+from lightning_hybrid.planning import Cluster
+from lightning_hybrid.process import (
+    Everyone,
+    Joined,
     Watch,
     first_fault,
+    forget,
     is_loss,
     read_fault,
     say_at_next_meeting,
 )
-from lightning_hybrid.process.joining import Everyone, Joined, forget
-from lightning_hybrid.runtime.deferred_weights import gather_after_run, gather_optimizer_after_run
+from lightning_hybrid.runtime import gather_after_run, gather_optimizer_after_run
 
 T = TypeVar("T")
 

@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,11 @@ LAYERS = {
     "commands": {*("errors", "_trees", "network", "planning", "report", "comm", "process")},
     "cli": {"errors", "commands"},
 }
+# folders whose files are imported one by one: by subject, and by command
+BY_FILE = {"_torch", "commands"}
+ROOMS = sorted({p.parent.name for p in PACKAGE.glob("*/__init__.py")} - BY_FILE)
+# the commands from driver to workers, so many that their module is offered as it is
+PROTOCOL = "lightning_hybrid.comm.protocol"
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -169,6 +175,22 @@ def test_imports_go_one_way(part: str) -> None:
         for name, line in imports(tree):
             if name.startswith("lightning_hybrid"):
                 assert name.split(".")[1] in allowed, f"{path}:{line} imports {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_others_import_of_a_room_is_what_it_offers(room: str) -> None:
+    place = f"lightning_hybrid.{room}"
+    offered = {f"{place}.{name}" for name in import_module(place).__all__}
+    taken = set()
+    for path, tree in (FILES | USE_CASE).items():
+        if path.startswith(f"lightning_hybrid/{room}/"):
+            continue
+        for name, line in imports(tree):
+            of_this_room = f"{name}.".startswith(f"{place}.")
+            if of_this_room and not f"{name}.".startswith(f"{PROTOCOL}."):
+                assert name in offered, f"{path}:{line} imports {name}, not in `{place}.__all__`"
+                taken.add(name)
+    assert offered - taken == set(), "offered, but imported by nobody"
 
 
 def test_the_use_case_knows_nothing_of_the_plugin() -> None:

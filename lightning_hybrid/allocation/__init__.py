@@ -4,14 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.allocation.exact import solve_exactly
 from lightning_hybrid.allocation.gabra import gabra
-from lightning_hybrid.allocation.knapsack import Numbers, Objective, make_problem
+from lightning_hybrid.allocation.knapsack import (
+    SLACK,
+    Floats,
+    Ints,
+    Numbers,
+    Objective,
+    make_problem,
+)
 from lightning_hybrid.allocation.literal import literal_gabra
-from lightning_hybrid.allocation.merging import Merging, merge, merge_exactly
+from lightning_hybrid.allocation.merging import merge
 from lightning_hybrid.errors import AllocationError
 
-__all__ = ["Allocation", "Merging", "allocate", "merge", "merge_exactly"]
+__all__ = ["SLACK", "Breeding", "Floats", "Ints", "allocate", "evolve", "merge"]
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,89 @@
 """Who can speak to whom: process groups, channels for commands, links for tensors."""
+
+from lightning_hybrid.comm.call_key import CallKey, Precision
+from lightning_hybrid.comm.collectives import (
+    broadcast_object,
+    fail_next_meeting,
+    gather_objects,
+    meet,
+)
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.failure import Failure, told_text
+from lightning_hybrid.comm.heartbeat import Heartbeat
+from lightning_hybrid.comm.link_probe import (
+    LARGE_BYTES,
+    PairProbe,
+    Spread,
+    probe_all_reduce,
+    probe_flops,
+    probe_pair,
+)
+from lightning_hybrid.comm.links import Arriving, Links, link_stages
+from lightning_hybrid.comm.lost_peers import is_gone, is_late
+from lightning_hybrid.comm.mesh import GroupHandle, Mesh, make_world
+from lightning_hybrid.comm.messages import Answer, Header, Pattern, Status
+from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
+from lightning_hybrid.comm.signals import (
+    make_deferrable,
+    restore_handlers,
+    run_pending,
+    signals_deferred,
+    signals_ignored,
+)
+from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm.transport import (
+    ANOTHER_REPLICA,
+    UNKNOWN_PEER,
+    ConnectionLost,
+    Group,
+    connection_lost,
+    start,
+    wait,
+)
+
+__all__ = [
+    "ANOTHER_REPLICA",
+    "LARGE_BYTES",
+    "UNKNOWN_PEER",
+    "Answer",
+    "Arriving",
+    "CallKey",
+    "ConnectionLost",
+    "Coordinates",
+    "Failure",
+    "Group",
+    "GroupHandle",
+    "Header",
+    "Heartbeat",
+    "Links",
+    "Mesh",
+    "PairProbe",
+    "Pattern",
+    "Precision",
+    "Spread",
+    "Status",
+    "TensorSpec",
+    "bound_to",
+    "broadcast_object",
+    "choose_interface",
+    "chosen_interface",
+    "connection_lost",
+    "fail_next_meeting",
+    "gather_objects",
+    "is_gone",
+    "is_late",
+    "link_stages",
+    "make_deferrable",
+    "make_world",
+    "meet",
+    "probe_all_reduce",
+    "probe_flops",
+    "probe_pair",
+    "restore_handlers",
+    "run_pending",
+    "signals_deferred",
+    "signals_ignored",
+    "start",
+    "told_text",
+    "wait",
+]

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hybrid.comm.messages import Message, Tensors
 from lightning_hybrid.comm.protocol import MESSAGES
 from lightning_hybrid.comm.tensor_specs import TensorSpec
-from lightning_hybrid.tensors.deferred import value_of
+from lightning_hybrid.tensors import value_of
 
 _INTEGERS = 8
 FRAME = _INTEGERS + 2

@@ -26,7 +26,7 @@ from lightning_hybrid.comm.messages import (
     Tensors,
 )
 from lightning_hybrid.network import StageCode
-from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.tensors import Kind
 
 Hyperparameters = dict[str, Any]
 """A parameter group of an optimizer; its parameters by name."""

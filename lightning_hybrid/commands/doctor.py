@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hybrid.comm.link_probe import LARGE_BYTES, Spread
+from lightning_hybrid.comm import LARGE_BYTES, Spread
 from lightning_hybrid.commands.terminal import terminal
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.process.checkup import Checkup, check_up
+from lightning_hybrid.process import Checkup, check_up
 
 _MOST_PROCESSES = 64
 _MOST_PAIRS = 28

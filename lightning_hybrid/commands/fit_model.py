@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_hybrid.commands.terminal import terminal
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.performance import PerformanceModel, fit
+from lightning_hybrid.planning import PerformanceModel, fit
 
 EXTRINSIC = ("replicas", "stages", "stages_per_device", "microbatches", "devices")
 """Columns that say how a run is spread, unless told otherwise; all others say what is computed."""

@@ -10,9 +10,7 @@ from rich.table import Table
 from lightning_hybrid.commands.study import Study, add_study_options, device_counts, make_study
 from lightning_hybrid.commands.terminal import short, terminal
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.plan_page import Section, plan_page
-from lightning_hybrid.planning.shapes import Shape, fastest, plan_of
+from lightning_hybrid.planning import Plan, Section, Shape, fastest, plan_of, plan_page
 from lightning_hybrid.report import draw_curves, paragraph, table
 
 _SHOWN = 8

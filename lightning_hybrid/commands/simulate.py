@@ -14,7 +14,7 @@ from lightning_hybrid.commands.study import (
 )
 from lightning_hybrid.commands.terminal import short, terminal
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.shapes import Shape, fastest
+from lightning_hybrid.planning import Shape, fastest
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,12 +17,16 @@ from lightning_hybrid.commands.target import (
     read_target,
 )
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network import network_partitions
-from lightning_hybrid.network.measure import device_name
-from lightning_hybrid.planning.cluster_description import ClusterDescription
-from lightning_hybrid.planning.memory import optimizer_bytes
-from lightning_hybrid.planning.partition_costs import counted_parts, measured_parts
-from lightning_hybrid.planning.shapes import PartsOf, Shape, rank_shapes
+from lightning_hybrid.network import device_name, network_partitions
+from lightning_hybrid.planning import (
+    ClusterDescription,
+    PartsOf,
+    Shape,
+    counted_parts,
+    measured_parts,
+    optimizer_bytes,
+    rank_shapes,
+)
 
 KINDS = ("data parallel", "pipeline", "hybrid")
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.errors import HybridError, PlanError
-from lightning_hybrid.planning.partition_costs import capture_call
+from lightning_hybrid.planning import capture_call
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lightning_hybrid.network.profile import PartitionProfile, Profile, paramete
 from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
 from lightning_hybrid.network.stage_check import fresh
-from lightning_hybrid.tensors.deferred import value_of
+from lightning_hybrid.tensors import value_of
 
 Clock = Callable[[], float]
 Advance = Callable[[int, int], None]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import Step, children, get, put, rebuild, with_parts
-from lightning_hybrid.tensors.intercepted import Intercepted
+from lightning_hybrid.tensors import Intercepted
 
 _CARRIES_A_DESCRIPTION = "monai.data.meta_tensor.MetaTensor"
 

@@ -27,7 +27,7 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.stage import Stage, cut_at
 from lightning_hybrid.network.stage_check import fresh
-from lightning_hybrid.tensors.deferred import is_deferred
+from lightning_hybrid.tensors import is_deferred
 
 
 def differs_in_parts(

@@ -20,7 +20,7 @@ from lightning_hybrid.network.mode_regions import Open, open_at
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.recurrent_layers import RECURRENT
 from lightning_hybrid.network.stage_code import GraphCode
-from lightning_hybrid.tensors.deferred import materialize
+from lightning_hybrid.tensors import materialize
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:

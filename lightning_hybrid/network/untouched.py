@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.tensors.deferred import is_deferred
+from lightning_hybrid.tensors import is_deferred
 
 
 @contextlib.contextmanager

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.links import Arriving
-from lightning_hybrid.comm.messages import Pattern
+from lightning_hybrid.comm import Arriving, Pattern
 from lightning_hybrid.comm.protocol import Backward
-from lightning_hybrid.network.split_backward import WeightPart, input_part
+from lightning_hybrid.network import WeightPart, input_part
 from lightning_hybrid.pipeline.calls import Call, Gradients, Recipe, Values
 from lightning_hybrid.pipeline.early_receives import Ahead
 from lightning_hybrid.pipeline.random_numbers import (

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
 
 
 class Synchronised(TorchFunctionMode):

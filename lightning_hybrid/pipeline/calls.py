@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.comm.call_key import CallKey
-from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm import CallKey, TensorSpec
 
 Values = list[Tensor]
 Gradients = list[Tensor | None]

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import Stage
-from lightning_hybrid.network.split_backward import operations_behind
+from lightning_hybrid.network import Stage, operations_behind
 from lightning_hybrid.pipeline.calls import Recipe
 from lightning_hybrid.pipeline.recompute import saving_nothing
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from lightning_hybrid.comm.links import Arriving
+from lightning_hybrid.comm import Arriving
 from lightning_hybrid.pipeline.calls import Values
 from lightning_hybrid.schedules import Instruction, Kind
 

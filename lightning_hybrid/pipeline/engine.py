@@ -18,8 +18,7 @@ travels to the driver behind the activations.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_hybrid.comm.call_key import CallKey
-from lightning_hybrid.comm.messages import Status
+from lightning_hybrid.comm import CallKey, Status
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.backward_pass import BackwardPass

@@ -6,9 +6,7 @@ from contextlib import ExitStack
 import torch
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
-from lightning_hybrid.comm.links import Arriving
-from lightning_hybrid.comm.messages import Header
-from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm import Arriving, Header, TensorSpec
 from lightning_hybrid.pipeline.calls import Call, Values
 from lightning_hybrid.pipeline.early_receives import Ahead
 from lightning_hybrid.pipeline.random_numbers import (

@@ -16,7 +16,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm import TensorSpec
 
 _one_at_a_time = Lock()
 """Of two threads that ask torch for a state, both may wait for ever (torch 2.13): one has the

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.comm.call_key import CallKey
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.links import Links
+from lightning_hybrid.comm import CallKey, Coordinates, Failure, Links
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.pipeline.calls import Call

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_hybrid.comm.links import Links
-from lightning_hybrid.comm.transport import Group
-from lightning_hybrid.network import Stage
-from lightning_hybrid.network.split_backward import HookWatch
+from lightning_hybrid.comm import Group, Links
+from lightning_hybrid.network import HookWatch, Stage
 from lightning_hybrid.pipeline.early_forwards import DelayedWeights, EarlyForwards
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm.call_key import CallKey
+from lightning_hybrid.comm import CallKey
 from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.pipeline.weight_hooks import WeightHooks
-from lightning_hybrid.tensors.deferred import is_deferred
+from lightning_hybrid.tensors import is_deferred
 
 
 class StagedNetwork:

@@ -1,7 +1,63 @@
 """Which shape: the plan, the simulator that times it, and the search that finds it."""
 
-from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.planning.search import plan_stages
+from lightning_hybrid.planning.automatic_choices import AUTO
+from lightning_hybrid.planning.cluster import (
+    TOLERANCE,
+    Cluster,
+    Device,
+    given_speeds,
+    make_cluster,
+    unequal_twins,
+    with_second_look,
+)
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
+from lightning_hybrid.planning.memory import ASSUMED_TENSORS, optimizer_bytes
+from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
+from lightning_hybrid.planning.performance import PerformanceModel, fit
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.plan_page import Section, plan_page
+from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.planning.search import Method
+from lightning_hybrid.planning.shapes import PartsOf, Shape, fastest, plan_of, rank_shapes
+from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
 
-__all__ = ["PartitionTable", "Plan", "StagePlan", "plan_stages"]
+__all__ = [
+    "ASSUMED_TENSORS",
+    "AUTO",
+    "TOLERANCE",
+    "Cluster",
+    "ClusterDescription",
+    "Device",
+    "DeviceSpec",
+    "Level",
+    "Machine",
+    "Method",
+    "Parts",
+    "PartsOf",
+    "PerformanceModel",
+    "Plan",
+    "PlanSettings",
+    "Search",
+    "Section",
+    "Shape",
+    "Sizes",
+    "capture_call",
+    "choose",
+    "counted_parts",
+    "fastest",
+    "fit",
+    "given_speeds",
+    "look_at",
+    "make_cluster",
+    "make_plan",
+    "measure_speed",
+    "measured_parts",
+    "optimizer_bytes",
+    "plan_of",
+    "plan_page",
+    "rank_shapes",
+    "unequal_twins",
+    "update_s_per_byte",
+    "with_second_look",
+]

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints
+from lightning_hybrid.allocation import SLACK, Floats, Ints
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.step_problem import StepProblem
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_hybrid.network.measure import clock_of, device_name
+from lightning_hybrid.network import clock_of, device_name
 from lightning_hybrid.planning.cluster import Device
 
 WINDOW_S = 0.1

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.step_problem import StepProblem
-from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order
+from lightning_hybrid.schedules import MOST_ROUNDS, loop_order
 
 _MOVES = (-3, -2, -1, 1, 2, 3)
 

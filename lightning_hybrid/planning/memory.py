@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network.profile import PartitionProfile, Profile
+from lightning_hybrid.network import PartitionProfile, Profile
 from lightning_hybrid.schedules import Kind, Schedule
 
 _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.orders import Orders, Part, Work
+from lightning_hybrid.schedules import Orders, Part, Work
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from lightning_hybrid.network import (
     NotCaptured,
     Profile,
     cached,
+    clock_of,
     count,
     measure,
+    own_forward,
 )
-from lightning_hybrid.network.measure import clock_of
-from lightning_hybrid.network.watched_calls import own_forward
 from lightning_hybrid.planning.shapes import Parts, PartsOf
 
 

@@ -25,7 +25,7 @@ from typing import Self
 import numpy as np
 from scipy.optimize import differential_evolution, minimize
 
-from lightning_hybrid.allocation.knapsack import Floats
+from lightning_hybrid.allocation import Floats
 from lightning_hybrid.errors import PlanError
 
 VERSION = 1

@@ -6,8 +6,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
 
-from lightning_hybrid.allocation import allocate, merge
-from lightning_hybrid.allocation.evolution import Breeding, evolve
+from lightning_hybrid.allocation import Breeding, allocate, evolve, merge
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
@@ -18,8 +17,7 @@ from lightning_hybrid.planning.split_backwards import Halves, best_split_chain, 
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 from lightning_hybrid.planning.streamed_time import batch_s
-from lightning_hybrid.schedules import SCHEDULES, STREAMED
-from lightning_hybrid.schedules.looped import loop_order
+from lightning_hybrid.schedules import SCHEDULES, STREAMED, loop_order
 
 Objective = Literal["step", "makespan", "profit"]
 Method = Literal["gabra", "exact", "merging"]

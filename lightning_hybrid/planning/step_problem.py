@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from lightning_hybrid.allocation.knapsack import SLACK
+from lightning_hybrid.allocation import SLACK
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 

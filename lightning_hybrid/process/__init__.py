@@ -1,1 +1,44 @@
 """Processes start, find each other, are watched, and end."""
+
+from lightning_hybrid.process.checkup import Checkup, check_up
+from lightning_hybrid.process.device_survey import look_around, survey
+from lightning_hybrid.process.faults import (
+    Watch,
+    first_fault,
+    is_loss,
+    read_fault,
+    say_at_next_meeting,
+)
+from lightning_hybrid.process.joining import Everyone, Joined, forget, gather, join
+from lightning_hybrid.process.launcher import (
+    HybridMultiProcessingLauncher,
+    HybridSubprocessLauncher,
+    Parted,
+)
+from lightning_hybrid.process.run_results import Results, Snapshot, adopt_results, collect_results
+from lightning_hybrid.process.store import Meeting
+
+__all__ = [
+    "Checkup",
+    "Everyone",
+    "HybridMultiProcessingLauncher",
+    "HybridSubprocessLauncher",
+    "Joined",
+    "Meeting",
+    "Parted",
+    "Results",
+    "Snapshot",
+    "Watch",
+    "adopt_results",
+    "check_up",
+    "collect_results",
+    "first_fault",
+    "forget",
+    "gather",
+    "is_loss",
+    "join",
+    "look_around",
+    "read_fault",
+    "say_at_next_meeting",
+    "survey",
+]

@@ -17,18 +17,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.link_probe import (
+from lightning_hybrid.comm import (
     PairProbe,
     Spread,
+    choose_interface,
+    chosen_interface,
     probe_all_reduce,
     probe_flops,
     probe_pair,
 )
-from lightning_hybrid.comm.network_interface import choose_interface, chosen_interface
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.cluster import TOLERANCE, Device
-from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.planning.device_speed import look_at
+from lightning_hybrid.planning import (
+    TOLERANCE,
+    ClusterDescription,
+    Device,
+    DeviceSpec,
+    Level,
+    look_at,
+)
 from lightning_hybrid.process.store import LETTING_GO_S, Meeting, make_store
 
 _ALL_PAIRS = 8

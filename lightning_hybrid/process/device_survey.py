@@ -12,21 +12,29 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.collectives import gather_objects, meet
-from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.tensor_specs import TensorSpec
-from lightning_hybrid.comm.transport import UNKNOWN_PEER, Group, start, wait
-from lightning_hybrid.planning.cluster import (
+from lightning_hybrid.comm import (
+    UNKNOWN_PEER,
+    Group,
+    Mesh,
+    TensorSpec,
+    gather_objects,
+    link_stages,
+    meet,
+    start,
+    wait,
+)
+from lightning_hybrid.planning import (
     Cluster,
     Device,
+    Machine,
     given_speeds,
+    look_at,
     make_cluster,
+    measure_speed,
     unequal_twins,
+    update_s_per_byte,
     with_second_look,
 )
-from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
-from lightning_hybrid.planning.sizes import Machine
 
 LINK_BYTES = 4 * 2**20
 """What is sent to see how fast a link is."""

@@ -14,11 +14,16 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_hybrid.comm.collectives import fail_next_meeting
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure, told_text
-from lightning_hybrid.comm.lost_peers import is_gone, is_late
-from lightning_hybrid.comm.transport import ConnectionLost, Group
+from lightning_hybrid.comm import (
+    ConnectionLost,
+    Coordinates,
+    Failure,
+    Group,
+    fail_next_meeting,
+    is_gone,
+    is_late,
+    told_text,
+)
 
 GRACE_S = 8.0
 """How long the ranks of a failed run may take to say why and to end, before they are killed."""

@@ -15,10 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.mesh import GroupHandle, Mesh, make_world
-from lightning_hybrid.comm.transport import Group
-from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, make_world
+from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process.device_survey import measure_links
 from lightning_hybrid.process.store import LETTING_GO_S, Meeting, make_store
 

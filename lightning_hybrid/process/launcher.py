@@ -32,9 +32,14 @@ from lightning_hybrid._lightning_private import (
     end_run,
     set_num_threads,
 )
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure, told_text
-from lightning_hybrid.comm.transport import ANOTHER_REPLICA, ConnectionLost, connection_lost
+from lightning_hybrid.comm import (
+    ANOTHER_REPLICA,
+    ConnectionLost,
+    Coordinates,
+    Failure,
+    connection_lost,
+    told_text,
+)
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
 from lightning_hybrid.process.run_results import Results, adopt_attributes

@@ -28,7 +28,7 @@ from lightning_hybrid._lightning_private import (
     set_batch_counts,
     set_random_states,
 )
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning import Plan
 
 LIMIT_BYTES = 16 * 2**20
 """An attribute larger than this is a data set or the like, and stays where it is."""

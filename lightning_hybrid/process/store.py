@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_hybrid.comm.network_interface import bound_to
+from lightning_hybrid.comm import bound_to
 
 LETTING_GO_S = 0.2
 """How long a process waits, in seconds, between the last operation of its groups and its end.

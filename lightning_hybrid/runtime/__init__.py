@@ -1,1 +1,33 @@
 """One replica at work: the driver, its workers, their networks, weights and optimizers."""
+
+from lightning_hybrid.runtime.deferred_weights import (
+    Unfilled,
+    gather_after_run,
+    gather_optimizer_after_run,
+    make_what_no_network_owns,
+    outline,
+    whole,
+)
+from lightning_hybrid.runtime.discovery import Discovery
+from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
+from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
+from lightning_hybrid.runtime.streamed_calls import NoBatches
+from lightning_hybrid.runtime.worker import Worker
+
+__all__ = [
+    "Discovery",
+    "Driver",
+    "LookAhead",
+    "NetworkOptions",
+    "NoBatches",
+    "Planner",
+    "Seen",
+    "Unfilled",
+    "Worker",
+    "gather_after_run",
+    "gather_optimizer_after_run",
+    "make_what_no_network_owns",
+    "outline",
+    "whole",
+]

@@ -9,24 +9,23 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid._torch.modules import BatchNorm
-from lightning_hybrid.comm.collectives import broadcast_object
-from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm import Mesh, broadcast_object
 from lightning_hybrid.errors import HybridError, NetworkError, PlanError
 from lightning_hybrid.network import (
+    CannotFollow,
     NetworkGraph,
     NetworkPartition,
     StageCode,
     check,
     cut,
+    cut_at,
     find_boundary,
+    follow,
+    place_of,
     why_whole,
 )
-from lightning_hybrid.network.matching_cuts import CannotFollow, follow
-from lightning_hybrid.network.source_places import place_of
-from lightning_hybrid.network.stage import cut_at
-from lightning_hybrid.pipeline.batchnorm import Synchronised
-from lightning_hybrid.pipeline.staged_network import borrowed_parameters, tensors_of
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.pipeline import Synchronised, borrowed_parameters, tensors_of
+from lightning_hybrid.planning import Plan
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
 from lightning_hybrid.runtime.driver import Driver

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import GiveBorrowedGradients, TakeWeights
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.unsettled_gradients import Unsettled
-from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.tensors import Kind
 
 
 class Borrowing:

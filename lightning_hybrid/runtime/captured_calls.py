@@ -14,10 +14,8 @@ from torch import nn
 from lightning_hybrid._torch.autograd import backwards_as_ever, own_saved_tensors
 from lightning_hybrid._torch.capture import without_mode
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import NetworkGraph, NotCaptured
-from lightning_hybrid.network.matching_cuts import CannotFollow
-from lightning_hybrid.network.stage import compute_whole
-from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.network import CannotFollow, NetworkGraph, NotCaptured, compute_whole
+from lightning_hybrid.pipeline import Synchronised
 from lightning_hybrid.runtime.adoption import Adoption
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.driver import Driver
@@ -26,8 +24,7 @@ from lightning_hybrid.runtime.found_network import FoundNetwork, indented
 from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
-from lightning_hybrid.tensors.emptied_tensors import NoMemory, watched
-from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.tensors import Kind, NoMemory, watched
 
 Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
 """Cuts a network, or leaves it whole; the graph and the values are of its first call."""

@@ -18,12 +18,12 @@ from torch import Tensor
 from lightning_hybrid._torch.autograd import is_in_backward
 from lightning_hybrid._torch.tensors import as_the_user_sees_them
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network.source_places import place_now
+from lightning_hybrid.network import place_now
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.held_hooks import HeldHooks
 from lightning_hybrid.schedules import STREAMED
-from lightning_hybrid.tensors.deferred import is_deferred
+from lightning_hybrid.tensors import is_deferred
 
 Gradient = Tensor | None
 

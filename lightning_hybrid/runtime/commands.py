@@ -7,14 +7,11 @@ step: what was changed here travels before a command, and what it changes there 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from lightning_hybrid.comm.heartbeat import Heartbeat
-from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.messages import Answer
+from lightning_hybrid.comm import Answer, Heartbeat, Mesh, signals_deferred
 from lightning_hybrid.comm.protocol import Command, TakeWeights
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.tensors.remote import RemoteTensors
+from lightning_hybrid.pipeline import Engine
+from lightning_hybrid.tensors import RemoteTensors
 
 
 class Workers:

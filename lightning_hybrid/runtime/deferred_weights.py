@@ -15,17 +15,22 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import TorchDispatchMode
 from lightning_hybrid._trees import rebuild, tensors_in
-from lightning_hybrid.comm.collectives import broadcast_object
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.messages import Answer
-from lightning_hybrid.comm.transport import ANOTHER_REPLICA, Group, start, wait
+from lightning_hybrid.comm import (
+    ANOTHER_REPLICA,
+    Answer,
+    Coordinates,
+    Group,
+    Mesh,
+    broadcast_object,
+    start,
+    wait,
+)
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.pipeline.staged_network import tensors_of
+from lightning_hybrid.pipeline import tensors_of
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
-from lightning_hybrid.tensors.deferral import has_loaded
-from lightning_hybrid.tensors.deferred import (
+from lightning_hybrid.tensors import (
+    has_loaded,
     is_deferred,
     is_of_one_rank,
     is_offloaded,

@@ -21,26 +21,23 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
 from lightning_hybrid._torch.tensors import as_they_are, gradient_hooks
-from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm import Mesh
 from lightning_hybrid.errors import NetworkNotFoundError
 from lightning_hybrid.network import (
     Capture,
     NetworkGraph,
     NotCaptured,
-    compiled,
-    network_partitions,
-)
-from lightning_hybrid.network.capture import kind_of
-from lightning_hybrid.network.watched_calls import (
     candidates,
+    compiled,
     is_watched,
+    kind_of,
+    network_partitions,
     own_forward,
     unwatch,
     watch,
 )
-from lightning_hybrid.pipeline.staged_network import tensors_of
-from lightning_hybrid.pipeline.weight_hooks import is_of_the_user
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.pipeline import is_of_the_user, tensors_of
+from lightning_hybrid.planning import Plan
 from lightning_hybrid.runtime.adoption import Adoption, why_not_cut
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.captured_calls import CapturedCalls
@@ -50,9 +47,7 @@ from lightning_hybrid.runtime.found_network import FoundNetwork, count, indented
 from lightning_hybrid.runtime.microbatch_reference import call_in_chunks
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
-from lightning_hybrid.tensors.deferred import materialize
-from lightning_hybrid.tensors.hollow_network import Hollow
-from lightning_hybrid.tensors.proxy import hook_refused
+from lightning_hybrid.tensors import Hollow, hook_refused, materialize
 
 
 class Discovery:

@@ -7,22 +7,21 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_hybrid.comm.links import Links, link_stages
-from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm import Links, Mesh, link_stages, signals_deferred
 from lightning_hybrid.comm.protocol import Command, Cut, TakeWeights
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import StageCode, make_stages
-from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
-from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.pipeline.staged_network import (
+from lightning_hybrid.pipeline import (
+    Engine,
+    ReplicaGroup,
+    StageOptions,
+    Trace,
     borrowed_parameters,
     own_buffers,
     own_parameters,
+    state_buffers,
     tensors_of,
 )
-from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.deferred_weights import (
     Takeover,

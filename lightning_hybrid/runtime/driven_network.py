@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm.call_key import CallKey, Precision
+from lightning_hybrid.comm import CallKey, Precision, TensorSpec, signals_deferred
 from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
-from lightning_hybrid.comm.signals import signals_deferred
-from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.network import NetworkGraph, StageCode
-from lightning_hybrid.pipeline.calls import Call, Gradients, Values
-from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.random_numbers import random_state, set_random_state
-from lightning_hybrid.pipeline.staged_network import StagedNetwork, tensors_of
+from lightning_hybrid.pipeline import (
+    Call,
+    Engine,
+    Gradients,
+    StagedNetwork,
+    Values,
+    random_state,
+    set_random_state,
+    tensors_of,
+)
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.specialization import Numbers, Specialization
@@ -30,7 +34,7 @@ from lightning_hybrid.runtime.step_calls import StepCalls
 from lightning_hybrid.runtime.streamed_calls import Batches, Calls, EachInTurn, Stream
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
-from lightning_hybrid.tensors.proxy import read_now
+from lightning_hybrid.tensors import read_now
 
 
 @dataclass(frozen=True)

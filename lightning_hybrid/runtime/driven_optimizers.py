@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import (
     ClipValues,
     GiveOptimizer,
@@ -22,7 +23,6 @@ from lightning_hybrid.comm.protocol import (
     Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Commands

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.comm.collectives import meet
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm import Failure, Mesh, meet, signals_deferred
 from lightning_hybrid.comm.protocol import (
     Check,
     End,
@@ -24,15 +22,15 @@ from lightning_hybrid.comm.protocol import (
     Report,
     Share,
 )
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.network import StageCode
-from lightning_hybrid.pipeline.busy_time import Stopwatch
-from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
-from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.pipeline.staged_network import (
+from lightning_hybrid.pipeline import (
+    ReplicaGroup,
+    StageOptions,
+    Stopwatch,
+    Trace,
+    state_buffers,
     tensors_of,
 )
-from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.chosen_gradients import ChosenGradients
 from lightning_hybrid.runtime.commands import Commands, Workers
@@ -51,9 +49,7 @@ from lightning_hybrid.runtime.streamed_calls import Batches, NoBatches
 from lightning_hybrid.runtime.unsettled_gradients import Unsettled
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
-from lightning_hybrid.tensors.deferred import is_deferred, materialize
-from lightning_hybrid.tensors.living_views import View, views_of
-from lightning_hybrid.tensors.remote import RemoteTensors
+from lightning_hybrid.tensors import RemoteTensors, View, is_deferred, materialize, views_of
 
 
 class Driver:

@@ -10,11 +10,10 @@ from torch import nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Capture, NetworkGraph
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning import Plan
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
 from lightning_hybrid.runtime.network_call import NetworkCall
-from lightning_hybrid.tensors.deferred import is_deferred
-from lightning_hybrid.tensors.hollow_network import Hollow
+from lightning_hybrid.tensors import Hollow, is_deferred
 
 
 @dataclass(eq=False)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import Reduce
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.replicated import Replicated

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import HoldHooks, ReleaseHooks
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.driven_network import DrivenNetwork

@@ -18,10 +18,13 @@ from lightning_hybrid.network import (
     NetworkGraph,
     NetworkPartition,
     NotCaptured,
+    candidates,
+    compute_whole,
     network_partitions,
+    own_forward,
+    unwatch,
+    watch,
 )
-from lightning_hybrid.network.stage import compute_whole
-from lightning_hybrid.network.watched_calls import candidates, own_forward, unwatch, watch
 from lightning_hybrid.runtime.adoption import why_not_cut
 from lightning_hybrid.runtime.found_network import indented, inside
 

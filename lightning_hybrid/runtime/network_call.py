@@ -20,10 +20,8 @@ from lightning_hybrid._torch.autograd import (
 )
 from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import NetworkGraph
-from lightning_hybrid.network.input_views import views_of_inputs
-from lightning_hybrid.network.source_places import place_now
-from lightning_hybrid.pipeline.calls import Gradients
+from lightning_hybrid.network import NetworkGraph, place_now, views_of_inputs
+from lightning_hybrid.pipeline import Gradients
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
 from lightning_hybrid.runtime.specialization import Specialization
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_hybrid.network import NetworkGraph, NetworkPartition
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning import Plan
 
 
 class Planner(Protocol):

@@ -17,7 +17,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
 from lightning_hybrid.runtime.optimizers import complete, groups_of, kind_of_group
-from lightning_hybrid.tensors.deferred import is_deferred
+from lightning_hybrid.tensors import is_deferred
 
 
 class Counterparts(Protocol):

@@ -44,7 +44,7 @@ from lightning_hybrid.runtime.optimizers import (
     unship,
     write_records,
 )
-from lightning_hybrid.tensors.deferred import is_offloaded
+from lightning_hybrid.tensors import is_offloaded
 
 _SCALES = (1.0, 30.0, 1e-3, 1.0, 1e3, 0.1, 1.0, 10.0, 1e-2, 1.0, 3.0, 1.0)
 """Of the gradients in each step."""

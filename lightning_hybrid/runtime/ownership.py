@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import (
     ClearGradients,
     Command,
@@ -13,10 +14,9 @@ from lightning_hybrid.comm.protocol import (
     TakeGradients,
     TakeWeights,
 )
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.runtime.commands import Workers
 from lightning_hybrid.runtime.unsettled_gradients import Unsettled
-from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.tensors import Kind
 
 
 class Ownership:

@@ -6,11 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.transport import Group
-from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
-from lightning_hybrid.pipeline.staged_network import tensors_of
-from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.tensors.deferred import is_deferred
+from lightning_hybrid.comm import Group
+from lightning_hybrid.pipeline import ReplicaGroup, Trace, state_buffers, tensors_of
+from lightning_hybrid.tensors import is_deferred
 
 
 class Replicated:

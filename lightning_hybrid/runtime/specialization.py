@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hybrid.network import NetworkGraph
-from lightning_hybrid.network.batch_splitting import fits
+from lightning_hybrid.network import NetworkGraph, fits
 
 Numbers = tuple[tuple[int | float, ...], ...]
 """Per micro-batch, what the graph's numbers are."""

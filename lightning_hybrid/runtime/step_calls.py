@@ -4,11 +4,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from lightning_hybrid.pipeline.random_numbers import (
-    draw_number,
-    generators_of_microbatch,
-    microbatch_seed,
-)
+from lightning_hybrid.pipeline import draw_number, generators_of_microbatch, microbatch_seed
 
 
 class StepCalls:

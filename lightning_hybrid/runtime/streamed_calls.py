@@ -30,13 +30,11 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import version as version_of
-from lightning_hybrid.comm.call_key import CallKey
+from lightning_hybrid.comm import CallKey
 from lightning_hybrid.comm.protocol import Command, Drop, Forward, Skip
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import NetworkGraph
-from lightning_hybrid.network.graph import Leaf
-from lightning_hybrid.pipeline.calls import Call, Values
-from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.network import Leaf, NetworkGraph
+from lightning_hybrid.pipeline import Call, Engine, Values
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.schedules import LookAhead
 

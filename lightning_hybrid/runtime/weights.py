@@ -9,18 +9,16 @@ from torch.nn import Parameter
 
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, version
-from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm import Coordinates, signals_deferred
 from lightning_hybrid.comm.protocol import SynchronizeBuffers, TakeWeights
-from lightning_hybrid.comm.signals import signals_deferred
 from lightning_hybrid.network import NetworkGraph
-from lightning_hybrid.pipeline.staged_network import tensors_of, write_tensors
+from lightning_hybrid.pipeline import tensors_of, write_tensors
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.deferred_weights import leave_to_worker, to_send, whole
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
-from lightning_hybrid.tensors.deferred import is_deferred, is_of_one_rank
-from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.tensors import Kind, is_deferred, is_of_one_rank
 
 
 class Weights:

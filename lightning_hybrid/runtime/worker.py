@@ -10,11 +10,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.heartbeat import Heartbeat
-from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.mesh import Mesh
-from lightning_hybrid.comm.messages import Answer
+from lightning_hybrid.comm import (
+    Answer,
+    ConnectionLost,
+    Failure,
+    Heartbeat,
+    Mesh,
+    link_stages,
+    signals_ignored,
+)
 from lightning_hybrid.comm.protocol import (
     Backward,
     Check,
@@ -35,20 +39,19 @@ from lightning_hybrid.comm.protocol import (
     Step,
     SynchronizeBuffers,
 )
-from lightning_hybrid.comm.signals import signals_ignored
-from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.network import Stage
-from lightning_hybrid.pipeline.busy_time import Stopwatch
-from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.replicas import ReplicaGroup, state_buffers
-from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.pipeline.staged_network import (
+from lightning_hybrid.pipeline import (
+    Engine,
+    ReplicaGroup,
     StagedNetwork,
+    StageOptions,
+    Stopwatch,
+    Trace,
     names_of,
     own_buffers,
     own_parameters,
+    state_buffers,
 )
-from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.runtime.worker_weights import WorkerWeights

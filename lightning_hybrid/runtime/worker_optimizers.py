@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm.messages import Answer
+from lightning_hybrid.comm import Answer
 from lightning_hybrid.comm.protocol import (
     ClipValues,
     Command,

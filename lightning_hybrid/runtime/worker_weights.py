@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.comm.messages import Answer
+from lightning_hybrid.comm import Answer
 from lightning_hybrid.comm.protocol import (
     ClearGradients,
     Command,
@@ -17,7 +17,7 @@ from lightning_hybrid.comm.protocol import (
     TakeGradients,
     TakeWeights,
 )
-from lightning_hybrid.pipeline.staged_network import StagedNetwork, tensors_of, write_tensors
+from lightning_hybrid.pipeline import StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.runtime.deferred_weights import Takeover
 
 

@@ -6,20 +6,12 @@ from lightning_hybrid.schedules.akintoye import AKINTOYE
 from lightning_hybrid.schedules.ddg import DDG
 from lightning_hybrid.schedules.fdg import FDG
 from lightning_hybrid.schedules.gpipe import gpipe
-from lightning_hybrid.schedules.instructions import (
-    Instruction,
-    Kind,
-    Schedule,
-    Step,
-    check,
-    draw,
-    execute,
-    execute_merged,
-)
+from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
 from lightning_hybrid.schedules.look_ahead import LookAhead
-from lightning_hybrid.schedules.looped import looped
+from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order, looped
 from lightning_hybrid.schedules.merged import merge
 from lightning_hybrid.schedules.one_f_one_b import ONE_F_ONE_B
+from lightning_hybrid.schedules.orders import Orders, Part, Work
 from lightning_hybrid.schedules.pipedream import PIPEDREAM
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
@@ -58,20 +50,18 @@ def make_schedule(
 
 
 __all__ = [
+    "MOST_ROUNDS",
     "SCHEDULES",
     "STREAMED",
     "Instruction",
     "Kind",
     "LookAhead",
+    "Orders",
+    "Part",
     "Schedule",
-    "Step",
-    "check",
-    "draw",
-    "execute",
+    "Work",
     "execute_merged",
-    "gpipe",
-    "looped",
+    "loop_order",
     "make_schedule",
     "merge",
-    "zero_bubble",
 ]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid.allocation import merge, merge_exactly
+from lightning_hybrid.allocation import merge
+from lightning_hybrid.allocation.merging import merge_exactly
 from lightning_hybrid.errors import AllocationError
 
 

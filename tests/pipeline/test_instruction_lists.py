@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hybrid.pipeline.instruction_lists import lists_of, schedule_of
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules.gpipe import gpipe
 
 
 def spelled(todo: tuple[tuple[int, str, int], ...]) -> list[str]:

@@ -13,7 +13,7 @@ from lightning_hybrid.planning import chains
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_problem import Links, StepProblem
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules.gpipe import gpipe
 
 
 def problem(seed: int, n: int, m: int, microbatches: int, limited: bool = False) -> StepProblem:

@@ -10,8 +10,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.looped_placements import best_loop
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_problem import Links, StepProblem
-from lightning_hybrid.schedules import looped
-from lightning_hybrid.schedules.looped import loop_order
+from lightning_hybrid.schedules.looped import loop_order, looped
 
 
 def problem(loads: list[float], devices: int, microbatches: int = 4) -> StepProblem:
@@ -81,7 +80,9 @@ def test_a_loop_is_planned_by_name() -> None:
 
 
 def test_a_network_of_few_partitions_has_no_loop() -> None:
-    with pytest.raises(PlanError, match=r"gives each of 2 devices .2 or more. two stages.*3 partitions, of which 4"):
+    with pytest.raises(
+        PlanError, match=r"gives each of 2 devices .2 or more. two stages.*3 partitions, of which 4"
+    ):
         best_loop(replace(problem([1.0] * 3, 2)))
 
 

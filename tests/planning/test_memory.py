@@ -7,7 +7,7 @@ from torch import nn
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network.profile import PartitionProfile, Profile
 from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules.gpipe import gpipe
 
 GB = 10**9
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

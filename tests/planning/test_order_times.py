@@ -10,7 +10,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.memory import in_flight
 from lightning_hybrid.planning.order_times import time_orders
 from lightning_hybrid.planning.simulate import simulate
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.orders import Part, Work, fill_drain, one_f_one_b, zero_bubble
 
 stages_ = st.integers(1, 7)

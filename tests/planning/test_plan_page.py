@@ -14,7 +14,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page, predicted_lanes
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.traced_step import measured_step
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules.gpipe import gpipe
 
 
 def made_plan(**changes: object) -> Plan:

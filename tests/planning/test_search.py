@@ -8,7 +8,7 @@ from lightning_hybrid.allocation import merge
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.simulate import simulate
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules.gpipe import gpipe
 
 NAMES = ("stem", "layer1", "layer2", "layer3", "layer4", "head")
 

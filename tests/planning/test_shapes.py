@@ -14,7 +14,7 @@ from lightning_hybrid.planning.shapes import (
     ring_s,
 )
 from lightning_hybrid.planning.simulate import simulate
-from lightning_hybrid.schedules import gpipe
+from lightning_hybrid.schedules.gpipe import gpipe
 
 
 def cluster(count: int = 4, memory: float | None = None, bandwidth: float = 1e9, hosts: int = 1):

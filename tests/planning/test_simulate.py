@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.simulate import simulate
-from lightning_hybrid.schedules import Kind, gpipe
+from lightning_hybrid.schedules import Kind
+from lightning_hybrid.schedules.gpipe import gpipe
 
 stages_ = st.integers(1, 6)
 microbatches_ = st.integers(1, 9)

@@ -11,7 +11,7 @@ from planned import planned
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.simulate import simulate
-from lightning_hybrid.schedules import zero_bubble
+from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 
 def plan(n: int = 6, **changes: Any) -> Plan:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
-from lightning_hybrid.schedules import zero_bubble
+from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 
 def simulated_s(costs: StepCosts, microbatches: int) -> float:

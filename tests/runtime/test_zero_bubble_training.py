@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline.random_numbers import (
 )
 from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.planning.simulate import simulate
-from lightning_hybrid.schedules import zero_bubble
+from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 DEVICES = {2: (1, 0), 3: (1, 2, 0), 4: (1, 2, 3, 0)}
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-6}

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Instruction, Kind, Schedule, check, draw, execute, gpipe
+from lightning_hybrid.schedules import Instruction, Kind, Schedule
+from lightning_hybrid.schedules.gpipe import gpipe
+from lightning_hybrid.schedules.instructions import check, draw, execute
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 9))
 

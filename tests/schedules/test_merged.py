@@ -6,15 +6,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.schedules import (
-    Instruction,
-    Kind,
-    Schedule,
-    Step,
-    execute_merged,
-    gpipe,
-    merge,
-)
+from lightning_hybrid.schedules import Instruction, Kind, Schedule, execute_merged, merge
+from lightning_hybrid.schedules.gpipe import gpipe
+from lightning_hybrid.schedules.instructions import Step
 
 
 @st.composite
