@@ -76,7 +76,7 @@ LAYERS = {
     },
     "runtime": {
         *("errors", "_torch", "_trees", "schedules", "tensors"),
-        *("network", "planning", "comm", "pipeline", "process"),
+        *("network", "planning", "comm", "pipeline"),
     },
     "commands": {*("errors", "_trees", "network", "planning", "report", "comm", "process")},
     "cli": {"errors", "commands"},

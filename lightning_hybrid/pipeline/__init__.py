@@ -5,6 +5,11 @@ from lightning_hybrid.pipeline.busy_time import Stopwatch, bubble, speedup
 from lightning_hybrid.pipeline.calls import Call, Gradients, Values
 from lightning_hybrid.pipeline.early_forwards import DelayedWeights
 from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.pipeline.gradient_averaging import (
+    ReplicaGroup,
+    broadcast_module,
+    state_buffers,
+)
 from lightning_hybrid.pipeline.random_numbers import (
     draw_number,
     generators_of_microbatch,
@@ -12,7 +17,6 @@ from lightning_hybrid.pipeline.random_numbers import (
     random_state,
     set_random_state,
 )
-from lightning_hybrid.pipeline.replicas import ReplicaGroup, broadcast_module, state_buffers
 from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.pipeline.staged_network import (
     StagedNetwork,

@@ -11,8 +11,8 @@ from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.pipeline.calls import Call
 from lightning_hybrid.pipeline.early_forwards import EarlyForwards
+from lightning_hybrid.pipeline.gradient_averaging import ReplicaGroup
 from lightning_hybrid.pipeline.instruction_lists import schedule_of
-from lightning_hybrid.pipeline.replicas import ReplicaGroup
 from lightning_hybrid.pipeline.stage_options import OwnedStage, StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.schedules import STREAMED, Schedule

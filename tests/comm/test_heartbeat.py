@@ -33,12 +33,13 @@ def test_a_peer_that_waits_does_not_notice_it() -> None:
 
 
 def test_a_closed_one_has_no_thread_and_sends_nothing_more() -> None:
-    here, _ = memory_channels()
-    heartbeat = Heartbeat([here], timedelta(seconds=0.004))
+    recorder = Recorder()
+    heartbeat = Heartbeat([recorder], timedelta(seconds=0.004))  # type: ignore[list-item]
+    assert recorder.heard.wait(30)
     heartbeat.close()
-    sent = len(here._beats)
+    recorder.heard.clear()
     assert "hybrid-heartbeat" not in [thread.name for thread in threading.enumerate()]
-    assert len(here._beats) == sent
+    assert not recorder.heard.wait(0.05)
 
 
 def test_one_that_is_off_is_silent() -> None:

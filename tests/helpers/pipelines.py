@@ -15,7 +15,7 @@ from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.pipeline.calls import Call, Traffic
 from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.replicas import ReplicaGroup
+from lightning_hybrid.pipeline.gradient_averaging import ReplicaGroup
 from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.pipeline.trace import Trace
 

@@ -13,8 +13,9 @@ from prepared import start_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_hybrid.pipeline import replicas
-from lightning_hybrid.pipeline.replicas import ReplicaGroup, broadcast_module
+from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.pipeline import gradient_averaging
+from lightning_hybrid.pipeline.gradient_averaging import ReplicaGroup, broadcast_module
 from lightning_hybrid.pipeline.trace import Trace
 
 pytestmark = pytest.mark.distributed
@@ -127,7 +128,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
 def work(rank: int, folder: Path) -> None:
     """What each process does: every job, in groups of each size."""
     torch.set_num_threads(1)
-    replicas.BUCKET_BYTES = 64  # several buckets per type
+    gradient_averaging.BUCKET_BYTES = 64  # several buckets per type
     store = dist.FileStore(str(folder / "store"), max(SIZES))
     for size in SIZES:
         found = {}
@@ -235,3 +236,25 @@ def test_a_module_is_broadcast_whole(ranks: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     work(int(os.environ["LOCAL_RANK"]), Path(sys.argv[1]))
+
+
+class Lost:
+    """A group of two, of which the other rank is gone."""
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: list[Tensor]) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1234")
+
+    broadcast = allgather = allreduce
+
+
+@pytest.mark.parametrize("act", ["reduce", "broadcast_buffers"])
+def test_a_lost_replica_is_named_as_such(act: str) -> None:
+    layer: Any = nn.BatchNorm1d(3)
+    layer.weight.grad = torch.ones(3)
+    lost: Any = Lost()
+    group = ReplicaGroup(layer.parameters(), layer.buffers, lost, Trace(0, "test"))
+    with pytest.raises(ConnectionLost, match="another replica"):
+        getattr(group, act)()
