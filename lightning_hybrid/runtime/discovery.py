@@ -151,7 +151,19 @@ class Discovery:
     def _called(
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """The first call of a watched module, from outside of any other."""
+        """A call of a watched module, from outside of any other."""
+        if not self._evaluates_around_a_network(name):
+            return self._called_first(name, module, arguments, keywords)
+        unwatch(module)  # its Python calls the network
+        try:
+            return own_forward(module)(*arguments, **keywords)
+        finally:
+            self._watch({name: module})
+
+    def _called_first(
+        self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """The first call of a module, or the first that trains."""
         # a part that several networks share is known under one of its names
         modules = set(map(id, module.modules()))
         inner = {n: m for n, m in self._watched.items() if inside(n, name) or id(m) in modules}
@@ -198,6 +210,14 @@ class Discovery:
         result = self._calls.captured(found, arguments, keywords)
         self._look_again(found, watched)
         return result
+
+    def _evaluates_around_a_network(self, name: str) -> bool:
+        """Whether a run that trains a network evaluates a module around it.
+
+        (``training_step`` calls ``self.net(x)``, and ``validation_step`` ``self(x)``.)
+        """
+        evaluates = self._options.training and not torch.is_grad_enabled()
+        return evaluates and any(inside(cut, name) for cut in self._cut)
 
     def _call_early(
         self,
@@ -348,18 +368,7 @@ class Discovery:
             owned = call.network.tensors()
             self._watch({n: m for n, m in inner.items() if not _shares(m, owned)})
         self._watch_calls(found)
-        self._let_outer_run(name)
         return call
-
-    def _let_outer_run(self, name: str) -> None:
-        """Modules around a network that is cut run their own Python, which calls the network.
-
-        (``validation_step`` may call ``self(x)`` where ``training_step`` calls ``self.net(x)``.)
-        """
-        for outer, module in self._watched.items():
-            if outer != name and inside(name, outer) and outer not in self._cut:
-                unwatch(module)
-                self._early.pop(outer, None)
 
     def _require_hooks_of_all_ranks(self) -> None:
         """Hooks on parameters that another rank owns now must be there as well.
