@@ -6,6 +6,7 @@ import pytest
 import torch
 from driven import Replica, batches, let_go, model
 
+from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.tensors.remote_kind import Kind
 
 
@@ -17,6 +18,7 @@ def replica() -> Iterator[Replica]:
 
 
 def test_weights_of_other_ranks_are_read_and_written_over_their_channels(replica: Replica) -> None:
+    replica.driver.commands.ask(Check())  # until here the workers take in their stages
     names = sorted(replica.driver.remote.names(Kind.PARAMETER))
     theirs = [dict(module.named_parameters()) for module in replica.modules.values()]
     first = {name: theirs[0][name].detach().clone() for name in names}
