@@ -11,7 +11,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 IMPORTED = ("torch._dynamo", "torchmetrics", "{package}", "lightning_hybrid.session")
 
@@ -54,7 +55,7 @@ def start_ranks(
         package: of Lightning.
     """
     first, others = prepared(package)
-    port, ranks = _free_port(), []
+    port, ranks = free_port(), []
     for rank in range(count):
         mine = {"LOCAL_RANK": f"{rank}", "NODE_RANK": "0"}
         mine |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
@@ -62,12 +63,6 @@ def start_ranks(
         told = {**env, **(mine if count > 1 else {})}
         ranks.append(place.start(command, env=told, cwd=cwd, output=output))
     return ranks
-
-
-def _free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return int(place.getsockname()[1])
 
 
 class PreparedProcess:

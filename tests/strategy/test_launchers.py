@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEFAULTS, Training
+from ports import free_port
 from test_exact_training import one_device as one_device_of
 from training_script import train
 
@@ -112,12 +112,6 @@ def test_a_second_trainer_works_in_the_same_processes(ranks: list[dict[str, Any]
 FOUR = {**DEFAULTS, "dtype": "float64", "replicas": 2, "stages": 2, "steps": 5}
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def assert_trained(ranks: list[dict[str, Any]]) -> None:
     """All four ranks hold what one device computes."""
     losses, weights = one_device_of(FOUR)
@@ -137,7 +131,7 @@ def test_slurm_starts_the_processes(tmp_path: Path) -> None:
         "SLURM_NTASKS_PER_NODE": "4",
         "SLURM_NNODES": "1",
         "SLURM_NODEID": "0",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": f"{free_port()}",
     }
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(4)]
     assert_trained(training.wait([training.start(environment=job | rank) for rank in ranks]))
@@ -146,7 +140,7 @@ def test_slurm_starts_the_processes(tmp_path: Path) -> None:
 @pytest.mark.conformance
 def test_torchrun_starts_the_processes_of_several_nodes(tmp_path: Path) -> None:
     training = Training(tmp_path, nodes=2, **FOUR)
-    port, agents = free_port(), []
+    port, agents = f"{free_port()}", []
     for node in range(2):
         training.launcher = [
             *("-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"),
