@@ -30,7 +30,7 @@ class PlanCheck:
         plans: the plans in force, by network; filled as networks are cut.
         read_busy_s: gives the seconds that devices 1, 2, ... and 0 have computed since the last
             call.
-        order: for each position of the chain its rank.
+        order: for each device of a replica, by `pp_rank`, its rank.
         say: shows a line to the user.
     """
 
@@ -85,7 +85,7 @@ class PlanCheck:
 
     def _look(self, plan: Plan, wall_s: float) -> None:
         busy_s = self._read_busy_s()
-        found = [share / WINDOW for share in (busy_s[-1], *busy_s[:-1])]  # by position
+        found = [share / WINDOW for share in (busy_s[-1], *busy_s[:-1])]  # device 0 first
         planned = planned_busy_s(plan)
         self._windows += 1
         if not min(*found, *planned) > 0:  # a device had nothing to do: nothing can be compared
@@ -119,7 +119,7 @@ class PlanCheck:
 
 
 def planned_busy_s(plan: Plan) -> list[float]:
-    """Seconds that each device is to compute per batch, by its position in the chain."""
+    """Seconds that each device is to compute per batch, by its index in the replica."""
     seconds = [0.0] * (max(plan.devices) + 1)
     for device, row in zip(plan.devices, plan.rows):
         seconds[device] += plan.microbatches * ((row.forward_s or 0.0) + (row.backward_s or 0.0))

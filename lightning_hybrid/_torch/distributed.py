@@ -19,9 +19,10 @@ def unrecorded() -> Iterator[None]:
 
     A transfer on a group of its own that is still on its way when a profiler ends makes the process
     crash later, in the collection of garbage (torch 2.13). There is no public switch, and no
-    question whether it is on: it is left alone while no profiler is.
+    question whether it is on: it is left alone while no profiler is, in any thread
+    (``torch._C._autograd._profiler_enabled`` is false for one that profiles all threads).
     """
-    if not torch._C._autograd._profiler_enabled():
+    if not torch.autograd.profiler._is_profiler_enabled:
         yield
         return
     torch._C._autograd._enable_record_function(False)

@@ -1,7 +1,7 @@
 """What is known of the network partitions of a chain, as the planner takes it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import StagePlan
@@ -63,6 +63,11 @@ class PartitionTable:
         """The parts of the backwards."""
         half_s = [backward_s / 2 for backward_s in self.backward_s]
         return Halves(input_s=self.input_part_s or half_s, weight_s=self.weight_part_s or half_s)
+
+    def recomputed(self) -> "PartitionTable":
+        """The same where the forward runs again for the backward, which is then one."""
+        both_s = [f + b for f, b in zip(self.forward_s, self.backward_s)]
+        return replace(self, backward_s=both_s, weight_part_s=[None] * len(both_s))
 
     def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
         """What the stages of a placement hold, take and send."""

@@ -165,9 +165,8 @@ def _plan(
     memory_bytes, limits = room
     table = replace(table, memory_bytes=memory_bytes)
     if recompute:
-        both_s = [f + b for f, b in zip(table.forward_s, table.backward_s)]
-        table = replace(table, backward_s=both_s)
-    if settings.compiled or recompute:  # which cannot be gone back through in parts
+        table = table.recomputed()
+    elif settings.compiled:  # which cannot be gone back through in parts
         table = replace(table, weight_part_s=[None] * len(table.names))
     plan = plan_by_schedule(
         settings.schedule,

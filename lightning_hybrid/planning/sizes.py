@@ -142,11 +142,6 @@ class Parts:
             weight_part_s=self.weight_part_s,
         )
 
-    def recomputed(self) -> "Parts":
-        """The same where the forward runs again for the backward, which is then one."""
-        backward_s = tuple(b + f for b, f in zip(self.backward_s, self.forward_s))
-        return replace(self, backward_s=backward_s, weight_part_s=(None,) * len(backward_s))
-
     def scaled(self, share: float) -> "Parts":
         """An estimate for a micro-batch of this share of the samples."""
         names = ("forward_s", "backward_s", "cut_bytes", "activation_bytes")
@@ -433,12 +428,13 @@ class _Prediction:
         limits: tuple[int, ...] | None,
         recompute: bool,
     ) -> Plan:
-        here = parts.recomputed() if recompute else parts
         in_flight = 1 if recompute or sizes.stages == 1 else sizes.microbatches
         if recompute and limits is not None:  # the inputs of all micro-batches are kept
             kept = sizes.microbatches * round(max(parts.cut_bytes))
             limits = tuple(max(0, limit - kept) for limit in limits)
-        table = here.table(in_flight, *self._after_backward(parts, sizes.replicas))
+        table = parts.table(in_flight, *self._after_backward(parts, sizes.replicas))
+        if recompute:
+            table = table.recomputed()
         plan = plan_by_schedule(
             self._search.schedule,
             lambda name: make(table, memory_limits=limits, schedule=name),

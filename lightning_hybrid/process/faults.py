@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """All ranks, as one of them knows them: it may have got its place in a mesh, or not yet."""
+    """All ranks, as one of them knows them: it may have coordinates in a mesh, or not yet."""
 
     @property
     def coordinates(self) -> Coordinates:

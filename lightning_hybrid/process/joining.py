@@ -108,7 +108,7 @@ def join(
     survey: Survey | None = None,
     capacity: Hashable = None,
 ) -> Joined:
-    """Take a place in the mesh: the one of the last run if that had the same shape, else a new one.
+    """Join the mesh: that of the last run if it had the same shape, else a new one.
 
     Args:
         everyone: all ranks.

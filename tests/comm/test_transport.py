@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import together
+from torch._C._profiler import _ExperimentalConfig
 
 from lightning_hybrid.comm.transport import ConnectionLost, connection_lost, start
 
@@ -108,12 +109,14 @@ def test_an_error_in_a_collective_names_no_peer() -> None:
     assert "#0" not in str(lost)
 
 
-def test_a_transfer_is_not_profiled_and_what_follows_is() -> None:
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_a_transfer_is_not_profiled_and_what_follows_is(all_threads: bool) -> None:
     def recorded(name: str) -> None:
         with torch.profiler.record_function(name):
             pass
 
-    with torch.profiler.profile() as profile:
+    scope = _ExperimentalConfig(profile_all_threads=all_threads)
+    with torch.profiler.profile(experimental_config=scope) as profile:
         start(lambda: recorded("transfer"), peer="rank 1")
         recorded("after")
     assert [event.key for event in profile.key_averages() if event.count] == ["after"]
