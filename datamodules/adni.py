@@ -24,6 +24,7 @@ from .records import ScanRecord, fingerprint, read_manifest, write_manifest
 from .report import class_table, write_demographics, write_shareable
 from .seeding import Draws, EpochLoader
 from .sources import Layout
+from .split_drawing import make_split
 from .splits import (
     SPLITS,
     Split,
@@ -34,7 +35,6 @@ from .splits import (
     check_same,
     chosen_fold,
     load_split,
-    make_split,
     permuted,
     save_split,
 )

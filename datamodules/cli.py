@@ -26,14 +26,8 @@ from .records import read_manifest, write_manifest
 from .report import demographics, p_values, write_demographics, write_shareable
 from .screen import show, show_groups
 from .sources import LAYOUTS
-from .splits import (
-    SPLITS,
-    extend_split,
-    load_split,
-    make_split,
-    rarest_classes,
-    save_split,
-)
+from .split_drawing import extend_split, make_split, rarest_classes
+from .splits import SPLITS, load_split, save_split
 from .survey import Survey, refuse_inside, survey, write_problems
 from .synth.levels import GROUPS, Diagnosis, Difficulty
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nibabel as nib
 import numpy as np
 import torch
-from nibabel.processing import resample_from_to
 from torch import Tensor, nn
 
+from models.explained_scan import ExplainedScan, Sample, peak_mm
 from models.findings import OF_A_LAYER, TITLES, Case, Findings, Map, MethodName, Verdict
-from models.localisation import by_region, localise, similarity
+from models.localisation import by_region, similarity
 from models.maps import (
     AttentionMap3D,
     GradCAM3D,
@@ -30,9 +29,8 @@ from models.maps import (
     Occlusion3D,
 )
 from models.maps.common import evaluation, named_layer
-from models.maps.native import Array, head_mask, masked
+from models.maps.native import Array, head_mask
 
-Sample = Mapping[str, Any]
 Explainer = Callable[[Tensor, int], Tensor]
 
 
@@ -122,7 +120,7 @@ def explain(
     device = next(network.parameters()).device
     number = 0
     for batch in batches():
-        scans = [_Scan(sample, truth, device) for sample in _samples(batch)]
+        scans = [ExplainedScan(sample, truth, device) for sample in _samples(batch)]
         # all at once: on a CPU a single volume costs several times its share of a batch
         for scan, raw in zip(scans, study.raw_maps(scans)):
             study.add(scan, raw, verdicts[number], number in drawn)
@@ -171,7 +169,7 @@ class _Study:
         self._counts: Counter[int] = Counter()
         self._affine: Array = np.eye(4)
 
-    def raw_maps(self, scans: Sequence["_Scan"]) -> list[_Raw]:
+    def raw_maps(self, scans: Sequence[ExplainedScan]) -> list[_Raw]:
         """Every map that is wanted of some scans of one size."""
         volumes = torch.cat([scan.volume for scan in scans])
         own = [i for i, scan in enumerate(scans) if scan.label == self._explained]
@@ -194,7 +192,7 @@ class _Study:
         maps: Array = explainer(volumes, self._explained)[:, 0].cpu().numpy()
         return maps
 
-    def add(self, scan: "_Scan", raw: _Raw, verdict: Verdict, drawn: bool) -> None:
+    def add(self, scan: ExplainedScan, raw: _Raw, verdict: Verdict, drawn: bool) -> None:
         found: dict[tuple[str, MethodName], Map] = {}
         for (network, method), values in raw.maps.items():
             one = scan.map(values, method, self._explained, self._cell_mm(method, scan))
@@ -231,7 +229,7 @@ class _Study:
 
     def _likeness(
         self,
-        scan: "_Scan",
+        scan: ExplainedScan,
         network: str,
         one: Map,
         found: Mapping[tuple[str, MethodName], Map],
@@ -247,68 +245,17 @@ class _Study:
         alike = similarity(one.values, raw.mirrored[one.method], scan.head)
         return {"like_trained": "", "like_mirrored": alike}
 
-    def _like_effect(self, scan: "_Scan", one: Map) -> float | str:
+    def _like_effect(self, scan: ExplainedScan, one: Map) -> float | str:
         """How alike the map is to the strength of the planted change, where that is known."""
         if one.score is None or scan.effect is None:
             return ""
         return similarity(one.values, scan.effect, scan.head)
 
-    def _cell_mm(self, method: MethodName, scan: "_Scan") -> tuple[float, float, float]:
+    def _cell_mm(self, method: MethodName, scan: ExplainedScan) -> tuple[float, float, float]:
         if method not in self._cells:
             self._cells[method] = _cell(self._network, method, self._layer, scan.volume)
         x, y, z = (self._cells[method] * scan.voxel_mm).tolist()
         return x, y, z
-
-
-class _Scan:
-    """One sample on its way through the methods."""
-
-    def __init__(self, sample: Sample, truth: Path | None, device: torch.device) -> None:
-        self.subject, self.image_id = str(sample["subject"]), str(sample["image_id"])
-        self.label = int(sample["label"])
-        self.volume = torch.as_tensor(sample["image"]).to(device)[None]
-        self.image: Array = self.volume[0, 0].cpu().numpy()
-        self.affine: Array = np.asarray(sample["affine"], dtype=float)
-        self.voxel_mm: Array = np.sqrt((self.affine[:3, :3] ** 2).sum(axis=0))
-        self.head = head_mask(self.image)
-        shape = self.image.shape
-        mask = _known(truth, self.image_id, shape, self.affine)
-        self.truth = None if mask is None else mask > 0
-        effects = truth.parent / "effect" if truth else None
-        self.effect = _known(effects, self.image_id, shape, self.affine, order=1)
-
-    def map(
-        self,
-        values: Array,
-        method: MethodName,
-        explained: int,
-        cell_mm: tuple[float, float, float],
-    ) -> Map:
-        """What a method put out, inside the head and scored."""
-        values = masked(values, self.image)
-        score = None
-        if self.truth is not None and self.label == explained:
-            score = localise(values, self.truth, self.head, self.voxel_mm, np.array(cell_mm))
-        return Map(method, values, cell_mm, score)
-
-    def case(self, verdict: Verdict, maps: Sequence[Map]) -> Case:
-        return Case(
-            self.subject,
-            self.image_id,
-            self.label,
-            verdict,
-            self.image,
-            self.affine,
-            self.truth,
-            tuple(maps),
-        )
-
-
-def peak_mm(values: Array, affine: Array) -> Array:
-    """The hottest point of a map, in mm."""
-    index = np.unravel_index(values.argmax(), values.shape)
-    found: Array = affine[:3, :3] @ index + affine[:3, 3]
-    return found
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -358,7 +305,7 @@ def _mean(values: Iterable[Any]) -> float | str:
 
 
 def _row(
-    scan: _Scan, verdict: Verdict, explained: int, network: str, layer: str, one: Map
+    scan: ExplainedScan, verdict: Verdict, explained: int, network: str, layer: str, one: Map
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "subject": scan.subject,
@@ -426,16 +373,3 @@ def _feature_size(network: nn.Module, layer: str, volume: Tensor) -> torch.Size:
     finally:
         hook.remove()
     return seen[0][2:]
-
-
-def _known(
-    folder: Path | None, image_id: str, shape: tuple[int, ...], affine: Array, order: int = 0
-) -> Array | None:
-    """What a folder has on the place of a scan's change, brought to the grid of the map."""
-    path = folder / f"{image_id}.nii.gz" if folder else None
-    if path is None or not path.is_file():
-        return None
-    # nibabel has no types
-    there = resample_from_to(nib.load(path), (shape, affine), order=order)  # type: ignore[no-untyped-call]
-    found: Array = np.asarray(there.dataobj)
-    return found if found.any() else None

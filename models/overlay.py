@@ -9,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from nibabel.processing import resample_to_output
 
-from models.explain import peak_mm
+from models.explained_scan import peak_mm
 from models.findings import TITLES, Case, Findings, Map
 from models.localisation import TOP, hottest
 from models.maps.native import Array, head_mask, volume

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     count = _count(options.devices, study)
     shapes = study.shapes(count)
     best = fastest(shapes)
-    plan = plan_of(best, study.parts_of, study.cluster.take(count), study.batch)
+    plan = plan_of(best, study.costs_of, study.cluster.take(count), study.batch)
     samples = f"{study.batch} sample{'s' * (study.batch > 1)}"
     facts = (
         f"{study.target.name} on {count} of {study.cluster.name} "

@@ -20,7 +20,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import device_name, network_partitions
 from lightning_hybrid.planning import (
     ClusterDescription,
-    PartsOf,
+    CostsOf,
     Shape,
     counted_parts,
     measured_parts,
@@ -40,7 +40,7 @@ class Study:
         cluster: all devices there are.
         batch: samples of a replica in a step.
         splits: whether its batch can be split into micro-batches.
-        parts_of: what its partitions cost.
+        costs_of: what its partitions cost.
         origin: where the times come from, in a sentence.
     """
 
@@ -48,13 +48,13 @@ class Study:
     cluster: ClusterDescription
     batch: int
     splits: bool
-    parts_of: PartsOf
+    costs_of: CostsOf
     origin: str
 
     def shapes(self, devices: int) -> list[Shape]:
         """All shapes on so many devices, the fastest first."""
         cluster = self.cluster.take(devices)
-        return rank_shapes(self.parts_of, cluster, self.batch, splits=self.splits)
+        return rank_shapes(self.costs_of, cluster, self.batch, splits=self.splits)
 
     @cached_property
     def one_device_s(self) -> float:
@@ -113,7 +113,7 @@ def make_study(options: argparse.Namespace) -> Study:
     batch = graph.batch_of(leaves) or 1
     if options.measure:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        parts_of = measured_parts(graph, partitions, leaves, device, optimizer, state, _advance)
+        costs_of = measured_parts(graph, partitions, leaves, device, optimizer, state, _advance)
         threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         origin = (
             f"Measured on this machine ({device_name(device)}{threads}), taken for the first "
@@ -126,14 +126,14 @@ def make_study(options: argparse.Namespace) -> Study:
                 f"cluster {cluster.name!r} has relative speeds only: counted operations need a "
                 "rate ('compute: 15.7 TFLOP/s' for each device), or use --measure"
             )
-        parts_of = counted_parts(graph, partitions, rate, state)
+        costs_of = counted_parts(graph, partitions, rate, state)
         origin = (
             f"Not measured: counted operations at the rate that cluster {cluster.name!r} states "
             f"({rate / 1e12:.4g} TFLOP/s on {cluster.devices[0].name}), which no network reaches. "
             "It compares shapes; for seconds use --measure. A micro-batch of half the samples is "
             "taken to cost half; optimizer step, loading and your code are left out."
         )
-    return Study(target, cluster, batch, graph.symbol is not None and batch > 1, parts_of, origin)
+    return Study(target, cluster, batch, graph.symbol is not None and batch > 1, costs_of, origin)
 
 
 def device_counts(most: int) -> list[int]:

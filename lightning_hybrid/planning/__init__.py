@@ -14,13 +14,14 @@ from lightning_hybrid.planning.cluster_description import ClusterDescription, De
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
 from lightning_hybrid.planning.memory import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
+from lightning_hybrid.planning.parts import Parts
 from lightning_hybrid.planning.performance import PerformanceModel, fit
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.planning.search import Method
-from lightning_hybrid.planning.shapes import PartsOf, Shape, fastest, plan_of, rank_shapes
-from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
+from lightning_hybrid.planning.shapes import CostsOf, Shape, fastest, plan_of, rank_shapes
+from lightning_hybrid.planning.sizes import Machine, Search, Sizes, choose
 
 __all__ = [
     "ASSUMED_TENSORS",
@@ -28,13 +29,13 @@ __all__ = [
     "TOLERANCE",
     "Cluster",
     "ClusterDescription",
+    "CostsOf",
     "Device",
     "DeviceSpec",
     "Level",
     "Machine",
     "Method",
     "Parts",
-    "PartsOf",
     "PerformanceModel",
     "Plan",
     "PlanSettings",

@@ -23,7 +23,7 @@ from lightning_hybrid.network import (
     measure,
     own_forward,
 )
-from lightning_hybrid.planning.shapes import Parts, PartsOf
+from lightning_hybrid.planning.shapes import CostsOf, PartitionCosts
 
 
 class _Seen(Exception):
@@ -77,7 +77,7 @@ def counted_parts(
     partitions: Sequence[NetworkPartition],
     flops_per_s: float,
     state_bytes: Mapping[str, int],
-) -> PartsOf:
+) -> CostsOf:
     """Costs from counted operations at a given rate; nothing runs.
 
     Times and sizes are taken to be proportional to the size of a micro-batch, and a backward to be
@@ -92,11 +92,11 @@ def counted_parts(
     profile = count(graph, partitions).with_optimizer(partitions, state_bytes)
 
     @cache
-    def parts_of(samples: int) -> Parts:
+    def costs_of(samples: int) -> PartitionCosts:
         scale = samples / profile.batch
         return _parts(graph, partitions, profile, scale, scale / flops_per_s, ())
 
-    return parts_of
+    return costs_of
 
 
 def measured_parts(
@@ -107,7 +107,7 @@ def measured_parts(
     optimizer: Optimizer,
     state_bytes: Mapping[str, int],
     advance: Callable[[int, int], None] | None = None,
-) -> PartsOf:
+) -> CostsOf:
     """Costs measured on this device, at each size of the micro-batch that is asked for.
 
     Args:
@@ -123,7 +123,7 @@ def measured_parts(
     rate_s = _step_s_per_element(optimizer, device)
 
     @cache
-    def parts_of(samples: int) -> Parts:
+    def costs_of(samples: int) -> PartitionCosts:
         mine = graph.split(leaves, batch // samples)[0]
         profile = cached(
             lambda: measure(graph, partitions, mine, device=device, advance=advance),
@@ -135,7 +135,7 @@ def measured_parts(
         sizes = _elements(graph, partitions)
         return _parts(graph, partitions, profile, 1.0, 1.0, [rate_s * size for size in sizes])
 
-    return parts_of
+    return costs_of
 
 
 def _step_s_per_element(optimizer: Optimizer, device: torch.device) -> float:
@@ -173,9 +173,9 @@ def _parts(
     size: float,
     unit_s: float,
     step_s: Sequence[float],
-) -> Parts:
+) -> PartitionCosts:
     rows = profile.partitions
-    return Parts(
+    return PartitionCosts(
         names=tuple(row.name for row in rows),
         layers=tuple(len(partition.layers) for partition in partitions),
         parameters=tuple(_elements(graph, partitions)),

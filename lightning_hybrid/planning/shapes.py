@@ -37,7 +37,7 @@ _QUICK = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class PartitionCosts:
     """What the n partitions of a network cost for a micro-batch, on the cluster's first device.
 
     Attributes:
@@ -69,7 +69,7 @@ class Parts:
         return tuple(k + microbatches * a for k, a in zip(self.kept_bytes, self.activation_bytes))
 
 
-PartsOf = Callable[[int], Parts]
+CostsOf = Callable[[int], PartitionCosts]
 """What the partitions cost for a micro-batch of so many samples."""
 
 
@@ -126,7 +126,7 @@ class Shape:
 
 
 def rank_shapes(
-    parts_of: PartsOf, cluster: ClusterDescription, batch: int, *, splits: bool = True
+    costs_of: CostsOf, cluster: ClusterDescription, batch: int, *, splits: bool = True
 ) -> list[Shape]:
     """All shapes on all devices of a cluster, the fastest first; then those that do not fit.
 
@@ -134,7 +134,7 @@ def rank_shapes(
     M is at most 64.
 
     Args:
-        parts_of: The costs of the network's partitions.
+        costs_of: The costs of the network's partitions.
         cluster: The devices, all of them used.
         batch: Samples of one replica in a step.
         splits: Whether the network takes batches of other sizes, so that there are micro-batches.
@@ -149,11 +149,11 @@ def rank_shapes(
     for devices in _divisors(count):
         links = links_of(cluster, devices)
         for microbatches in _divisors(batch, _MOST_MICROBATCHES) if splits else (1,):
-            parts = parts_of(batch // microbatches)
-            if devices > len(parts.names):
+            costs = costs_of(batch // microbatches)
+            if devices > len(costs.names):
                 continue
             for recompute in (False, True):
-                problem = problem_of(parts, cluster, devices, microbatches, links, recompute)
+                problem = problem_of(costs, cluster, devices, microbatches, links, recompute)
                 shapes = [*_cut(problem, count // devices, batch, recompute)]
                 found += shapes
                 # one device, or one micro-batch, would hold as much as before
@@ -162,7 +162,7 @@ def rank_shapes(
     found.sort(key=_rank)
     chains = [k for k, s in enumerate(found) if s.stages_per_device == 1 < s.devices_per_replica]
     for number in chains[:_REFINED]:
-        found[number] = _refined(found[number], parts_of, cluster, batch)
+        found[number] = _refined(found[number], costs_of, cluster, batch)
     return sorted(found, key=_rank)
 
 
@@ -183,29 +183,29 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
     )
 
 
-def plan_of(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int) -> Plan:
+def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
-    parts = parts_of(batch // shape.microbatches)
+    costs = costs_of(batch // shape.microbatches)
     devices, recompute = shape.devices_per_replica, shape.recompute
-    problem = problem_of(parts, cluster, devices, shape.microbatches, recompute=recompute)
+    problem = problem_of(costs, cluster, devices, shape.microbatches, recompute=recompute)
     return Plan(
         replicas=shape.replicas,
         stages=len(shape.ends),
         microbatches=shape.microbatches,
         schedule="gpipe",
-        cuts=tuple(parts.names[end] for end in shape.ends[:-1]),
+        cuts=tuple(costs.names[end] for end in shape.ends[:-1]),
         devices=shape.devices,
         capacities=tuple(problem.speeds),
         rows=stage_rows(
             shape.ends,
             problem.costs(shape.ends, shape.devices),
-            names=parts.names,
-            layers=parts.layers,
-            parameters=parts.parameters,
+            names=costs.names,
+            layers=costs.layers,
+            parameters=costs.parameters,
             loads=[f + b for f, b in zip(problem.forward_s, problem.backward_s)],
-            cut_bytes=parts.output_bytes[:-1],
-            memory_bytes=parts.memory_bytes(1 if recompute else shape.microbatches),
-            gradient_bytes=parts.gradient_bytes,
+            cut_bytes=costs.output_bytes[:-1],
+            memory_bytes=costs.memory_bytes(1 if recompute else shape.microbatches),
+            gradient_bytes=costs.gradient_bytes,
         ),
         predicted_step_s=shape.step_s,
         objective="step",
@@ -215,7 +215,7 @@ def plan_of(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch:
 
 
 def problem_of(
-    parts: Parts,
+    costs: PartitionCosts,
     cluster: ClusterDescription,
     devices: int,
     microbatches: int,
@@ -234,21 +234,21 @@ def problem_of(
     replicas = count // devices
     speeds = cluster.relative_speeds
     limits = cluster.memory_limits
-    backward_s, in_flight = parts.backward_s, microbatches
+    backward_s, in_flight = costs.backward_s, microbatches
     if recompute:
-        backward_s = tuple(f + b for f, b in zip(parts.forward_s, parts.backward_s))
-        in_flight, kept = 1, microbatches * max(parts.output_bytes[:-1], default=0)
+        backward_s = tuple(f + b for f, b in zip(costs.forward_s, costs.backward_s))
+        in_flight, kept = 1, microbatches * max(costs.output_bytes[:-1], default=0)
         limits = limits and tuple(max(0.0, limit - kept) for limit in limits)
     return StepProblem(
-        forward_s=parts.forward_s,
+        forward_s=costs.forward_s,
         backward_s=backward_s,
-        cut_bytes=parts.output_bytes[:-1],
+        cut_bytes=costs.output_bytes[:-1],
         speeds=[min(speeds[k::devices]) for k in range(devices)],
         links=links or links_of(cluster, devices),
         microbatches=microbatches,
-        reduce_s=_reduce_s(parts, cluster, devices, replicas),
-        step_s=parts.step_s,
-        memory=() if limits is None else parts.memory_bytes(in_flight),
+        reduce_s=_reduce_s(costs, cluster, devices, replicas),
+        step_s=costs.step_s,
+        memory=() if limits is None else costs.memory_bytes(in_flight),
         memory_limits=() if limits is None else [min(limits[k::devices]) for k in range(devices)],
     )
 
@@ -280,7 +280,7 @@ def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int =
 
 
 def _reduce_s(
-    parts: Parts, cluster: ClusterDescription, devices: int, replicas: int
+    costs: PartitionCosts, cluster: ClusterDescription, devices: int, replicas: int
 ) -> tuple[float, ...]:
     if replicas == 1:
         return ()
@@ -291,7 +291,7 @@ def _reduce_s(
     # devices of one group of the level inside share the links that leave the group: a ring goes
     # through a group once, and each stage has a ring of its own
     inside = cluster.levels[place - 1].devices if place else 1
-    times = [ring_s(level, size, replicas, min(devices, inside)) for size in parts.gradient_bytes]
+    times = [ring_s(level, size, replicas, min(devices, inside)) for size in costs.gradient_bytes]
     waits = ring_s(level, 0.0, replicas)
     # the first partition's is the last to begin: there the latency counts
     return (times[0], *(time - waits for time in times[1:]))
@@ -313,14 +313,14 @@ def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> It
             yield replace(shape, recompute=recompute)
 
 
-def _refined(shape: Shape, parts_of: PartsOf, cluster: ClusterDescription, batch: int) -> Shape:
+def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Shape:
     """The same cut by the dynamic programme, if that is quick and better."""
     devices = shape.devices_per_replica
-    parts = parts_of(batch // shape.microbatches)
-    if devices * len(parts.names) > _QUICK:
+    costs = costs_of(batch // shape.microbatches)
+    if devices * len(costs.names) > _QUICK:
         return shape
     again = shape.recompute
-    problem = problem_of(parts, cluster, devices, shape.microbatches, recompute=again)
+    problem = problem_of(costs, cluster, devices, shape.microbatches, recompute=again)
     try:
         ends, step_s = best_chain(problem, shape.devices)
     except PlanError:

@@ -21,7 +21,8 @@ from datamodules import ADNIDataModule, cache, checks
 from datamodules.errors import DataError, FolderError, ProblemsError, ScanReadError, SplitError
 from datamodules.labels import TASKS
 from datamodules.records import ScanRecord, fingerprint
-from datamodules.splits import SPLITS, extend_split, load_split, save_split
+from datamodules.split_drawing import extend_split
+from datamodules.splits import SPLITS, load_split, save_split
 from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
 from datamodules.transforms import fixed_transforms

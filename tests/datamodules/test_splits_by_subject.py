@@ -12,17 +12,8 @@ from datamodules.cli import main
 from datamodules.errors import DataError, Problem, ProblemsError, ScanReadError, SplitError
 from datamodules.labels import TASKS
 from datamodules.records import ScanRecord
-from datamodules.splits import (
-    SPLITS,
-    Split,
-    assign,
-    check_leak,
-    extend_split,
-    load_split,
-    make_split,
-    rarest_classes,
-    save_split,
-)
+from datamodules.split_drawing import extend_split, make_split, rarest_classes
+from datamodules.splits import SPLITS, Split, assign, check_leak, load_split, save_split
 from datamodules.synth import CohortSpec, generate
 
 

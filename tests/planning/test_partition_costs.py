@@ -27,8 +27,8 @@ def test_a_network_without_memory_is_captured_and_counted() -> None:
 def test_counted_costs_are_proportional_to_the_micro_batch() -> None:
     with torch.device("meta"):
         graph, _ = capture_call(network(), (torch.empty(6, 16),), {})
-    parts_of = counted_parts(graph, network_partitions(graph), 1e9, {"0.weight": 100})
-    whole, third = parts_of(6), parts_of(2)
+    costs_of = counted_parts(graph, network_partitions(graph), 1e9, {"0.weight": 100})
+    whole, third = costs_of(6), costs_of(2)
     assert third.forward_s == pytest.approx([f / 3 for f in whole.forward_s])
     assert third.output_bytes[0] == whole.output_bytes[0] // 3
     assert third.kept_bytes == whole.kept_bytes == (100 + 2 * 4 * 608, 2 * 4 * 264)
@@ -46,10 +46,10 @@ def test_measuring_changes_no_weight(tmp_path, monkeypatch) -> None:
     before = [p.clone() for p in module.parameters()]
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     graph, leaves = capture_call(module, (torch.randn(6, 16),), {})
-    parts_of = measured_parts(
+    costs_of = measured_parts(
         graph, network_partitions(graph), leaves, torch.device("cpu"), optimizer, {}
     )
-    parts = parts_of(3)
+    parts = costs_of(3)
     assert all(seconds > 0 for seconds in (*parts.forward_s, *parts.backward_s, *parts.step_s))
     assert all(map(torch.equal, before, module.parameters()))
     assert parts.output_bytes[0] == 3 * 32 * 4

@@ -5,7 +5,7 @@ import pytest
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.shapes import (
-    Parts,
+    PartitionCosts,
     fastest,
     links_of,
     plan_of,
@@ -27,9 +27,9 @@ def cluster(count: int = 4, memory: float | None = None, bandwidth: float = 1e9,
     return ClusterDescription(name="test", devices=(device,) * count, levels=tuple(levels))
 
 
-def parts_of(samples: int) -> Parts:
+def costs_of(samples: int) -> PartitionCosts:
     """Eight equal partitions of 10 MB gradients."""
-    return Parts(
+    return PartitionCosts(
         names=tuple(f"layer{k}" for k in range(8)),
         layers=(1,) * 8,
         parameters=(2_500_000,) * 8,
@@ -44,7 +44,7 @@ def parts_of(samples: int) -> Parts:
 
 
 def test_all_shapes_use_all_devices_and_divide_the_batch() -> None:
-    shapes = rank_shapes(parts_of, cluster(4), 6)
+    shapes = rank_shapes(costs_of, cluster(4), 6)
     assert {(s.replicas, s.devices_per_replica) for s in shapes} == {(4, 1), (2, 2), (1, 4)}
     assert {s.microbatches for s in shapes} == {1, 2, 3, 6}
     assert {s.stages_per_device for s in shapes if s.devices_per_replica == 2} == {1, 2, 3}
@@ -53,15 +53,15 @@ def test_all_shapes_use_all_devices_and_divide_the_batch() -> None:
 
 
 def test_replicas_win_where_links_are_fast_and_stages_where_they_are_slow() -> None:
-    assert fastest(rank_shapes(parts_of, cluster(4), 6)).devices_per_replica == 1
-    slow = fastest(rank_shapes(parts_of, cluster(4, bandwidth=1e7, hosts=4), 6))
+    assert fastest(rank_shapes(costs_of, cluster(4), 6)).devices_per_replica == 1
+    slow = fastest(rank_shapes(costs_of, cluster(4, bandwidth=1e7, hosts=4), 6))
     assert slow.devices_per_replica > 1
 
 
 def test_the_prediction_is_the_simulation_of_the_plan() -> None:
     one = cluster(4, hosts=2)
-    for shape in rank_shapes(parts_of, one, 6):
-        plan = plan_of(shape, parts_of, one, 6)
+    for shape in rank_shapes(costs_of, one, 6):
+        plan = plan_of(shape, costs_of, one, 6)
         rows = plan.rows
         timeline = simulate(
             gpipe(plan.stages, plan.microbatches),
@@ -79,7 +79,7 @@ def test_the_prediction_is_the_simulation_of_the_plan() -> None:
 
 def test_what_does_not_fit_is_never_the_fastest() -> None:
     # a whole network needs 320 MB and its activations, half of one 160 MB
-    shapes = rank_shapes(parts_of, cluster(4, memory=250e6), 6)
+    shapes = rank_shapes(costs_of, cluster(4, memory=250e6), 6)
     best = fastest(shapes)
     assert best.devices_per_replica > 1
     assert all(not shape.fits for shape in shapes if shape.devices_per_replica == 1)
@@ -89,13 +89,13 @@ def test_what_does_not_fit_is_never_the_fastest() -> None:
 
 def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() -> None:
     two = cluster(2, memory=250e6)  # half the network: 160 MB, and 4 MB a sample
-    best = fastest(rank_shapes(parts_of, two, 64))
+    best = fastest(rank_shapes(costs_of, two, 64))
     assert best.recompute
-    assert not any(s.recompute for s in rank_shapes(parts_of, cluster(2), 64))
-    assert all(s.microbatches > 1 for s in rank_shapes(parts_of, two, 64) if s.recompute)
+    assert not any(s.recompute for s in rank_shapes(costs_of, cluster(2), 64))
+    assert all(s.microbatches > 1 for s in rank_shapes(costs_of, two, 64) if s.recompute)
 
-    def slower(samples: int) -> Parts:
-        return replace(parts_of(samples), backward_s=(3e-3 * samples,) * 8)
+    def slower(samples: int) -> PartitionCosts:
+        return replace(costs_of(samples), backward_s=(3e-3 * samples,) * 8)
 
     same = [
         s
@@ -103,7 +103,7 @@ def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() 
         if (s.ends, s.microbatches) == (best.ends, best.microbatches)
     ]
     assert best.step_s == pytest.approx(same[0].step_s)
-    plan = plan_of(best, parts_of, two, 64)
+    plan = plan_of(best, costs_of, two, 64)
     assert plan.recompute
     assert max(row.memory_bytes for row in plan.rows) <= 250e6
     assert "computed again" in plan.describe()
@@ -111,11 +111,11 @@ def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() 
 
 def test_where_nothing_fits_the_error_says_what_lacks() -> None:
     with pytest.raises(PlanError, match=r"does not fit in any shape.*lacks 0\.0\d+ GB.*larger"):
-        fastest(rank_shapes(parts_of, cluster(4, memory=40e6), 6))
+        fastest(rank_shapes(costs_of, cluster(4, memory=40e6), 6))
 
 
 def test_a_batch_that_cannot_be_split_has_no_micro_batches() -> None:
-    shapes = rank_shapes(parts_of, cluster(4), 6, splits=False)
+    shapes = rank_shapes(costs_of, cluster(4), 6, splits=False)
     assert {s.microbatches for s in shapes} == {1}
 
 
@@ -130,8 +130,8 @@ def test_links_are_those_of_the_slowest_replica() -> None:
 
 def test_rings_of_the_stages_of_a_host_share_its_links() -> None:
     one = cluster(4, hosts=2)
-    alone = problem_of(parts_of(6), one, 1, 1)  # one ring through all
-    shared = problem_of(parts_of(6), one, 2, 1)  # two rings of two
+    alone = problem_of(costs_of(6), one, 1, 1)  # one ring through all
+    shared = problem_of(costs_of(6), one, 2, 1)  # two rings of two
     level = one.levels[-1]
     assert sum(alone.reduce_s) == pytest.approx(ring_s(level, 80e6, 4))
     assert sum(shared.reduce_s) == pytest.approx(ring_s(level, 80e6, 2, sharers=2))

@@ -7,7 +7,8 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import Device
-from lightning_hybrid.planning.sizes import Machine, Parts, Search, Sizes, choose
+from lightning_hybrid.planning.parts import Parts
+from lightning_hybrid.planning.sizes import Machine, Search, Sizes, choose
 
 MS, MB = 1e-3, 1e6
 
