@@ -109,7 +109,7 @@ class CapturedCalls:
         if torch.is_grad_enabled():
             return nullcontext()
         remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
-        names = remote.names(Kind.PARAMETER)
+        names = remote.places.names(Kind.PARAMETER)
         return remote.at_hand([name for name in names if name.startswith(prefix)])
 
     def captured(
@@ -168,7 +168,7 @@ class CapturedCalls:
     def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:
         """What holds between two graphs; before there are stages it is noted what is read."""
         if found.driven:
-            return self._driver.remote.emptied()
+            return self._driver.remote.places.emptied()
         prefix = f"{found.name}." if found.name else ""
         named = (*found.module.named_parameters(), *found.module.named_buffers())
         tensors = {prefix + name: tensor for name, tensor in named}
@@ -205,5 +205,5 @@ class CapturedCalls:
             yield
         finally:
             found.between.enter_context(self._between(found))
-        if used := sorted(found.read_between & self._driver.remote.names()):
+        if used := sorted(found.read_between & self._driver.remote.places.names()):
             raise NoMemory(f"it needs the numbers of {used[0]!r}")

@@ -376,7 +376,7 @@ class Discovery:
         Raises:
             HybridError: one was put on here, or taken off, since the ranks parted.
         """
-        now, away = _hooks_of(self._module), self._driver.remote.names()
+        now, away = _hooks_of(self._module), self._driver.remote.places.names()
         for name in sorted(away & now.keys() & self._hooks.keys()):
             if now[name] != self._hooks[name]:
                 raise hook_refused(name)

@@ -234,7 +234,7 @@ class DrivenNetwork(StagedNetwork):
             self._pattern_count += 1
         if parameters:
             self._commands.remote.flush()
-            self._commands.remote.refuse_parts()
+            self._commands.remote.gradients.refuse_parts()
         reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
         was, now = call.key.trainable, self.trainable()
         # (what was frozen in the forward is not part of its graph)

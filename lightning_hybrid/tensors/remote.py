@@ -19,26 +19,22 @@ Copies and pickles are ordinary tensors. Nothing here costs anything until a pro
 look at its class by torch; our own code looks at the tensors as they are (:func:`as_they_are`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.autograd import outside_of_transforms
-from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, same_numbers
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.tensors.deferred import is_deferred
-from lightning_hybrid.tensors.emptied_tensors import emptied
-from lightning_hybrid.tensors.living_views import View, refuse_larger, refuse_one_memory
-from lightning_hybrid.tensors.proxy import make_plain, make_proxy, proxies, source_of
+from lightning_hybrid.tensors.living_views import View
+from lightning_hybrid.tensors.proxy import make_plain, make_proxy
 from lightning_hybrid.tensors.remote_gradients import RemoteGradients
 from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.tensors.remote_places import RemotePlaces
 from lightning_hybrid.tensors.remote_source import Remote, RemoteStore
-
-_KINDS = (Kind.PARAMETER, Kind.BUFFER)
 
 
 class RemoteTensors:
@@ -50,19 +46,21 @@ class RemoteTensors:
         owners: of the tensors.
 
     Attributes:
+        places: of the parameters and buffers in the module.
+        gradients: of the parameters.
         in_graph: whether a proxy has entered the graph of this step.
         changed_here: whether code on this rank has changed a parameter or buffer.
     """
 
     def __init__(self, owners: RemoteStore) -> None:
         self._owners = owners
-        self._tensors: dict[Kind, dict[str, Remote]] = {kind: {} for kind in Kind}
-        self._places: dict[str, tuple[dict[str, Any], str, Remote]] = {}
+        self.places = RemotePlaces(self)
+        self._tensors: dict[Kind, dict[str, Remote]] = {**self.places.tensors, Kind.GRADIENT: {}}
         self._here_too: set[str] = set()
         self._age = dict.fromkeys(Kind, 0)
         self._reads = dict.fromkeys(Kind, 0)
         self._touched: dict[tuple[Kind, str], Remote] = {}
-        self._gradients = RemoteGradients(
+        self.gradients = RemoteGradients(
             self, owners, self._tensors[Kind.PARAMETER], self._tensors[Kind.GRADIENT]
         )
         self._busy = False
@@ -93,56 +91,35 @@ class RemoteTensors:
             NetworkError: one shares its memory with another parameter, or with a larger tensor.
         """
         self._here_too.update(here_too)
-        names = list(names)
-        refuse_one_memory(module, names)
-        for name in names:
-            owner, _, key = name.rpartition(".")
-            parameters, buffers = tables(module.get_submodule(owner))
-            self._open(name, buffers if parameters.get(key) is None else parameters, key)
-        self._take_in(views)
+        self.places.add(module, names, views)
         # what this step has computed before, it has computed with ordinary tensors
-        self._gradients.in_graph |= self._tensors[Kind.PARAMETER]
+        self.gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
 
     def begin_step(self) -> None:
         """A training step begins, with nothing in its graph."""
         if self.in_graph:
-            self._gradients.in_graph.clear()
+            self.gradients.in_graph.clear()
         self.in_graph = False
 
     def close(self) -> None:
         """Make ordinary tensors of all proxies again."""
-        _make_plain(self._tensors)
-        known = {id(remote) for kind in _KINDS for remote in self._tensors[kind].values()}
-        for view in proxies():
-            if id(source_of(view)) in known:
-                make_plain(view)
+        parameters = dict(self._tensors[Kind.PARAMETER])
+        self.places.close()
         for name, gradient in self._brought.items():
-            self._tensors[Kind.PARAMETER][name].value.grad = gradient
-        for table in (self._places, self._touched, self._here_too, self._gradients):
+            parameters[name].value.grad = gradient
+        for table in (self._touched, self._here_too, self.gradients, self._tensors[Kind.GRADIENT]):
             table.clear()
-        for tensors in self._tensors.values():
-            tensors.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, there are no proxies: for code of ours that looks at a whole network."""
         self.flush()
-        _make_plain(self._tensors)
+        self.places.hide()
         try:
             yield
         finally:
-            for place, key, known in self._places.values():
-                if place.get(key) is known.value:  # else it was replaced, which a forward settles
-                    make_proxy(known.value, known)
-
-    def emptied(self) -> AbstractContextManager[None]:
-        """Inside, what other ranks own has no memory here; computing with it raises."""
-        return emptied({r.name: r.value for kind in _KINDS for r in self._tensors[kind].values()})
-
-    def names(self, *kinds: Kind) -> set[str]:
-        """What other ranks own: of these kinds, or parameters and buffers."""
-        return {name for kind in kinds or _KINDS for name in self._tensors[kind]}
+            self.places.show()
 
     # -- what an optimizer that steps whole does
 
@@ -170,7 +147,7 @@ class RemoteTensors:
         parameters = [self._tensors[Kind.PARAMETER][name] for name in names]
         with torch.no_grad(), as_they_are():
             self._fetch(parameters)
-            present, gradients = self._gradients.names(), self._tensors[Kind.GRADIENT]
+            present, gradients = self.gradients.names(), self._tensors[Kind.GRADIENT]
             held = {r.name: gradients[r.name] for r in parameters if r.name in present}
             self._fetch(held.values())
         for remote in parameters:
@@ -189,7 +166,7 @@ class RemoteTensors:
         make_proxy(remote.value, remote)
         self.touch(remote)
         if gradient is not (held and held.value):
-            self._gradients.assigned[remote.name] = gradient
+            self.gradients.assigned[remote.name] = gradient
         elif held is not None and held.changed:
             self.touch(held)
 
@@ -201,7 +178,7 @@ class RemoteTensors:
             self._age[kind] += 1
             self._reads[kind] = 0
             if kind is Kind.GRADIENT:
-                self._gradients.outdate()
+                self.gradients.outdate()
 
     def flush(self) -> None:
         """Before a command: bring the owners what was changed here.
@@ -209,14 +186,14 @@ class RemoteTensors:
         Raises:
             HybridError: a view of an outdated value was changed.
         """
-        if self._busy or self._at_hand or not (self._touched or self._gradients.pending):
+        if self._busy or self._at_hand or not (self._touched or self.gradients.pending):
             return
         self._busy = True
         try:
             with as_they_are():
-                if self._gradients.send_arisen():
+                if self.gradients.send_arisen():
                     self.outdate(Kind.GRADIENT)
-                assigned = self._gradients.send_assigned()
+                assigned = self.gradients.send_assigned()
                 for name in assigned:  # proxies on what was there before have nothing to say now
                     self._touched.pop((Kind.GRADIENT, name), None)
                 if assigned:
@@ -239,13 +216,13 @@ class RemoteTensors:
             return
         self.flush()
         with torch.no_grad(), as_they_are():
-            parameters, names = self._tensors[Kind.PARAMETER], self._gradients.names()
+            parameters, names = self._tensors[Kind.PARAMETER], self.gradients.names()
             here = [name for name in names if not is_deferred(parameters[name].value)]
             if not here:
                 return
             values = self._owners.give(Kind.GRADIENT, here)  # of which some may be sparse
             self._brought = {n: v.to(parameters[n].value.device) for n, v in values.items()}
-            for remote in self._gradients.kept(here):
+            for remote in self.gradients.kept(here):
                 if self._brought[remote.name].layout is torch.strided:
                     self._brought[remote.name] = remote.value.copy_(self._brought[remote.name])
                 remote.keep()
@@ -257,22 +234,8 @@ class RemoteTensors:
         Raises:
             HybridError: a parameter was replaced.
         """
-        for name, (place, key, known) in self._places.items():
-            value = place.get(key)
-            if value is known.value:
-                continue
-            if known.kind is Kind.PARAMETER or not isinstance(value, Tensor):
-                raise HybridError(
-                    f"{known.kind.value} {known.name!r} was replaced by {type(value).__name__} in "
-                    "the middle of a run, but another rank owns it. Change its values in place "
-                    "(parameter.copy_(...), load_state_dict) instead."
-                )
-            make_plain(known.value)
-            if value.is_inference():  # `self.count += 1` leaves on one device what was there
-                with torch.inference_mode(False):
-                    place[key] = value.clone()
-            self._open(name, place, key)
-            self.touch(self._tensors[Kind.BUFFER][name])
+        for remote in self.places.replaced():
+            self.touch(remote)
 
     # -- what the user's code does
 
@@ -290,7 +253,7 @@ class RemoteTensors:
             if self._reads[kind]:
                 wanted = [r for r in self._tensors[kind].values() if r.seen != age]
                 if kind is Kind.GRADIENT:
-                    wanted = [r for r in wanted if r is remote or r.name in self._gradients.known]
+                    wanted = [r for r in wanted if r is remote or r.name in self.gradients.known]
             self._reads[kind] += 1
             with torch.no_grad():
                 self._fetch(wanted)
@@ -313,7 +276,7 @@ class RemoteTensors:
     def enter_graph(self, remote: Remote) -> None:
         """It takes part in a computation that autograd records."""
         self.in_graph = True
-        self._gradients.in_graph[remote.name] = remote
+        self.gradients.in_graph[remote.name] = remote
 
     def note_use(self, names: Iterable[str]) -> None:
         """Stages of this rank take these parameters into the graph."""
@@ -322,30 +285,26 @@ class RemoteTensors:
 
     def gradient(self, remote: Remote) -> Tensor | None:
         """A proxy on the gradient of a parameter, if it has one."""
-        if not self._gradients.is_settled(remote):
+        if not self.gradients.is_settled(remote):
             self.flush()  # it may have arisen here
-        return self._gradients.proxy(remote)
+        return self.gradients.proxy(remote)
 
     def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
-        if self._gradients.has(remote, value):
+        if self.gradients.has(remote, value):
             return  # as in `parameter.grad *= 2`: the proxy has been written to
         self.release_gradients([remote.name])
-        self._gradients.assign(remote, value)
-
-    def refuse_parts(self) -> None:
-        """Before a backward; see :meth:`RemoteGradients.refuse_parts`."""
-        self._gradients.refuse_parts()
+        self.gradients.assign(remote, value)
 
     def release_gradients(self, names: Iterable[str]) -> None:
         """Parameters are about to lose their gradients; who has kept one keeps it as it is now."""
         names = [name for name in names if name in self._tensors[Kind.GRADIENT]]
-        if self._gradients.kept(names):
+        if self.gradients.kept(names):
             self.flush()
             with torch.no_grad(), as_they_are():
-                self._fetch(self._gradients.kept(names))
+                self._fetch(self.gradients.kept(names))
         for name in names:
-            self._gradients.release(name)
+            self.gradients.release(name)
             self._touched.pop((Kind.GRADIENT, name), None)
 
     # -- inside
@@ -373,24 +332,6 @@ class RemoteTensors:
             remote.seen = self._age[remote.kind]
             remote.settle()
 
-    def _open(self, name: str, place: dict[str, Any], key: str) -> None:
-        value = place[key]
-        kind = Kind.PARAMETER if isinstance(value, nn.Parameter) else Kind.BUFFER
-        known = self._tensors[kind].get(name)
-        if known is None or known.value is not value:
-            known = self._tensors[kind][name] = Remote(self, kind, name, value)
-        self._places[name] = (place, key, known)
-        make_proxy(value, known)
-
-    def _take_in(self, views: Iterable[View]) -> None:
-        """What code has taken of tensors before (``data``, a state dict) shows what owners have."""
-        remotes = {id(r.value): r for kind in _KINDS for r in self._tensors[kind].values()}
-        for view, value in views:
-            if id(value) not in remotes:
-                continue
-            refuse_larger(view, value, remotes[id(value)].name)
-            make_proxy(view, remotes[id(value)])
-
     def _send_changed(self) -> None:
         changed: dict[Kind, dict[str, Tensor]] = {}
         for (kind, name), remote in self._touched.items():
@@ -407,9 +348,3 @@ class RemoteTensors:
             self._owners.take(kind, values)
             self._writes += 1
             self.changed_here |= kind is not Kind.GRADIENT
-
-
-def _make_plain(tensors: Mapping[Kind, Mapping[str, Remote]]) -> None:
-    for kind in _KINDS:
-        for remote in tensors[kind].values():
-            make_plain(remote.value)

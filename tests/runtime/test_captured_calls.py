@@ -28,9 +28,11 @@ class Calls:
         self.kept: dict[str, str] = {}
         remote = SimpleNamespace(
             suspended=nullcontext,
-            emptied=nullcontext,
+            places=SimpleNamespace(
+                emptied=nullcontext,
+                names=lambda *kinds: {name for kind in kinds for name in REMOTE[kind]},
+            ),
             adopt_replaced=lambda: None,
-            names=lambda *kinds: {name for kind in kinds for name in REMOTE[kind]},
             at_hand=self.fetch,
         )
         driver: Any = SimpleNamespace(

@@ -30,7 +30,7 @@ class Watched:
             device=torch.device("cpu"),
             settle=self.settle,
             keep=lambda module: None,
-            remote=SimpleNamespace(suspended=nullcontext, names=set),
+            remote=SimpleNamespace(suspended=nullcontext, places=SimpleNamespace(names=set)),
             calls=SimpleNamespace(one_stream=nullcontext),
         )
         mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
