@@ -125,6 +125,11 @@ def end(
     return training.output
 
 
+def ends_told_to_loggers(training: Training) -> dict[int, str]:
+    """What the loggers of each rank were told at the end."""
+    return {int(path.suffix[1:]): path.read_text() for path in training.folder.glob("ended.*")}
+
+
 def first_error(output: str) -> str:
     """The first line that ends a traceback or reports a loss."""
     ends = re.compile(r"^(\[rank\d+\]: )?([\w.]+(Error|Lost): |rank \d+ .* ends because)")
@@ -167,9 +172,10 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
     options = {"trainer": {"num_sanity_val_steps": 0}} if where == "validation_step" else {}
     if where == "loader":
         options = {"loader_processes": 1}
-    training, process = start(stages=2, fault=fault, **options)
+    training, process = start(stages=2, fault=fault, logger=True, **options)
     output = end(training, process, {process.pid})
     assert process.returncode
+    assert ends_told_to_loggers(training) == {0: "failed", 1: "failed"}
     said = "Caught ValueError in DataLoader" if where == "loader" else "this error is on purpose"
     assert f"ValueError: {said}" in first_error(output), output
     assert "this error is on purpose" in output
@@ -184,13 +190,16 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
 def test_a_killed_rank_ends_the_others_and_is_named(
     start: Start, tmp_path: Path, replicas: int, rank: int
 ) -> None:
-    training, process = start(replicas=replicas, stages=2, **SAVING)
+    # (one that saves on exception needs all weights; it raises before Lightning gets to the loggers)
+    saving = SAVING | {"checkpoint": {"filename": "{step}"}}
+    training, process = start(replicas=replicas, stages=2, logger=True, **saving)
     pids = ready(training, replicas * 2)
     members = family(process.pid)
     killed = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
     output = end(training, process, members, killed)
     assert process.returncode
+    assert ends_told_to_loggers(training) == dict.fromkeys(pids.keys() - {rank}, "failed")
     assert f"Lost rank {rank} " in first_error(output), output
     if replicas == 1:
         assert_resumes(training, tmp_path)

@@ -5,6 +5,7 @@ FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank
 
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,6 +121,19 @@ class Failing(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *arguments: Any) -> None:
         fault(module.config, "callback", trainer.global_step)
+
+
+class Ended(Logger):
+    """A logger that leaves word of how the run has ended."""
+
+    name, version = "ended", 0
+
+    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    def finalize(self, status: str) -> None:
+        Path(f"ended.{os.environ.get('LOCAL_RANK', '0')}").write_text(status)
 
 
 def data(config: dict[str, Any]) -> TensorDataset:
@@ -285,7 +300,7 @@ def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
         max_epochs=-1,
         default_root_dir=folder,
         callbacks=callbacks(config, folder),
-        logger=False,
+        logger=[Ended()] if config.get("logger") else False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **config.get("trainer", {}),
@@ -294,6 +309,7 @@ def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
 
 def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
     """What the lines of a script after `fit` may look at."""
+    pickle.dumps(trainer.strategy)
     return {
         "pid": os.getpid(),
         "losses": list(module.losses),
