@@ -190,7 +190,7 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
 def test_a_killed_rank_ends_the_others_and_is_named(
     start: Start, tmp_path: Path, replicas: int, rank: int
 ) -> None:
-    # (one that saves on exception needs all weights; it raises before Lightning gets to the loggers)
+    # (who saves on exception needs all weights, and raises before Lightning gets to the loggers)
     saving = SAVING | {"checkpoint": {"filename": "{step}"}}
     training, process = start(replicas=replicas, stages=2, logger=True, **saving)
     pids = ready(training, replicas * 2)
