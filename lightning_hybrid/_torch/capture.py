@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo.config as dynamo_module
@@ -38,17 +38,20 @@ FAILED_AT_ONCE = "Guard failed on the same frame it was created"
 (In inference mode: an array of NumPy that becomes a tensor. Nothing has run then.)
 """
 
+Mode = TypeVar("Mode")
+
 __all__ = ["FailOnRecompileLimitHit", "TorchDynamoException", "stop_capture"]
 
 
 @contextmanager
-def without_mode(kind: type) -> Iterator[None]:
+def without_mode(kind: type[Mode]) -> Iterator[Mode | None]:
     """Inside, a torch function mode of this kind, if it is the innermost one, is not active."""
-    if isinstance(_get_current_function_mode(), kind):
+    mode = _get_current_function_mode()
+    if isinstance(mode, kind):
         with _pop_mode_temporarily():
-            yield
+            yield mode
     else:
-        yield
+        yield None
 
 
 # torch gives these modules a method that their source does not show

@@ -13,7 +13,7 @@ whose place among them depends on which gradients there are. As with that all-re
 must call the network equally often.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
+
+_BACKWARDS = (Tensor.backward, torch.autograd.backward)
 
 
 class Synchronised(TorchFunctionMode):
@@ -45,6 +48,11 @@ class Synchronised(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.batch_norm and not Synchronised._paused:
             return self._batch_norm(*args, **kwargs)
+        if func is torch.batch_norm and not Synchronised._paused:
+            x, weight, bias, mean, variance, training, momentum, eps, *_ = args
+            return self._batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
+        if func in _BACKWARDS and set(types) <= {Tensor} and kwargs.get("inputs") is None:
+            return self._backward(args[0], *args[1:], **kwargs)
         return func(*args, **kwargs)
 
     @classmethod
@@ -56,6 +64,35 @@ class Synchronised(TorchFunctionMode):
             yield
         finally:
             Synchronised._paused -= 1
+
+    def _backward(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        **keywords: Any,
+    ) -> None:
+        """A backward in which layers that run again (activation checkpointing) are seen.
+
+        What handles a function of torch does so without the mode, and a backward that is begun with
+        the mode is such a function; with edges of the graph in the place of tensors it is none.
+        """
+        gradients = keywords.get("gradient", grad_tensors)
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        if any(root.numel() != 1 for root in roots) and gradients is None:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if not all(root.requires_grad for root in roots):
+            raise RuntimeError("a tensor does not require grad and does not have a grad_fn")
+        if gradients is None:
+            gradients = [torch.ones_like(root) for root in roots]
+        with self:
+            torch.autograd.backward(
+                [get_gradient_edge(root) for root in roots],
+                gradients,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+            )
 
     def _batch_norm(
         self,
@@ -73,15 +110,16 @@ class Synchronised(TorchFunctionMode):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
-        output, mean, variance, count = _BatchNorm.apply(  # type: ignore[no-untyped-call]
-            input, weight, bias, eps, self._group
-        )
-        if running_mean is not None and running_var is not None:
-            with torch.no_grad():
+
+        def note(mean: Tensor, variance: Tensor, count: Tensor) -> None:
+            if running_mean is not None and running_var is not None:
                 unbiased = variance * (count / (count - 1))
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-        normalised: Tensor = output
+
+        normalised: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
+            input, weight, bias, eps, self._group, note
+        )
         return normalised
 
 
@@ -90,22 +128,28 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: Group,
+        note: Callable[[Tensor, Tensor, Tensor], None],
+    ) -> Tensor:
         wide = x.to(_wide(x))
         mean, variance, count = _statistics(wide, group)
+        note(mean, variance, count)  # at once: activation checkpointing stops at what is saved last
         scale = torch.rsqrt(variance + eps)
         normal = (wide - _along(mean, x)) * _along(scale, x)
         output = normal if weight is None else normal * _along(weight, x)
         output = output if bias is None else output + _along(bias, x)
         ctx.save_for_backward(x, weight, mean, scale, count)
         ctx.has_bias, ctx.group = bias is not None, group
-        ctx.mark_non_differentiable(mean, variance, count)
-        return output.to(x.dtype), mean, variance, count
+        return output.to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale, count = ctx.saved_tensors
         wide = gradient.to(_wide(x))
         normal = (x.to(wide.dtype) - _along(mean, x)) * _along(scale, x)
@@ -129,6 +173,7 @@ class _BatchNorm(torch.autograd.Function):
             bias_gradient.to(weight.dtype if weight is not None else x.dtype)
             if ctx.has_bias
             else None,
+            None,
             None,
             None,
         )

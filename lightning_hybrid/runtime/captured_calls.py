@@ -59,6 +59,7 @@ class CapturedCalls:
         self._aside, self._kept = aside, kept
         self._options, self._announcements = options, announcements
         self._logging_later = LoggingLater(module)
+        self._statistics: AbstractContextManager[Any] = nullcontext()  # around the running call
 
     def call(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -132,7 +133,9 @@ class CapturedCalls:
             if not found.driven:
                 self._options.progress.begin(f"capturing {found.name or 'self'!r}")
                 stack.callback(self._options.progress.over)
-            stack.enter_context(without_mode(Synchronised))
+            mode = stack.enter_context(without_mode(Synchronised))
+            stack.callback(setattr, self, "_statistics", self._statistics)
+            self._statistics = mode or nullcontext()
             stack.enter_context(own_saved_tensors())
             stack.enter_context(backwards_as_ever())
             stack.enter_context(remote.suspended())
@@ -192,7 +195,10 @@ class CapturedCalls:
             self._announcements.captured(found)
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
-            return compute_whole(graph, values) if call is None else call(values)
+            if call is not None:
+                return call(values)
+            with self._statistics:
+                return compute_whole(graph, values)
 
     @contextmanager
     def _in_graph(self, found: FoundNetwork) -> Iterator[None]:

@@ -152,9 +152,10 @@ class Discovery:
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """A call of a watched module, from outside of any other."""
-        if not self._evaluates_around_a_network(name):
+        if not self._is_around_a_network(module):
             return self._called_first(name, module, arguments, keywords)
         unwatch(module)  # its Python calls the network
+        self._have_here(module)
         try:
             return own_forward(module)(*arguments, **keywords)
         finally:
@@ -211,13 +212,15 @@ class Discovery:
         self._look_again(found, watched)
         return result
 
-    def _evaluates_around_a_network(self, name: str) -> bool:
-        """Whether a run that trains a network evaluates a module around it.
+    def _is_around_a_network(self, module: nn.Module) -> bool:
+        """Whether a part of a module is cut already.
 
-        (``training_step`` calls ``self.net(x)``, and ``validation_step`` ``self(x)``.)
+        (``training_step`` calls ``self.net(x)``, and ``validation_step`` ``self(x)``; or training
+        begins with a part.) It is not cut again with what is around it: two networks would own the
+        same weights.
         """
-        evaluates = self._options.training and not torch.is_grad_enabled()
-        return evaluates and any(inside(cut, name) for cut in self._cut)
+        parts = set(map(id, module.modules())) - {id(module)}
+        return any(id(self._watched[cut]) in parts for cut in self._cut)
 
     def _call_early(
         self,
@@ -293,11 +296,8 @@ class Discovery:
 
     def _open(self, found: FoundNetwork, parts: Mapping[str, nn.Module]) -> None:
         """Let a module run its own Python from here on, and look at the modules that it calls."""
-        name, module = found.name, found.module
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        materialize(own)
-        for tensor in own:
-            tensor.data = tensor.data.to(self._driver.device)
+        name = found.name
+        self._have_here(found.module)
         if name:
             self._announcements.say(
                 found,
@@ -305,6 +305,14 @@ class Discovery:
                 f"place, since it cannot be captured as one graph:\n{self._opened[name]}",
             )
         self._watch(parts)
+
+    def _have_here(self, module: nn.Module) -> None:
+        """Bring what a module itself owns to the device of the driver, which runs its Python."""
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        materialize(own)
+        for tensor in own:
+            if tensor.device != self._driver.device:
+                tensor.data = tensor.data.to(self._driver.device)
 
     def _watch(self, modules: Mapping[str, nn.Module]) -> None:
         for name, module in modules.items():

@@ -93,6 +93,33 @@ class TrainsPartsOfWhatItValidates(_Evaluated):
         self.log("val_loss", cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
 
 
+class TrainsAPartFirst(_Evaluated):
+    """Two steps train an encoder, the next ones all around it, which is not cut again."""
+
+    fast = True
+    shapes = EVERY
+    cuts: ClassVar = {2: ["net.encoder.2"], 3: ["net.encoder.2", "net.encoder.4"]}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [m for _ in range(3) for m in (nn.Linear(6, 6), nn.Tanh())]
+            self.encoder, self.head = nn.Sequential(*layers), nn.Linear(6, 3)
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.scale * self.encoder(x))
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.global_step < 2:
+            return self.net.encoder(x).square().mean()
+        return cross_entropy(self.net(x), y)
+
+
 class TrainsOnOneSample(_Sizes):
     sizes = (1, 1, 1, 1, 1, 1)
 

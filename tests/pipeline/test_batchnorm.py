@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import gloo_groups, together
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.comm.mesh import GroupHandle
 from lightning_hybrid.pipeline.batchnorm import Synchronised
@@ -84,6 +85,55 @@ def test_outputs_statistics_and_gradients_are_those_of_the_union(
     for mine, theirs, wanted in zip(*(net.buffers() for net in (*layers, reference))):
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
         assert torch.equal(mine, theirs)  # to the bit
+
+
+class Again(nn.Module):
+    """A layer that runs again in the backward."""
+
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return output
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_run_again_in_the_backward_have_the_statistics_of_the_union(
+    groups: list[Any], reentrant: bool
+) -> None:
+    whole = Again(layer(nn.BatchNorm1d(3)), reentrant)
+    layers: list[nn.Module] = [deepcopy(whole), deepcopy(whole)]
+    parts = batches((3,))
+    x = torch.cat([part.detach() for part in parts]).requires_grad_()
+    step(whole, x, 0)
+    on_ranks(groups, layers, parts)
+    torch.testing.assert_close(torch.cat([part.grad for part in parts]), x.grad)  # type: ignore[arg-type,misc]
+    for mine in layers:
+        torch.testing.assert_close(mine.state_dict(), whole.state_dict())
+
+
+def test_the_function_that_torch_has_for_it_is_seen_too(groups: list[Any]) -> None:
+    def by_function(x: Tensor) -> Tensor:
+        return torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False)
+
+    parts = batches((3,))
+
+    def rank(number: int) -> Tensor:
+        with Synchronised(groups[number]):
+            return by_function(parts[number])
+
+    found = torch.cat(together(lambda: rank(0), lambda: rank(1)))
+    torch.testing.assert_close(found, by_function(torch.cat(parts)))
+
+
+def test_a_backward_of_what_needs_no_gradient_is_refused_as_ever() -> None:
+    with Synchronised(NOBODY):
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(1).sum().backward()
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            torch.ones(2, requires_grad=True).backward()
 
 
 def test_inputs_and_weights_that_are_not_trained_get_no_gradient(groups: list[Any]) -> None:
