@@ -13,7 +13,7 @@ whose place among them depends on which gradients there are. As with that all-re
 must call the network equally often.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,10 +49,9 @@ class Synchronised(TorchFunctionMode):
         if func is F.batch_norm and not Synchronised._paused:
             return self._batch_norm(*args, **kwargs)
         if func is torch.batch_norm and not Synchronised._paused:
-            x, weight, bias, mean, variance, training, momentum, eps, *_ = args
-            return self._batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
-        if func in _BACKWARDS and set(types) <= {Tensor} and kwargs.get("inputs") is None:
-            return self._backward(args[0], *args[1:], **kwargs)
+            return self._batch_norm_of_torch(*args, **kwargs)
+        if func in _BACKWARDS and set(types) <= {Tensor}:
+            return self._backward(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     @classmethod
@@ -65,34 +64,40 @@ class Synchronised(TorchFunctionMode):
         finally:
             Synchronised._paused -= 1
 
-    def _backward(
-        self,
-        tensors: Tensor | Sequence[Tensor],
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        **keywords: Any,
-    ) -> None:
+    def _backward(self, func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """A backward in which layers that run again (activation checkpointing) are seen.
 
         What handles a function of torch does so without the mode, and a backward that is begun with
         the mode is such a function; with edges of the graph in the place of tensors it is none.
         """
-        gradients = keywords.get("gradient", grad_tensors)
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        if any(root.numel() != 1 for root in roots) and gradients is None:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        if not all(root.requires_grad for root in roots):
-            raise RuntimeError("a tensor does not require grad and does not have a grad_fn")
-        if gradients is None:
-            gradients = [torch.ones_like(root) for root in roots]
+        given = kwargs.pop("gradient", kwargs.pop("grad_tensors", args[0] if args else None))
+        starts = given if isinstance(given, list | tuple) else [given] * len(roots)
+        pairs = [(r, _start(r, g)) for r, g in zip(roots, starts) if isinstance(r, Tensor)]
+        known = all(root.requires_grad and start is not None for root, start in pairs)
+        if len(pairs) < len(roots) or not known or kwargs.get("inputs") is not None:
+            func(tensors, given, *args[1:], **kwargs)  # or torch's own error
+            return
         with self:
-            torch.autograd.backward(
-                [get_gradient_edge(root) for root in roots],
-                gradients,
-                retain_graph=retain_graph,
-                create_graph=create_graph,
-            )
+            edges = [get_gradient_edge(root) for root in roots]
+            torch.autograd.backward(edges, [start for _, start in pairs], *args[1:], **kwargs)
+
+    def _batch_norm_of_torch(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        """``torch.batch_norm``, which has the arguments in another order."""
+        return self._batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
 
     def _batch_norm(
         self,
@@ -121,6 +126,13 @@ class Synchronised(TorchFunctionMode):
             input, weight, bias, eps, self._group, note
         )
         return normalised
+
+
+def _start(root: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """What a backward from ``root`` begins with; ``None``: it cannot begin."""
+    if gradient is None and root.numel() == 1 and not root.is_complex():
+        return torch.ones_like(root)
+    return gradient
 
 
 class _BatchNorm(torch.autograd.Function):

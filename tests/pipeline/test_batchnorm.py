@@ -134,6 +134,28 @@ def test_a_backward_of_what_needs_no_gradient_is_refused_as_ever() -> None:
             torch.ones(1).sum().backward()
         with pytest.raises(RuntimeError, match="only for scalar outputs"):
             torch.ones(2, requires_grad=True).backward()
+        with pytest.raises(RuntimeError, match="only for real scalar outputs"):
+            torch.ones((), dtype=torch.complex64, requires_grad=True).backward()
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda x: x.sum().backward(),
+        lambda x: (2 * x).backward(torch.arange(3.0)),
+        lambda x: torch.autograd.backward([x.sum(), 3 * x], [None, torch.ones(3)]),
+        lambda x: (x * x).sum().backward(inputs=[x]),
+    ],
+    ids=["scalar", "gradient", "several", "inputs"],
+)
+def test_every_form_of_a_backward_gives_the_gradients_of_torch(backward: Any) -> None:
+    x = torch.arange(3.0, requires_grad=True)
+    expected = x.detach().clone().requires_grad_()
+    with Synchronised(NOBODY):
+        backward(x)
+    backward(expected)
+    assert expected.grad is not None
+    assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
 
 
 def test_inputs_and_weights_that_are_not_trained_get_no_gradient(groups: list[Any]) -> None:

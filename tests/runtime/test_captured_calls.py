@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NotCaptured
+from lightning_hybrid.pipeline import Synchronised
 from lightning_hybrid.progress import StartProgress
+from lightning_hybrid.runtime import captured_calls
 from lightning_hybrid.runtime.captured_calls import CapturedCalls
 from lightning_hybrid.tensors.remote_kind import Kind
 
@@ -51,16 +54,21 @@ class Calls:
             read_between=set(),
             capture=capture,
         )
-        announcements: Any = SimpleNamespace(say=lambda _, line: self.notes.append(line))
+        announcements: Any = SimpleNamespace(
+            say=lambda _, line: self.notes.append(line), captured=lambda _: None
+        )
         aside: Any = SimpleNamespace(reason=lambda _: None)
         options: Any = SimpleNamespace(progress=StartProgress(None))
         nothing: Any = None
         self.calls = CapturedCalls(
-            self.module, driver, nothing, nothing, aside, self.kept, options, announcements
+            self.module, driver, nothing, self.adopt, aside, self.kept, options, announcements
         )
 
     def __call__(self) -> Any:
         return self.calls.call(self.found, (X,), {})
+
+    def adopt(self, *_: Any) -> None:
+        """It is not cut yet."""
 
     @contextmanager
     def noted(self, what: str) -> Iterator[None]:
@@ -72,6 +80,12 @@ class Calls:
         self.at_hand = names
         yield
         self.notes.append("weights put back")
+
+
+class Lifted(nullcontext[None]):
+    """A network that is hollow for nobody."""
+
+    lifted = staticmethod(nullcontext)
 
 
 def cannot(*_: Any) -> Any:
@@ -114,3 +128,20 @@ def test_a_chain_of_which_a_part_has_run_does_not_run_again() -> None:
     with pytest.raises(NetworkError, match=r"(?s)cannot be captured:.*train.py:3.*network='...'"):
         calls()
     assert calls.notes == ["one stream"]
+
+
+def test_what_is_not_cut_yet_takes_its_batch_statistics_with_the_other_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compute_whole(*_: Any) -> list[Any]:
+        return [_get_current_function_mode()]
+
+    monkeypatch.setattr(captured_calls, "compute_whole", compute_whole)
+    graph: Any = object()
+    calls = Calls(lambda args, _: calls.calls.run(calls.found, graph, args))
+    calls.found.hollow = Lifted()
+    calls.found.calls, calls.found.network_of = {}, lambda _: None
+    group: Any = None
+    with Synchronised(group) as replicas:
+        assert calls() == [replicas]
+    assert calls() == [None]
