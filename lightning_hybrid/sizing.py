@@ -124,7 +124,7 @@ def _splits(looked: LookAhead) -> Callable[[int], bool]:
     """Tells whether batches may go through all networks in so many micro-batches."""
     calls = [(seen.graph, seen.leaves) for seen in looked.seen]
     whole = any(
-        (graph.batch_of(leaves) or 1) > 1 and why_whole(graph, leaves, 2, tried=True) is not None
+        (graph.batch_of(leaves) or 1) > 1 and why_whole(graph, leaves, 2) is not None
         for graph, leaves in calls
     )
     return lambda microbatches: (

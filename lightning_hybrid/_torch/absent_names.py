@@ -14,6 +14,7 @@ from functools import partial
 from types import FunctionType, MemberDescriptorType
 from typing import Any
 
+from torch import Tensor
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -30,6 +31,8 @@ from torch._dynamo.variables.user_defined import (
 )
 from torch.nn import Module
 from torch.nn.modules import module as modules
+
+from lightning_hybrid._torch.containers import refuse_to_follow
 
 _HOOKS_ON_ALL_MODULES = (
     modules._global_forward_pre_hooks,
@@ -58,6 +61,8 @@ def _find_in_object(own: Any, self: Any, tx: Any, name: str) -> Any:
     if isinstance(self.value, dict) and attributes is not None:
         if isinstance(attributes.get(name), _CONSTANT):
             _guard(self.source, _same_attribute, name=name)
+        elif not self.value and not isinstance(attributes[name], Tensor):
+            refuse_to_follow(f"{type(self.value).__name__}.{name}, of an empty dictionary,")
         return own(self, tx, name)
     # (a guard must not run methods of the user's)
     runs_code = self._object_has_getattribute or isinstance(self._check_for_getattr(), FunctionType)
@@ -75,7 +80,8 @@ def _find_in_object(own: Any, self: Any, tx: Any, name: str) -> Any:
 def _same_attribute(builder: Any, guard: Any, name: str) -> None:
     """A dictionary that has attributes (of a class derived from `dict`) has this one as it was.
 
-    TorchDynamo makes guards of such attributes, and does not ask them.
+    TorchDynamo makes guards of such attributes, and does not ask them where the dictionary is empty
+    (``DictGuardManager.check_nopybind`` returns early).
     """
     was = vars(builder.get(guard)).get(name, _NOWHERE)
 

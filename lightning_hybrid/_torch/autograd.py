@@ -1,9 +1,11 @@
 """Autograd: what the running backward will do, and what code around a call has asked of it."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _CheckpointFrame
 
 
 def is_batched(gradient: Tensor | None) -> bool:
@@ -58,7 +61,7 @@ def backwards_as_ever() -> Iterator[None]:
 
 def is_in_backward() -> bool:
     """Whether autograd runs this code, in the backward of a node or in a hook."""
-    return torch._C._current_graph_task_id() != -1
+    return pass_number() != -1
 
 
 def graph_is_kept() -> bool:
@@ -66,16 +69,51 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What is called with a tensor that is saved for a backward, and with what that has returned."""
+
+
+def saved_tensors_hooks() -> Hooks | None:
+    """The hooks that code around us has put on tensors saved for backward, if there are any.
+
+    There is no public way to ask.
+    """
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def checkpointed_region(hooks: Hooks | None) -> tuple[object, bool] | None:
+    """The region of `torch.utils.checkpoint` whose hooks these are, and whether it runs again.
+
+    Its hooks are functions that know it, and nothing else tells.
+    """
+    if hooks is None:
+        return None
+    function: Any = inspect.unwrap(hooks[0])
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or ()):
+        found = cell.cell_contents
+        if name == "frame" and isinstance(found, _CheckpointFrame):
+            return found, False
+        if name == "target_frame_ref" and isinstance(found, ReferenceType):
+            return found(), True
+    return None
+
+
+def pass_number() -> int:
+    """The number of the running backward pass; -1: there is none."""
+    return torch._C._current_graph_task_id()
+
+
 @contextmanager
 def own_saved_tensors() -> Iterator[None]:
     """Inside, hooks that code around us has put on tensors saved for backward do not apply.
 
     Activation checkpointing around the call of a network works by such hooks: on the tensors of a
-    stage they would call the network again in the middle of its own backward. There is no public
-    way to ask whether there are any; where there are none, nothing is done, since hooks cost
-    autograd its check of in-place changes.
+    stage they would call the network again in the middle of its own backward. Where there are none,
+    nothing is done, since hooks cost autograd its check of in-place changes.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if saved_tensors_hooks() is None:
         yield
     else:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):

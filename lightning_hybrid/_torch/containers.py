@@ -41,18 +41,19 @@ def _write_back(own: Any, self: Any, *arguments: Any) -> Any:
 def _move(own: Any, self: Any, tx: Any, name: str, *arguments: Any) -> Any:
     """The order would stay as it was, and another order not be seen."""
     if name == "move_to_end" and self.source is not None:
-        _refuse(f"{OrderedDict.__name__}.move_to_end")
+        refuse_to_follow(f"{OrderedDict.__name__}.move_to_end")
     return own(self, tx, name, *arguments)
 
 
 def _draw(own: Any, self: Any, tx: Any, name: str, *arguments: Any) -> Any:
     """A second capture would draw from where the first one began."""
     if self.source is not None:
-        _refuse(f"random.Random.{name}")
+        refuse_to_follow(f"random.Random.{name}")
     return own(self, tx, name, *arguments)
 
 
-def _refuse(what: str) -> None:
+def refuse_to_follow(what: str) -> None:
+    """End the capture at this place of the user's code, as one that TorchDynamo cannot follow."""
     unimplemented(
         gb_type="Captured wrongly",
         context=what,

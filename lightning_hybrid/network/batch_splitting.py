@@ -29,20 +29,16 @@ MICROBATCH_STATISTICS = (
 """Buffers of batch normalisation, whose statistics are those of a micro-batch by agreement."""
 
 
-def why_whole(
-    graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int, *, tried: bool
-) -> str | None:
+def why_whole(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
     """Why a batch must go through the network as a whole; ``None``: it may be split.
 
     Args:
         graph: the captured network.
         leaves: the tensors of a call; see `NetworkGraph.bind`.
         microbatches: into how many parts, as in `torch.Tensor.chunk`.
-        tried: whether the network is here, so that it can be tried.
     """
-    return _shown(graph, leaves, microbatches) or (
-        differs_in_parts(graph, leaves, microbatches) if tried else None
-    )
+    reason = _shown(graph, leaves, microbatches)
+    return reason or differs_in_parts(graph, leaves, microbatches)
 
 
 def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bool:

@@ -18,16 +18,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator, set_gradients
 from lightning_hybrid._torch.tensors import TorchDispatchMode
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.graph import NetworkGraph
-from lightning_hybrid.network.stage import Stage, cut_at
 from lightning_hybrid.network.stage_check import fresh
-from lightning_hybrid.tensors import is_deferred
+from lightning_hybrid.network.trial_pieces import Piece, Pieces, a_little_off, is_zero
 
 
 def differs_in_parts(
@@ -36,106 +35,155 @@ def differs_in_parts(
     """Why the parts of a batch give other numbers than the whole; ``None``: they do not.
 
     Args:
-        graph: the captured network. If weights of it are not here, nothing is tried.
+        graph: the captured network. Weights that another rank has are drawn.
         leaves: the tensors of a call; see `NetworkGraph.bind`.
         microbatches: into how many parts, as in `torch.Tensor.chunk`.
     """
-    state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
-    if any(is_deferred(state[name]) for name in graph.used):
-        return None
-    code = cut_at(graph, [])[0]
     here = next((t.device for t in leaves), torch.device("cpu"))
-    stage = Stage(code, graph.network, here)
     generator = torch.Generator().manual_seed(0)
-    tensors = [_a_little_off(state[name], generator, here) for name in code.tensors]
-    leaves = [_a_little_off(t, generator, here) if _is_zero(t) else t for t in leaves]
+    leaves = [a_little_off(t, generator, here) if is_zero(t) else t for t in leaves]
     leaves = [t if t.is_contiguous() else t.clone() for t in leaves]  # as copies of them are
-    draws = _SameDraws()
-
-    def once(part: Sequence[Tensor], drawing: TorchDispatchMode) -> list[Any]:
-        with _trial(drawing, grad=False):
-            numbers = graph.values_of_numbers(graph.sizes(part))
-            own = [tensor.clone() for tensor in tensors] if graph.written else tensors
-            return stage.run_with(own, fresh(graph, part), numbers)
-
+    with torch.inference_mode(False):  # what an evaluation gives can't be saved for a backward
+        leaves = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
     try:
-        rows = _rows_of_parts(graph, leaves, microbatches)
-        whole = once(leaves, draws.first())
-        parts = [once(part, draws.of_rows(start, size)) for part, start, size in rows]
-        tensors_out = range(len(graph.tensor_outputs))
-        pairs = [(whole[n], torch.cat([part[n] for part in parts])) for n in tensors_out]
-        for node, (one, other) in zip(graph.tensor_outputs, pairs):
-            if not _close(one, other):
-                return f"the output {graph.place_of(node)} depends on how the batch is split"
-        for part, start, size in (rows[0], rows[-1]):
-            others = once(_among_copies(graph, part, start, size, leaves), draws.again())
-            its = slice(start, start + size)
-            for n, node in enumerate(graph.tensor_outputs):
-                if not _is_same(whole[n][its], others[n][its]):
-                    return f"the output {graph.place_of(node)} depends on how the batch is split"
-        learned = [isinstance(state[name], nn.Parameter) for name in code.tensors]
-        return _tried_backward(graph, stage, tensors, learned, leaves, microbatches)
+        with torch.random.fork_rng(devices=[]):  # weights are drawn
+            return _try(graph, Pieces(graph, here), leaves, microbatches)
     except _OtherDraws as error:
         return str(error)
     except (RuntimeError, ValueError) as error:  # parts that cannot be computed, or joined
         return f"its parts cannot be computed or joined ({str(error).splitlines()[0]:.120})"
 
 
-def _tried_backward(
-    graph: NetworkGraph,
-    stage: Stage,
-    tensors: Sequence[Tensor],
-    learned: Sequence[bool],
-    leaves: Sequence[Tensor],
-    microbatches: int,
+def _try(
+    graph: NetworkGraph, pieces: Pieces, leaves: Sequence[Tensor], microbatches: int
 ) -> str | None:
+    rows, draws = _rows_of_parts(graph, leaves, microbatches), _SameDraws()
+    whole = _Pass(graph, leaves, (0, graph.batch_of(leaves) or 0), draws.first())
+    parts = [_Pass(graph, part, place, draws.of_rows(*place)) for part, place in rows]
+    among = [
+        (_Pass(graph, _among_copies(graph, part, place, leaves), place, draws.again()), place)
+        for part, place in (rows[0], rows[-1])
+    ]
+    goes_back = any(map(_may_differ_in_the_backward, graph.graph.nodes))
+    for piece in pieces:
+        for one in (whole, *parts, *(copies for copies, _ in among)):
+            one.forward(piece, keep=goes_back)
+    for number, node in enumerate(graph.tensor_outputs):
+        result = whole.values[number]
+        same = _close(result, torch.cat([part.values[number] for part in parts])) and all(
+            _is_same(*(values[number][start : start + size] for values in (whole.values, c.values)))
+            for c, (start, size) in among
+        )
+        if not same:
+            return f"the output {graph.place_of(node)} depends on how the batch is split"
+    return _tried_backward(pieces, whole, parts) if goes_back else None
+
+
+def _tried_backward(pieces: Pieces, whole: _Pass, parts: Sequence[_Pass]) -> str | None:
     """The same for gradients, where a backward need not be the derivative of the forward.
 
     Each part gets its rows of the random numbers of the whole batch here too.
     """
-    if not any(map(_may_differ_in_the_backward, graph.graph.nodes)):
-        return None
-    with torch.inference_mode(False):  # what an evaluation gives can't be saved for a backward
-        leaves = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
-    weights = [
-        tensor.detach().clone().requires_grad_(is_learned and tensor.is_floating_point())
-        for tensor, is_learned in zip(tensors, learned)
-    ]
-    wanted = [weight for weight in weights if weight.requires_grad]
-
-    draws = _SameDraws()
-
-    def gradients(
-        part: Sequence[Tensor], start: int, drawing: TorchDispatchMode
-    ) -> list[Tensor | None]:
-        with _trial(drawing, grad=True):
-            numbers = graph.values_of_numbers(graph.sizes(part))
-            outputs = stage.run_with(weights, fresh(graph, part), numbers)
-            rooted = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
-            starts = [_weights_of_samples(output, start + 1) for output in rooted]
-            if not rooted or not wanted:
-                return []
-            return list(torch.autograd.grad(rooted, wanted, starts, allow_unused=True))
-
-    whole = gradients(leaves, 0, draws.first())
-    sums: list[Tensor | None] = [None] * len(whole)
-    for part, start, size in _rows_of_parts(graph, leaves, microbatches):
-        found = gradients(part, start, draws.of_rows(start, size))
-        sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
-    for one, other in zip(whole, sums):
-        if one is not None and other is not None and not _close(one, other):
-            return "gradients depend on how the batch is split"
+    for number in reversed(range(len(pieces))):
+        piece, draws = pieces[number], _SameDraws()
+        expected = whole.backward(piece, number, draws.first())
+        sums: list[Tensor | None] = [None] * len(expected)
+        for part in parts:
+            found = part.backward(piece, number, draws.of_rows(*part.place))
+            sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found)]
+        # one that is zero but for rounding (of a bias of keys, before a softmax) tells nothing
+        rounding = _ROUNDING * max(map(_largest, whole.found), default=0.0)
+        for one, other in zip(expected, sums):
+            if one is not None and other is not None and not _close(one, other, rounding):
+                return "gradients depend on how the batch is split"
     return None
+
+
+class _Pass:
+    """Some rows of a batch on their way through the pieces of a network, and back.
+
+    Args:
+        graph: the network.
+        leaves: the tensors of a call with these rows.
+        place: number of the first of these rows in the batch, and how many they are.
+        drawing: gives them their random numbers.
+
+    Attributes:
+        values: what the pieces so far have made of them.
+        found: all gradients that the backward of the last piece has found.
+    """
+
+    def __init__(
+        self,
+        graph: NetworkGraph,
+        leaves: Sequence[Tensor],
+        place: tuple[int, int],
+        drawing: TorchDispatchMode,
+    ) -> None:
+        self._graph, self._leaves, self.place, self._drawing = graph, leaves, place, drawing
+        self._numbers = graph.values_of_numbers(graph.sizes(leaves))
+        self.values: list[Any] = fresh(graph, leaves)
+        self._taken: list[list[Any]] = []
+        self._gradients: list[Tensor | None] | None = None
+        self.found: list[Tensor] = []
+
+    def forward(self, piece: Piece, *, keep: bool) -> None:
+        """Go through one more piece; ``keep``: a backward follows."""
+        if keep:
+            self._taken.append(self.values)
+        tensors = piece.tensors
+        with _trial(self._drawing, grad=False):
+            own = [tensor.clone() for tensor in tensors] if self._graph.written else tensors
+            self.values = piece.stage.run_with(own, self.values, self._numbers)
+
+    def backward(
+        self, piece: Piece, number: int, drawing: TorchDispatchMode
+    ) -> list[Tensor | None]:
+        """Go back through a piece, which runs again. Returns the gradients of its weights."""
+        weights = [
+            tensor.detach().clone().requires_grad_(learned and tensor.is_floating_point())
+            for tensor, learned in zip(piece.tensors, piece.learned)
+        ]
+        inputs = fresh(self._graph, self._leaves)
+        if number:
+            inputs = [_as_input(value) for value in self._taken[number]]
+        wanted = [weight for weight in weights if weight.requires_grad]
+        ends = [*wanted, *filter(_is_rooted, inputs if number else ())]
+        with _trial(drawing, grad=True):
+            outputs = piece.stage.run_with(weights, inputs, self._numbers)
+            starts = self._gradients
+            if starts is None:
+                starts = [_first_gradient(output, self.place[0]) for output in outputs]
+            known = [(o, g) for o, g in zip(outputs, starts) if g is not None and _is_rooted(o)]
+            found: Sequence[Tensor | None] = [None] * len(ends)
+            if known and ends:
+                roots, gradients = map(list, zip(*known))
+                found = torch.autograd.grad(roots, ends, gradients, allow_unused=True)
+        self.found = [gradient for gradient in found if gradient is not None]
+        rest = iter(found[len(wanted) :])
+        self._gradients = [next(rest) if number and _is_rooted(i) else None for i in inputs]
+        return list(found[: len(wanted)])
+
+
+def _is_rooted(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _as_input(value: Any) -> Any:
+    """What a piece takes of the one before it, as a beginning of autograd's graph."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.is_floating_point())
 
 
 def _rows_of_parts(
     graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int
-) -> list[tuple[list[Tensor], int, int]]:
+) -> list[tuple[list[Tensor], tuple[int, int]]]:
     """The parts of a batch, each with the number of its first sample and of its samples."""
     start, rows = 0, []
     for part in graph.split(leaves, microbatches):
         size = graph.batch_of(part) or 0
-        rows.append((part, start, size))
+        rows.append((part, (start, size)))
         start += size
     return rows
 
@@ -153,11 +201,14 @@ def _trial(drawing: TorchDispatchMode, *, grad: bool) -> Iterator[None]:
         yield
 
 
-def _weights_of_samples(output: Tensor, first: int) -> Tensor:
-    """A gradient of an output in which each sample has a weight of its own, rising from ``first``.
+def _first_gradient(output: Any, start: int) -> Tensor | None:
+    """A gradient of an output in which each sample has a weight of its own, rising from ``start``.
 
     With equal weights a mean over some samples would be like that over others.
     """
+    if not _is_rooted(output):
+        return None
+    first = start + 1
     weights = torch.arange(first, first + len(output), dtype=output.dtype, device=output.device)
     return weights.view(-1, *[1] * (output.dim() - 1)).expand_as(output)
 
@@ -174,34 +225,17 @@ def _may_differ_in_the_backward(node: fx.Node) -> bool:
 def _among_copies(
     graph: NetworkGraph,
     part: Sequence[Tensor],
-    start: int,
-    size: int,
+    place: tuple[int, int],
     leaves: Sequence[Tensor],
 ) -> list[Tensor]:
     """The whole batch, with samples of one part in the places of all others."""
-    made = []
+    (start, size), made = place, []
     for leaf, some, tensor in zip(graph.leaves, part, leaves):
         if leaf.batched:
             order = (torch.arange(len(tensor), device=tensor.device) - start) % size
             tensor = torch.empty_like(tensor).copy_(some.index_select(0, order))
         made.append(tensor)
     return made
-
-
-def _a_little_off(value: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
-    """A copy with noise, so that nothing is zero by initialisation."""
-    copy = value.detach().to(device, copy=True)
-    if not copy.is_floating_point() or not copy.numel():
-        return copy
-    if not (isinstance(value, nn.Parameter) or _is_zero(copy)):
-        return copy  # what is no parameter may have to be as it is, but a zero may close a gate
-    noise = torch.randn(copy.shape, generator=generator, dtype=torch.float32)
-    spread = copy.float().std().item() if copy.numel() > 1 else 0.0
-    return copy.add_(noise.to(device, copy.dtype), alpha=0.1 * (spread or 0.5))
-
-
-def _is_zero(value: Tensor) -> bool:
-    return value.layout is torch.strided and not value.any()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -213,14 +247,25 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, 16 * torch.finfo(one.dtype).eps, atol=0.0, equal_nan=True)
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+_ROUNDING = 1000
+"""What rounding may make of a gradient that is zero, in last places of the largest gradient."""
+
+
+def _close(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
+    """Whether two results differ by rounding; ``rounding``: in units of its precision."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    tolerance = torch.finfo(one.dtype).eps ** 0.5
-    scale = one.abs().nan_to_num(0.0, 0.0).max().item() if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    precision = torch.finfo(one.dtype).eps
+    atol = precision**0.5 * _largest(one) + precision * rounding
+    return torch.allclose(one, other, rtol=precision**0.5, atol=atol, equal_nan=True)
+
+
+def _largest(values: Tensor) -> float:
+    if not values.numel():
+        return 0.0
+    return float(values.detach().abs().nan_to_num(0.0, 0.0).max())
 
 
 class _StatisticsAside(TorchFunctionMode):

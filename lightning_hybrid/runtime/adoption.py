@@ -175,7 +175,7 @@ class Adoption:
                 "it was captured as several graphs, between which its Python runs for the whole "
                 "batch, and this one draws random numbers or has batch normalisation"
                 if not found.whole and (graph.uses_rng or _is_normalised(found.module))
-                else why_whole(graph, leaves, wanted, tried=found.is_materialized)
+                else why_whole(graph, leaves, wanted)
             )
         return found.why_whole[key]
 

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid._torch.autograd import backwards_as_ever, own_saved_tensors
+from lightning_hybrid._torch.autograd import (
+    backwards_as_ever,
+    checkpointed_region,
+    own_saved_tensors,
+    saved_tensors_hooks,
+)
 from lightning_hybrid._torch.capture import without_mode
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import CannotFollow, NetworkGraph, NotCaptured, compute_whole
@@ -24,6 +29,7 @@ from lightning_hybrid.runtime.found_network import FoundNetwork, indented
 from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
+from lightning_hybrid.runtime.saved_for_backward import SavedForBackward
 from lightning_hybrid.tensors import Kind, NoMemory, watched
 
 Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
@@ -59,7 +65,9 @@ class CapturedCalls:
         self._aside, self._kept = aside, kept
         self._options, self._announcements = options, announcements
         self._logging_later = LoggingLater(module)
-        self._statistics: AbstractContextManager[Any] = nullcontext()  # around the running call
+        # of the running call
+        self._statistics: AbstractContextManager[Any] = nullcontext()
+        self._saved: SavedForBackward | None = None
 
     def call(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -100,7 +108,12 @@ class CapturedCalls:
         remote = self._driver.remote
         remote.adopt_replaced()
         # its Python and its hooks must run once
-        with self._driver.calls.one_stream(), self._weights_at_hand(found):
+        calls = self._driver.calls
+        with (
+            calls.in_region(checkpointed_region(saved_tensors_hooks())),
+            calls.one_stream(),
+            self._weights_at_hand(found),
+        ):
             result = found.forward(*arguments, **keywords)
         remote.adopt_replaced()  # what the call itself has replaced
         return result
@@ -114,7 +127,10 @@ class CapturedCalls:
         return remote.at_hand([name for name in names if name.startswith(prefix)])
 
     def captured(
-        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self,
+        found: FoundNetwork,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
     ) -> Any:
         """A call through TorchDynamo, which comes back to :meth:`run` with each graph.
 
@@ -127,6 +143,21 @@ class CapturedCalls:
             NotCaptured: TorchDynamo cannot follow; nothing has happened.
             NetworkError: one part of several cannot be captured.
         """
+        hooks = saved_tensors_hooks()
+        saved = None if hooks is None else SavedForBackward(hooks)
+        with self._driver.calls.in_region(checkpointed_region(hooks)):
+            result = self._captured(found, arguments, keywords, saved)
+        if saved is not None:
+            saved.save()
+        return result
+
+    def _captured(
+        self,
+        found: FoundNetwork,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        saved: SavedForBackward | None,
+    ) -> Any:
         remote = self._driver.remote
         with ExitStack() as stack:
             stack.enter_context(self._logging_later())
@@ -135,7 +166,8 @@ class CapturedCalls:
                 stack.callback(self._options.progress.over)
             mode = stack.enter_context(without_mode(Synchronised))
             stack.callback(setattr, self, "_statistics", self._statistics)
-            self._statistics = mode or nullcontext()
+            stack.callback(setattr, self, "_saved", self._saved)
+            self._statistics, self._saved = mode or nullcontext(), saved
             stack.enter_context(own_saved_tensors())
             stack.enter_context(backwards_as_ever())
             stack.enter_context(remote.suspended())
@@ -196,7 +228,7 @@ class CapturedCalls:
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
             if call is not None:
-                return call(values)
+                return call(values, self._saved)
             with self._statistics:
                 return compute_whole(graph, values)
 

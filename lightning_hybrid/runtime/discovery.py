@@ -120,13 +120,10 @@ class Discovery:
             for name, reason in self._called_aside.items():
                 self._keep(name, self._watched[name], reason)
         if not self.found:
-            why = "".join(
-                f"\n{name or 'self'!r} cannot be captured as one graph:\n{reason}"
-                for name, reason in self._opened.items()
-            ) + "".join(
-                f"\n{name or 'self'!r} {reason}"
-                for name, reason in {**self._called_aside, **self._kept}.items()
-            )
+            opened = {n: f"cannot be captured as one graph:\n{r}" for n, r in self._opened.items()}
+            early = dict.fromkeys(self._early, _WITHOUT_GRADIENTS)
+            reasons = (*opened.items(), *{**early, **self._called_aside, **self._kept}.items())
+            why = "".join(f"\n{name or 'self'!r} {reason}" for name, reason in reasons)
             what = "that can be cut" if why else "with parameters"
             if self._options.names is not None:
                 names = " or ".join(map(repr, self._options.names))
@@ -402,6 +399,12 @@ class Discovery:
             for other, module in self._watched.items()
             if not inside(other, name) and not inside(name, other)
         )
+
+
+_WITHOUT_GRADIENTS = (
+    "was called without gradients only; activation checkpointing around it must be "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), since the other kind calls it so"
+)
 
 
 def _hooks_of(module: nn.Module) -> dict[str, list[Any]]:

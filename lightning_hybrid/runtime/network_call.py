@@ -23,6 +23,7 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NetworkGraph, place_now, views_of_inputs
 from lightning_hybrid.pipeline import Gradients
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
+from lightning_hybrid.runtime.saved_for_backward import SavedForBackward
 from lightning_hybrid.runtime.specialization import Specialization
 
 
@@ -38,11 +39,12 @@ class NetworkCall:
         self.network, self.specialization = network, specialization
         self._views = views_of_inputs(specialization.graph)
 
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
+    def __call__(self, values: Sequence[Any], saved: SavedForBackward | None = None) -> list[Any]:
         """Call the network.
 
         Args:
             values: the arguments of the graph.
+            saved: what the call saves for its backward, if code around it wants to know.
 
         Returns:
             What the graph returns.
@@ -54,7 +56,7 @@ class NetworkCall:
         if torch.is_grad_enabled():
             anchor = self.network.anchor()
             if anchor is not None or any(leaf.requires_grad for leaf in leaves):
-                outputs = _CallNode.apply(self, anchor, *leaves)  # type: ignore[no-untyped-call]
+                outputs = _CallNode.apply(self, saved, anchor, *leaves)  # type: ignore[no-untyped-call]
         if outputs is None:
             _, parts = self.network.forward(self.specialization, leaves, grad=False)
             outputs = _join(parts)
@@ -73,12 +75,18 @@ class _CallNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, called: NetworkCall, anchor: Tensor | None, *leaves: Tensor
+        ctx: Any,
+        called: NetworkCall,
+        saved: SavedForBackward | None,
+        anchor: Tensor | None,
+        *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         network, specialization = called.network, called.specialization
         with forward_derivatives():
             call, parts = network.forward(specialization, leaves, grad=True)
-        ctx.network, ctx.call = network, call
+        ctx.network, ctx.call, ctx.saved = network, call, saved
+        if saved is not None:
+            saved.want()
         ctx.trained = anchor is not None
         ctx.sizes = [[len(v) if isinstance(v, Tensor) and v.dim() else 1 for v in p] for p in parts]
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
@@ -125,6 +133,8 @@ class _CallNode(torch.autograd.Function):
                 "Trying to backward through a call of the network a second time. Specify "
                 "retain_graph=True in the first backward."
             )
+        if ctx.saved is not None:
+            ctx.saved.ask()
         inputs = network.backward(
             ctx.call,
             _split_gradients(gradients, ctx.sizes),
@@ -134,7 +144,7 @@ class _CallNode(torch.autograd.Function):
         )
         if not keep:
             ctx.finaliser.detach()
-        return None, None, *_join_gradients(inputs, ctx.wanted, ctx.split)
+        return None, None, None, *_join_gradients(inputs, ctx.wanted, ctx.split)
 
 
 def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None:

@@ -1,9 +1,13 @@
 """The calls of networks within a training step: their number decides their random numbers."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 
+from lightning_hybrid._torch.autograd import pass_number
 from lightning_hybrid.pipeline import draw_number, generators_of_microbatch, microbatch_seed
 
 
@@ -23,6 +27,8 @@ class StepCalls:
         self._seed, self._replica, self._device = seed, replica, device
         self.count = 0
         self._batch = self._streams = self._evaluations = 0
+        self._regions: WeakKeyDictionary[object, _Region] = WeakKeyDictionary()
+        self._region: _Region | None = None
 
     def begin(self, batch: int) -> None:
         """A training step begins.
@@ -32,8 +38,31 @@ class StepCalls:
         """
         self._batch, self.count, self._streams = batch, 0, 0
 
+    @contextmanager
+    def in_region(self, region: tuple[object, bool] | None) -> Iterator[None]:
+        """Inside is a call in a checkpointed region: one that runs again has the same numbers.
+
+        Args:
+            region: it, and whether it runs again; ``None``: there is none.
+        """
+        before = self._region
+        self._region = None
+        if region is not None:
+            frame, again = region
+            self._region = self._regions.setdefault(frame, _Region())
+            self._region.enter(pass_number() if again else None)
+        try:
+            yield
+        finally:
+            self._region = before
+
     def draw_number(self, grad: bool) -> int:
         """The number of the next call, for its random numbers."""
+        if self._region is None:
+            return self._next(grad)
+        return self._region.number(partial(self._next, grad))
+
+    def _next(self, grad: bool) -> int:
         if grad:
             return draw_number(self._batch, self.count + self._streams)
         self._evaluations += 1  # networks that draw without gradients (dropout at test time)
@@ -53,3 +82,29 @@ class StepCalls:
         seed = microbatch_seed(self._seed, self._replica, self.draw_number(grad), 0)
         self._streams += grad
         return generators_of_microbatch(seed, self._device)
+
+
+class _Region:
+    """The numbers of the calls in a checkpointed region, in their order."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._pass: int | None = None
+        self._place = 0
+
+    def enter(self, number: int | None) -> None:
+        """A call follows.
+
+        Args:
+            number: of the backward pass that runs the region again; ``None``: it runs first.
+        """
+        if number != self._pass:
+            self._pass, self._place = number, 0
+
+    def number(self, new: Callable[[], int]) -> int:
+        """The number of the call; ``new`` makes one."""
+        if self._pass is None or self._place == len(self._numbers):
+            self._numbers.append(new())
+            return self._numbers[-1]
+        self._place += 1
+        return self._numbers[self._place - 1]

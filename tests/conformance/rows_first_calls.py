@@ -408,6 +408,20 @@ class CentersTheBatch(_Meets):
             return (x - x.mean(0)) / (x.std(0) + 1)
 
 
+class CentersTheBatchOfConfigureModel(CentersTheBatch):
+    """Before there are weights, too, it is seen that samples meet."""
+
+    fast = True
+    gathered = True
+
+    def build(self) -> None:
+        self.net: Layers | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = self.Net().double()
+
+
 class AttendsToTheBatch(_Meets):
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from rows_networks import BuildsInConfigureModel, TiesAcrossStages
 from rows_steps import PacksWhatIsPadded
 from suite import ONE_OF_TWO, Layers, Row
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class _Refused(Row):
@@ -65,6 +66,17 @@ class RefusedTwoParametersInOneMemory(Row):
 
     def on_fit_start(self) -> None:  # to make float64 of the network gives each its own memory
         self.net.third.weight.data = self.net.second.weight.data
+
+
+class RefusedReentrantCheckpoint(Row):
+    """This kind of activation checkpointing calls the network without gradients first."""
+
+    shapes = (ONE_OF_TWO,)
+    refused = ("'net' was called without gradients only", "use_reentrant=False")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        output = checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True)
+        return nn.functional.cross_entropy(output, y)
 
 
 class RefusedWritesIntoOneOfTwoViews(Row):

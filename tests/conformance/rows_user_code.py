@@ -307,6 +307,25 @@ class NormalizesBatches(Row):
         self.net = nn.Sequential(*layers, nn.Linear(8, 3))
 
 
+class NormalizesBatchesUnderACheckpoint(NormalizesBatches):
+    """The network runs again in the backward: statistics and counters hear of it twice."""
+
+    fast = True
+    microbatches = 1
+
+    def build(self) -> None:
+        super().build()
+        self.calls = 0
+        self.net[3].register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen.append(self.calls)
+        return nn.functional.cross_entropy(checkpoint(self.net, x, use_reentrant=False), y)
+
+
 class NormalizesBatchesAndRecomputes(NormalizesBatches):
     """Running statistics are written once per forward, and not again."""
 

@@ -596,7 +596,7 @@ def gated(net: Any, x: Tensor) -> Tensor:
 )
 def test_a_batch_whose_samples_meet_is_not_split(code: Code, text: str) -> None:
     found = captured(Net(code), X)
-    reason = why_whole(found.graph, found.leaves, 2, tried=True)
+    reason = why_whole(found.graph, found.leaves, 2)
     assert reason is not None
     assert any(word in reason for word in text.split("|")), reason
 
@@ -608,13 +608,10 @@ def test_batch_norm_of_one_value_per_sample_is_not_split_into_single_samples(
     network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
     for samples, parts in ((5, 3), (4, 2)):  # 2, 2 and 1; 2 and 2
         found = captured(network, torch.randn(samples, 1, *sizes))
-        reason = why_whole(found.graph, found.leaves, parts, tried=True)
+        reason = why_whole(found.graph, found.leaves, parts)
         assert (reason is None) is (splits or samples == 4), reason
         assert reason is None or "needs two samples, and a part has one" in reason
-    assert (
-        why_whole(captured(network.eval(), found.leaves[0]).graph, found.leaves, 4, tried=True)
-        is None
-    )
+    assert why_whole(captured(network.eval(), found.leaves[0]).graph, found.leaves, 4) is None
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "argument"])
@@ -625,7 +622,7 @@ def test_interaction_behind_a_gate_that_starts_at_zero_is_seen(kind: str) -> Non
     else:
         network.register_buffer("gate", torch.zeros(4))
     found = captured(network, X, *[torch.zeros(4)] * (kind == "argument"))
-    assert why_whole(found.graph, found.leaves, 2, tried=True) is not None
+    assert why_whole(found.graph, found.leaves, 2) is not None
 
 
 def dropped_and_doubled(net: Any, x: Tensor) -> Tensor:
@@ -638,7 +635,7 @@ def dropped_and_doubled(net: Any, x: Tensor) -> Tensor:
 )
 def test_a_batch_of_samples_that_do_not_meet_is_split(network: nn.Module) -> None:
     found = captured(network, X)
-    assert why_whole(found.graph, found.leaves, 2, tried=True) is None
+    assert why_whole(found.graph, found.leaves, 2) is None
 
 
 def test_a_vector_that_happens_to_be_as_long_as_the_batch_is_passed_whole() -> None:
@@ -770,7 +767,7 @@ def test_a_batch_of_sixteen_convolved_samples_may_be_split_into_smaller_ones() -
     """Torch computes 16 and more in another way, which is no way of the network's Python."""
     x = torch.randn(24, 1, 5, 5, 5)
     graph = graph_of(nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2)), x)
-    assert why_whole(graph, [x], 4, tried=False) is None
+    assert why_whole(graph, [x], 4) is None
 
 
 def test_what_the_code_asks_of_the_batch_behind_a_convolution_is_a_condition() -> None:
@@ -784,5 +781,5 @@ def test_what_the_code_asks_of_the_batch_behind_a_convolution_is_a_condition() -
             return y * 2 if len(y) > 10 else y
 
     x = torch.randn(24, 1, 5, 5, 5)
-    reason = why_whole(graph_of(Branches(), x), [x], 4, tried=False)
+    reason = why_whole(graph_of(Branches(), x), [x], 4)
     assert reason == "its code takes another way for other batch sizes"

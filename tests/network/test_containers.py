@@ -33,6 +33,20 @@ class Moves(Net):
         return x * next(iter(self.order.values()))
 
 
+class Settings(dict[str, float]):
+    pass
+
+
+class ReadsSettings(Net):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.settings = Settings(dict.fromkeys(names, 1.0))
+        self.settings.act, self.settings.scales = torch.tanh, [1.0, 2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.settings.act(x) * self.settings.scales[0]
+
+
 class Draws(Net):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.random.random()
@@ -55,10 +69,31 @@ def test_a_full_queue_gives_up_an_element_for_each_new_one(compiled_before: bool
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [(Moves, "OrderedDict.move_to_end"), (Draws, "random.Random.random")]
+    ("kind", "what"),
+    [
+        (Moves, "OrderedDict.move_to_end"),
+        (Draws, "random.Random.random"),
+        (ReadsSettings, "Settings.act, of an empty dictionary"),
+    ],
 )
 def test_what_would_go_wrong_is_not_captured(kind: type[Net], what: str) -> None:
     torch._dynamo.reset()
     captured = torch.compile(kind(), backend="eager", fullgraph=True)
     with capture_settings(), pytest.raises(TorchDynamoException, match=what):
         captured(torch.ones(1))
+
+
+def test_attributes_of_a_dictionary_that_is_not_empty_are_followed() -> None:
+    net, x = ReadsSettings("key"), torch.tensor(0.5)
+    captured = torch.compile(net, backend="eager", fullgraph=True)
+
+    def change_entry() -> None:
+        net.settings.scales[0] = 3.0
+
+    def change_function() -> None:
+        net.settings.act = torch.cos
+
+    for change in (lambda: None, change_entry, change_function):
+        change()
+        with capture_settings():
+            assert torch.equal(captured(x), net.forward(x))

@@ -66,7 +66,7 @@ class Pooled(nn.Module):
 )
 def test_network_that_mixes_samples_is_not_split(keep: bool, text: str) -> None:
     found = captured(Pooled(keep), torch.randn(4, 4))
-    assert text in str(why_whole(found.graph, found.leaves, 2, tried=True))
+    assert text in str(why_whole(found.graph, found.leaves, 2))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -74,7 +74,7 @@ def test_batch_norm_does_not_keep_a_network_from_being_split(training: bool) -> 
     network = ResNet(blocks=(1, 1)).train(training)
     found = captured(network, torch.randn(6, 1, 16, 16, 16))
     state = {name: value.clone() for name, value in network.state_dict().items()}
-    assert why_whole(found.graph, found.leaves, 3, tried=True) is None
+    assert why_whole(found.graph, found.leaves, 3) is None
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
 
 

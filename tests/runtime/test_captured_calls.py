@@ -39,7 +39,10 @@ class Calls:
             at_hand=self.fetch,
         )
         driver: Any = SimpleNamespace(
-            remote=remote, calls=SimpleNamespace(one_stream=lambda: self.noted("one stream"))
+            remote=remote,
+            calls=SimpleNamespace(
+                one_stream=lambda: self.noted("one stream"), in_region=lambda _: nullcontext()
+            ),
         )
         self.module = nn.Linear(3, 3)
         self.found: Any = SimpleNamespace(
