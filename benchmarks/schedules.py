@@ -3,7 +3,9 @@
 A run trains 3D-ResAttNet-18 (or, with ``--network perceptron``, a wide perceptron, whose gradients
 are large and whose activations are small) and prints the mean time from one batch to the next,
 over all batches but the first ones. ``ddp`` has half of each batch on either process. 1F1B gets
-windows of four batches. ``--schedules`` chooses, ``--side`` and ``--batches`` make it shorter.
+windows of four batches. ``--schedules`` chooses, ``--side`` and ``--batches`` make it shorter;
+``--microbatches`` is the number of micro-batches under `gpipe`, `looped` and `zero_bubble`. The
+micro-batches of the others are whole batches.
 """
 
 import argparse
@@ -23,7 +25,8 @@ from lightning_hybrid import HybridGabraStrategy
 from models import ResAttNet3D
 
 DEVICES, BATCH, WINDOW, WARM_UP = 2, 6, 4, 4
-SCHEDULES = ("gpipe", "looped", "1f1b", "pipedream", "fdg", "akintoye")
+BATCH_SCHEDULES = ("gpipe", "looped", "zero_bubble")
+SCHEDULES = (*BATCH_SCHEDULES, "1f1b", "pipedream", "fdg", "akintoye")
 
 
 def perceptron() -> nn.Module:
@@ -41,7 +44,7 @@ class Plain(Module):
 def strategy_of(name: str, microbatches: int) -> Any:
     if name == "ddp":
         return "ddp"
-    batched = {"num_microbatches": microbatches} if name in ("gpipe", "looped") else {}
+    batched = {"num_microbatches": microbatches} if name in BATCH_SCHEDULES else {}
     return HybridGabraStrategy(pipeline_parallel_size=DEVICES, schedule=name, **batched)
 
 
@@ -92,10 +95,21 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--network", choices=["resattnet", "perceptron"], default="resattnet")
     parser.add_argument("--side", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=3)
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        default=3,
+        help=f"of a batch, under {', '.join(BATCH_SCHEDULES)}; default 3",
+    )
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
+    parser.add_argument(
+        "--schedules",
+        nargs="*",
+        default=SCHEDULES,
+        metavar="NAME",
+        help=f"beside ddp; default: {' '.join(SCHEDULES)}",
+    )
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
