@@ -1,6 +1,6 @@
 """Time an order of computations, and count what it holds in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hybrid.errors import PlanError
@@ -17,12 +17,14 @@ class OrderTimes:
         busy_s: for each stage the seconds in which it computes.
         in_flight: for each stage the most micro-batches that have gone forward and not yet wholly
             backward.
+        done_s: for each computation of each stage the seconds when it is over.
     """
 
     makespan_s: float
     spans_s: tuple[float, ...]
     busy_s: tuple[float, ...]
     in_flight: tuple[int, ...]
+    done_s: Mapping[tuple[int, Work], float]
 
     @property
     def bubble(self) -> float:
@@ -81,6 +83,7 @@ def time_orders(
         spans_s=tuple(clock - start for clock, start in zip(clocks, starts)),
         busy_s=tuple(sum(seconds[w.part][k] for w in order) for k, order in enumerate(orders)),
         in_flight=tuple(map(_most_held, orders)),
+        done_s=done,
     )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.planning.streamed_time import steady_batches
 from lightning_hybrid.planning.traced_step import Work, measured_step
 from lightning_hybrid.planning.units import spell
 from lightning_hybrid.report import (
@@ -23,7 +25,7 @@ from lightning_hybrid.report import (
     paragraph,
     table,
 )
-from lightning_hybrid.schedules import SCHEDULES, Kind, make_schedule
+from lightning_hybrid.schedules import SCHEDULES, STREAMED, Kind, make_schedule
 
 _MOST_LANES = 32
 _KINDS = {
@@ -74,10 +76,20 @@ def plan_page(
 
 
 def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
-    """A step of each device of a replica, as simulated; empty where no times are known."""
+    """A step of each device of a replica, as predicted; empty where no times are known.
+
+    Of a streamed schedule: what the devices do once all are busy, until they do the same again,
+    which may take several batches.
+    """
     times = [(row.forward_s, row.backward_s) for row in plan.rows]
     if not times or any(None in pair for pair in times) or plan.schedule not in SCHEDULES:
         return {}
+    spans = _streamed(plan)[1] if plan.schedule in STREAMED else _simulated(plan)
+    return {_name(plan, device): spans[device] for device in _devices(plan)}
+
+
+def _simulated(plan: Plan) -> dict[int, list[Span]]:
+    """By device, its part of a step that is over before the next one begins."""
     rows = plan.rows
     timeline = simulate(
         make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split),
@@ -92,25 +104,49 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
     spans: dict[int, list[Span]] = {device: [] for device in plan.devices}
     for event in timeline.events:
         kind = _KINDS.get(event.instruction.kind)
-        if kind is None or event.end_s <= event.start_s:
-            continue
-        what = "all-reduce" if kind == "reduce" else f"{kind} of {event.instruction.microbatch}"
-        spans[plan.devices[event.stage]].append(
-            Span(
-                start_s=event.start_s,
-                end_s=event.end_s,
-                kind=kind,
-                label="" if kind == "reduce" else str(event.instruction.microbatch),
-                hint=f"stage {event.stage}: {what}, {event.end_s - event.start_s:.3g} s",
-            )
-        )
+        if kind is not None and event.end_s > event.start_s:
+            number = event.instruction.microbatch
+            span = _span(plan, event.stage, kind, number, event.start_s, event.end_s)
+            spans[plan.devices[event.stage]].append(span)
     for device, found in spans.items():
         step_s = sum(row.step_s or 0.0 for row in rows if row.device == device)
         start_s = max((span.end_s for span in found), default=0.0)
         if step_s:
             hint = f"optimizer step, {step_s:.3g} s"
             found.append(Span(start_s=start_s, end_s=start_s + step_s, kind="step", hint=hint))
-    return {_name(plan, device): spans[device] for device in _devices(plan)}
+    return spans
+
+
+def _streamed(plan: Plan) -> tuple[int, dict[int, list[Span]]]:
+    """A number of batches and, by device, what it does in their time."""
+    rows = plan.rows
+    costs = StepCosts(
+        forward_s=[row.forward_s or 0.0 for row in rows],
+        backward_s=[row.backward_s or 0.0 for row in rows],
+        devices=plan.devices,
+        send_s=[row.send_s or 0.0 for row in rows[:-1]],
+        latency_s=[row.latency_s or 0.0 for row in rows[:-1]],
+        reduce_s=[row.reduce_s or 0.0 for row in rows],
+        step_s=[row.step_s or 0.0 for row in rows],
+    )
+    spans: dict[int, list[Span]] = {device: [] for device in plan.devices}
+    batches, works = steady_batches(STREAMED[plan.schedule], costs, plan.microbatches)
+    for work in works:
+        span = _span(plan, work.stage, work.kind, work.batch, work.start_s, work.end_s)
+        spans[plan.devices[work.stage]].append(span)
+    return batches, spans
+
+
+def _span(plan: Plan, stage: int, kind: str, number: int, start_s: float, end_s: float) -> Span:
+    what = {"reduce": "all-reduce", "step": "optimizer step"}.get(kind, f"{kind} of {number}")
+    label = f"{stage}.{number}" if _shares(plan) else str(number)
+    return Span(
+        start_s=start_s,
+        end_s=end_s,
+        kind=kind,
+        label="" if kind in ("reduce", "step") else label,
+        hint=f"stage {stage}: {what}, {end_s - start_s:.3g} s",
+    )
 
 
 def _timelines(plan: Plan, measured: Sequence[Work]) -> str:
@@ -127,11 +163,11 @@ def _timelines(plan: Plan, measured: Sequence[Work]) -> str:
             )
         )
     both = [span for found in (predicted, lanes) for spans in found.values() for span in spans]
-    end_s = max((span.end_s for span in both), default=0.0)
+    end_s = max([plan.predicted_step_s or 0.0, *(span.end_s for span in both)])
     text = ""
     if predicted:
-        text += paragraph("Predicted. Numbers are micro-batches; gaps are waiting.")
-        text += draw_timeline(_first(predicted), "one step, predicted", end_s if measured else None)
+        text += paragraph(_legend(plan))
+        text += draw_timeline(_first(predicted), "one step, predicted", end_s)
         if len(predicted) > _MOST_LANES:
             text += paragraph(f"The first {_MOST_LANES} of {len(predicted)} devices of a replica.")
     if measured:
@@ -142,6 +178,19 @@ def _timelines(plan: Plan, measured: Sequence[Work]) -> str:
         )
         text += draw_timeline(_first(lanes), "one step, measured", end_s)
     return text
+
+
+def _legend(plan: Plan) -> str:
+    if plan.schedule not in STREAMED:
+        numbers = "stage.micro-batch" if _shares(plan) else "micro-batches"
+        return f"Predicted. Numbers are {numbers}; gaps are waiting."
+    batches, _ = _streamed(plan)
+    time = "the time of one batch" if batches == 1 else f"the time of {batches} batches"
+    return (
+        f"Predicted, once all devices are busy: {time}, {plan.step_s:.4g} s each, after which it "
+        "repeats. Numbers are batches, 0 that which the driver begins with; gaps are waiting. What "
+        "is under way at one end of the picture goes on at the other."
+    )
 
 
 def _first(lanes: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
@@ -223,6 +272,11 @@ def _network(plan: Plan) -> str:
 def _devices(plan: Plan) -> list[int]:
     """Devices of a replica in the order of their first stages."""
     return list(dict.fromkeys(plan.devices))
+
+
+def _shares(plan: Plan) -> bool:
+    """Whether stages share devices."""
+    return plan.devices_per_replica < plan.stages
 
 
 def _name(plan: Plan, device: int) -> str:

@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,31 +35,44 @@ def draw_timeline(plan: Mapping[str, Any]) -> Figure | None:
 
     Args:
         plan: As its JSON file: ``schedule``, ``microbatches``, and for each stage its ``load`` or
-            its times, ``forward_s``, ``backward_s`` and ``weight_s``.
+            its times, ``forward_s``, ``backward_s`` and ``weight_s``. Under ``looped`` also the
+            ``device`` of each stage: a device takes turns with its stages.
 
     Returns:
         The figure; None for other schedules, and for plans without loads.
     """
     rows = plan.get("rows", ())
-    if plan.get("schedule") not in ("gpipe", "zero_bubble") or len(rows) < 2:
+    if plan.get("schedule") not in ("gpipe", "looped", "zero_bubble") or len(rows) < 2:
         return None
     timed = all(row.get("forward_s") and row.get("backward_s") for row in rows)
     count = int(plan["microbatches"])
-    work = _fill_drain([_lengths(row, timed, count) for row in rows], count)
-    figure = Figure(figsize=(11, 0.5 * len(rows) + 1.2), layout="constrained")
+    devices = [row.get("device", stage) for stage, row in enumerate(rows)]
+    work = _fill_drain([_lengths(row, timed, count) for row in rows], count, devices)
+    unit = "seconds" if timed else "forward and backward passes of the whole network on one device"
+    return _draw(work, devices, f"time, in {unit}")
+
+
+def _draw(work: Sequence[Work], devices: Sequence[int], time: str) -> Figure:
+    """Draw a lane for each stage, or for each device if that has several."""
+    order = list(dict.fromkeys(devices))  # as the network passes them
+    shared = len(order) < len(devices)
+    lanes = [f"device {k}" for k in order] if shared else [f"stage {k}" for k in range(len(order))]
+    figure = Figure(figsize=(11, 0.5 * len(lanes) + 1.2), layout="constrained")
     axes = figure.subplots()
     for piece in work:
-        place = (piece.stage, piece.length)
-        axes.barh(*place, left=piece.start, color=COLORS[piece.kind], edgecolor="white")
+        lane = order.index(devices[piece.stage])
+        axes.barh(lane, piece.length, left=piece.start, color=COLORS[piece.kind], edgecolor="white")
         middle = piece.start + piece.length / 2
-        axes.text(middle, piece.stage, str(piece.microbatch), ha="center", va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [f"stage {stage}" for stage in range(len(rows))])
+        label = f"{piece.stage}.{piece.microbatch}" if shared else f"{piece.microbatch}"
+        axes.text(middle, lane, label, ha="center", va="center", fontsize=6 if shared else 8)
+    axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
-    unit = "seconds" if timed else "forward and backward passes of the whole network on one device"
-    axes.set_xlabel(f"time, in {unit}")
     title = "forward (blue) and backward (orange) of each micro-batch"
+    if shared:
+        title += " by each stage, as stage.micro-batch"
     if any(piece.kind == "weights" for piece in work):
         title += "; yellow: the part of a backward for the weights"
+    axes.set_xlabel(time)
     axes.set_title(title, fontsize=10)
     return figure
 
@@ -72,22 +85,33 @@ def _lengths(row: Mapping[str, Any], timed: bool, count: int) -> tuple[float, fl
     return unit, unit * BACKWARD, 0.0
 
 
-def _fill_drain(lengths: list[tuple[float, float, float]], count: int) -> list[Work]:
-    """All pieces of work of a step; backwards begin with the last micro-batch."""
-    free, work = [0.0] * len(lengths), []
-    for number in range(count):
-        ready = 0.0
-        for stage, (forward, *_) in enumerate(lengths):
-            start = max(free[stage], ready)
-            work.append(Work(stage, number, start, forward, "forward"))
-            free[stage] = ready = start + forward
-    for number in reversed(range(count)):
-        ready = 0.0
-        for stage, (_, backward, weights) in reversed([*enumerate(lengths)]):
-            start = max(free[stage], ready)
-            work.append(Work(stage, number, start, backward, "backward"))
-            free[stage] = ready = start + backward
-            if weights:
-                work.append(Work(stage, number, ready, weights, "weights"))
-                free[stage] += weights
+def _fill_drain(
+    lengths: Sequence[tuple[float, float, float]], count: int, devices: Sequence[int]
+) -> list[Work]:
+    """All pieces of work of a step; backwards begin with the last micro-batch.
+
+    A device takes what is of several stages in the order in which it would be done if each had a
+    device of its own and all took the same time, the earlier stage first.
+    """
+    stages, free = len(lengths), dict.fromkeys(devices, 0.0)
+    ready = [[0.0] * count for _ in range(stages + 1)]
+    work = []
+
+    def take(stage: int, number: int, start: float, length: float, kind: str) -> float:
+        start = max(free[devices[stage]], start)
+        work.append(Work(stage, number, start, length, kind))
+        free[devices[stage]] = start + length
+        return start + length
+
+    turns = [(s + n, s, n) for s in range(stages) for n in range(count)]
+    for _, stage, number in sorted(turns):
+        end = take(stage, number, ready[stage][number], lengths[stage][0], "forward")
+        ready[stage + 1][number] = end
+    turns = [(stages - 1 - s + count - 1 - n, s, n) for s in range(stages) for n in range(count)]
+    for _, stage, number in sorted(turns):
+        _, backward, weights = lengths[stage]
+        end = take(stage, number, ready[stage + 1][number], backward, "backward")
+        ready[stage][number] = end
+        if weights:
+            take(stage, number, end, weights, "weights")
     return work

@@ -95,7 +95,10 @@ def test_the_plan_has_its_table_and_timeline(tmp_path) -> None:
 
 
 def starts(lengths) -> dict[tuple[int, int, str], float]:
-    return {(w.stage, w.microbatch, w.kind): w.start for w in _fill_drain(lengths, 2)}
+    return {
+        (w.stage, w.microbatch, w.kind): w.start
+        for w in _fill_drain(lengths, 2, range(len(lengths)))
+    }
 
 
 def test_the_timeline_fills_and_drains() -> None:
@@ -124,6 +127,23 @@ def test_times_of_a_plan_are_drawn_in_seconds() -> None:
     assert drawn is not None
     assert drawn.axes[0].get_xlabel() == "time, in seconds"
     assert "weights" in drawn.axes[0].get_title()
+
+
+def test_a_loop_is_drawn_by_device() -> None:
+    """Two devices with two stages each, two micro-batches, a backward takes two slots.
+
+    device 1:  0.0 0.1 2.0 2.1 .   .   .   2.1 2.1 2.0 2.0 0.1 0.1 0.0 0.0
+    device 0:  .   1.0 1.1 3.0 3.1 3.1 3.1 3.0 3.0 1.1 1.1 1.0 1.0
+    """
+    row = {"load": 0.25, "forward_s": 1.0, "backward_s": 2.0}
+    rows = [row | {"device": device} for device in (1, 0, 1, 0)]
+    drawn = draw_timeline({"schedule": "looped", "microbatches": 2, "rows": rows})
+    assert drawn is not None
+    axes = drawn.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["device 1", "device 0"]
+    assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == 15.0
+    words = {text.get_text() for text in axes.texts}
+    assert words == {f"{stage}.{number}" for stage in range(4) for number in range(2)}
 
 
 @pytest.mark.parametrize("plan", [{}, {"schedule": "1f1b", "rows": [{"load": 0.5}] * 2}])
