@@ -14,11 +14,12 @@ first step's end, in which networks are captured, measured and cut.
 ``hybrid/speedup``           Eq. 14, see :func:`lightning_hybrid.pipeline.busy_time.speedup`
 ===========================  ======================================================================
 
-The last two need stages. The plan goes to the same loggers as hyper-parameters.
+The last two need stages. The plan goes to the same loggers as hyper-parameters; of a delayed
+schedule they always get the schedule, the delay of each stage, and what its backward computes with.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +34,6 @@ class PerformanceLog:
 
     Args:
         trainer: whose loggers get the values.
-        plans: the plans in force, by network; filled as networks are cut.
         replicas: their number.
         read_busy_s: gives the seconds that each stage has computed since the last call; waits until
             the workers have done what they were told before.
@@ -42,19 +42,16 @@ class PerformanceLog:
     def __init__(
         self,
         trainer: Trainer,
-        plans: Mapping[str, Plan],
         replicas: int,
         read_busy_s: Callable[[], list[float]],
     ) -> None:
-        self._trainer, self._plans, self._replicas = trainer, plans, replicas
+        self._trainer, self._replicas = trainer, replicas
         self._read_busy_s = read_busy_s
-        self._known: set[str] = set()
         self._first_step: int | None = None
         self._window: _Window | None = None
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
-        self._log_plans()
         step = self._trainer.global_step
         if self._first_step is None or step < self._first_step:
             self._first_step, self._window = step, None
@@ -80,7 +77,6 @@ class PerformanceLog:
 
     def end(self) -> None:
         """Training is over: log what is left."""
-        self._log_plans()
         step = self._trainer.global_step
         if self._window is not None and step > self._window.step:
             self._log(self._window, step)
@@ -104,13 +100,51 @@ class PerformanceLog:
         for logger in self._trainer.loggers:
             logger.log_metrics(values, step=step - 1)  # the number of the last of these steps
 
+
+class PlanLog:
+    """Gives the loggers each plan as hyper-parameters, once.
+
+    Args:
+        trainer: whose loggers get them.
+        plans: the plans in force, by network; filled as networks are cut.
+        names: what of a plan is logged; None: all of it.
+        options: what else belongs to each plan.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        plans: Mapping[str, Plan],
+        names: Collection[str] | None = None,
+        options: Mapping[str, str | float] | None = None,
+    ) -> None:
+        self._trainer, self._plans, self._names = trainer, plans, names
+        self._options = dict(options or {})
+        self._known: set[str] = set()
+
+    def batch_starts(self, batch: Any) -> None:
+        """A training batch is about to be trained on."""
+        self._log_plans()
+
+    def pause(self) -> None:
+        """Validation starts."""
+
+    def resume(self) -> None:
+        """Validation is over."""
+
+    def end(self) -> None:
+        """Training is over."""
+        self._log_plans()
+
     def _log_plans(self) -> None:
         new = {name: plan for name, plan in self._plans.items() if name not in self._known}
         self._known |= new.keys()
         for name, plan in new.items():
             # with several networks each has its own plan
             prefix = "hybrid/" if len(self._known) == 1 or not name else f"hybrid/{name}/"
-            values = {f"{prefix}{key}": value for key, value in _flat(plan).items()}
+            flat = _flat(plan)
+            chosen = {key: flat[key] for key in flat if self._names is None or key in self._names}
+            values = {f"{prefix}{key}": value for key, value in (chosen | self._options).items()}
             for logger in self._trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     # its table of hyper-parameters holds what was known when the run began

@@ -23,7 +23,7 @@ from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.comm import Failure, broadcast_object, run_pending
 from lightning_hybrid.device_times import StepWatcher
-from lightning_hybrid.performance_log import PerformanceLog
+from lightning_hybrid.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.pipeline import Synchronised
 from lightning_hybrid.plan_check import PlanCheck
 from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
@@ -377,15 +377,24 @@ class WorkerSession:
 
 def _watchers(run: Run, driver: Driver) -> list[StepWatcher]:
     """Who looks at the steps of a run: of the first driver only."""
-    if not run.fitting or not run.is_global_zero or run.measurement.stopwatch is None:
+    if not run.fitting or not run.is_global_zero:
         return []
-    coordinates, watchers = run.world.mesh.coordinates, list[StepWatcher]()
-    meter = run.measurement.meter(driver.reports)
-    if run.config.log_performance:
-        replicas = coordinates.replicas
-        watchers.append(PerformanceLog(run.trainer, run.plans, replicas, meter.reader()))
+    config, watchers = run.config, list[StepWatcher]()
+    delayed = config.streamed is not None and config.streamed.delayed
+    options = {
+        "delayed_weights": config.delayed_weights,
+        "gradient_shrinking": config.gradient_shrinking,
+    }
+    if config.log_performance or delayed:
+        names = None if config.log_performance else ("schedule", "delays")
+        watchers.append(PlanLog(run.trainer, run.plans, names, options if delayed else None))
+    if run.measurement.stopwatch is None:
+        return watchers
+    coordinates, meter = run.world.mesh.coordinates, run.measurement.meter(driver.reports)
+    if config.log_performance:
+        watchers.append(PerformanceLog(run.trainer, coordinates.replicas, meter.reader()))
     cluster = run.world.cluster
-    if cluster is not None and run.device.type == "cpu" and run.config.streamed is None:
+    if cluster is not None and run.device.type == "cpu" and config.streamed is None:
         chain = cluster.order[: coordinates.ranks_per_replica]
         watchers.append(PlanCheck(run.plans, meter.reader(), chain, rank_zero_info))
     return watchers

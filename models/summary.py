@@ -43,12 +43,18 @@ def _plan(run: Path) -> Table | None:
     title = "plan: " + ", ".join(
         f"{plan[name]} {name}" for name in ("replicas", "stages", "microbatches") if name in plan
     )
-    table = Table("stage", "layers", "parameters", "load", "device", title=title)
+    delays = plan.get("delays")  # in steps, of a delayed schedule
+    more = ("delay",) if delays else ()
+    table = Table("stage", "layers", "parameters", "load", "device", *more, title=title)
     for stage, row in enumerate(plan.get("rows", ())):
-        load = f"{row['load']:.0%}"
-        table.add_row(
-            str(stage), str(row["layers"]), f"{row['parameters']:,}", load, str(row["device"])
-        )
+        cells = [
+            stage,
+            row["layers"],
+            f"{row['parameters']:,}",
+            f"{row['load']:.0%}",
+            row["device"],
+        ]
+        table.add_row(*map(str, cells + ([delays[stage]] if delays else [])))
     return table
 
 

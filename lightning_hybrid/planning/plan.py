@@ -249,7 +249,9 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        """The plan as JSON, with the delays of a delayed schedule for those who read the file."""
+        delays = {"delays": self.delays} if any(self.delays) else {}
+        return json.dumps(asdict(self) | delays, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -263,6 +265,8 @@ class Plan:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
+        if isinstance(record, dict):
+            record.pop("delays", None)  # which follow from the schedule
         _check_keys(cls, record, "the plan")
         rows = []
         try:

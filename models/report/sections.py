@@ -158,6 +158,7 @@ def plan(run: Path) -> str:
     if not path.is_file():
         return ""
     record: dict[str, Any] = json.loads(path.read_text())
+    delays = record.get("delays")
     rows = [
         {
             "stage": stage,
@@ -165,6 +166,7 @@ def plan(run: Path) -> str:
             "parameters": f"{row['parameters']:,}",
             "load": f"{row['load']:.0%}",
             "device": row["device"],
+            **({"delay": delays[stage]} if delays else {}),
             "from": row["partitions"][0] if row.get("partitions") else "",
         }
         for stage, row in enumerate(record.get("rows", ()))
@@ -179,6 +181,8 @@ def plan(run: Path) -> str:
         if name in record
     )
     text = html.note(f"{head}; schedule {record.get('schedule', 'unknown')}.") + html.table(rows)
+    if delays:
+        text += html.note("delay: by how many steps the weights of a stage are too old.")
     timeline = draw_timeline(record)
     if timeline is not None:
         text += html.figure(timeline)

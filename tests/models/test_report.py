@@ -94,6 +94,16 @@ def test_the_plan_has_its_table_and_timeline(tmp_path) -> None:
         assert text in shown
 
 
+def test_the_delays_of_the_stages_are_in_the_table_of_the_plan(tmp_path) -> None:
+    row = {"layers": 7, "parameters": 1, "load": 0.5, "device": 0, "partitions": ["stem.conv"]}
+    record = {"stages": 2, "schedule": "fdg", "rows": [row] * 2}
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    assert "delay" not in plan(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(record | {"delays": [17, 0]}))
+    assert "delay" in plan(tmp_path)
+    assert ">17<" in plan(tmp_path)
+
+
 def starts(lengths) -> dict[tuple[int, int, str], float]:
     return {
         (w.stage, w.microbatch, w.kind): w.start

@@ -30,6 +30,15 @@ def test_shows_stages_epochs_and_test_metrics(tmp_path, monkeypatch, capsys) -> 
     assert "where each part of the network ran" in shown
 
 
+def test_the_delays_of_the_stages_are_shown(tmp_path, monkeypatch, capsys) -> None:
+    rows = [{"layers": 40, "parameters": 2, "load": 0.5, "device": device} for device in (1, 0)]
+    plan = {"stages": 2, "delays": [17, 0], "rows": rows}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    shown = show(tmp_path, monkeypatch, capsys)
+    assert "delay" in shown
+    assert "17" in shown
+
+
 def test_a_run_without_plan_and_test_is_shown_too(tmp_path, monkeypatch, capsys) -> None:
     assert "plan" not in show(tmp_path, monkeypatch, capsys)
 

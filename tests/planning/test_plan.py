@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,10 @@ def test_a_plan_for_another_network_says_which_partitions_differ() -> None:
         plan().check_network(["stem", "layer1.0", "layer1.1", "head"], "'net' (Net)")
     with pytest.raises(PlanError, match=r"only the plan has none, .*has 'more'"):
         plan().check_network(["stem", "layer1", "more", "head"], "'net' (Net)")
+
+
+def test_the_file_of_a_delayed_plan_has_its_delays() -> None:
+    plan = Plan(replicas=1, stages=3, microbatches=1, schedule="fdg", cuts=("b", "c"))
+    assert json.loads(plan.to_json())["delays"] == [3, 1, 0]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "delays" not in json.loads(replace(plan, schedule="1f1b").to_json())

@@ -83,6 +83,16 @@ def test_statistics_of_micro_batches_are_told_where_they_matter(
     assert lines == 1 or "statistics are those of a micro-batch (1/4 " in told.lines[1]
 
 
+def test_a_delayed_schedule_says_in_training_what_it_trades() -> None:
+    for schedule, training, lines in (("fdg", True, 2), ("fdg", False, 1), ("1f1b", True, 1)):
+        told = Told(training=training)
+        plan = Plan(replicas=1, stages=3, microbatches=1, schedule=schedule, cuts=("1", "2"))
+        told.announcements.planned(found(nn.Linear(2, 2)), plan)
+        assert len(told.lines) == lines, schedule
+        assert lines == 1 or "'fdg' is not exact: stage k of K runs on weights" in told.lines[1]
+        assert lines == 1 or "(here 3, 1, 0)" in told.lines[1]
+
+
 @pytest.mark.parametrize(
     ("reason", "alone", "line"),
     [
