@@ -11,7 +11,8 @@ first step's end, in which networks are captured, measured and cut.
                              tensor, times the replicas)
 ``hybrid/bubble``            share of the time of a replica's stages in which they run neither
                              forward nor backward: waiting, but also loading, losses, optimizers
-``hybrid/speedup``           Eq. 14, see :func:`lightning_hybrid.pipeline.busy_time.speedup`
+``hybrid/speedup``           Eq. 14, :func:`lightning_hybrid.planning.speedup.speedup`, with T_s of
+                             :func:`lightning_hybrid.pipeline.busy_time.serial_s`
 ===========================  ======================================================================
 
 The last two need stages. The plan goes to the same loggers as hyper-parameters; of a delayed
@@ -25,8 +26,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid._lightning import TensorBoardLogger, Trainer
-from lightning_hybrid.pipeline import bubble, speedup
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.pipeline import bubble, serial_s
+from lightning_hybrid.planning import Plan, speedup
 
 
 class PerformanceLog:
@@ -96,7 +97,8 @@ class PerformanceLog:
         }
         if len(busy_s) > 1:
             values["hybrid/bubble"] = bubble(busy_s, wall_s)
-            values["hybrid/speedup"] = speedup(busy_s, wall_s, self._replicas)
+            if any(busy_s):  # else no span of a device has passed since the last value
+                values["hybrid/speedup"] = speedup(serial_s(busy_s, self._replicas), wall_s)
         for logger in self._trainer.loggers:
             logger.log_metrics(values, step=step - 1)  # the number of the last of these steps
 

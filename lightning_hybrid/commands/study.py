@@ -26,6 +26,7 @@ from lightning_hybrid.planning import (
     measured_parts,
     optimizer_bytes,
     rank_shapes,
+    speedup,
 )
 
 KINDS = ("data parallel", "pipeline", "hybrid")
@@ -71,8 +72,8 @@ class Study:
         return found
 
     def speed_up(self, shape: Shape) -> float:
-        """Samples a second over those of one device (Eq. 14 for the same work)."""
-        return shape.samples_per_s * self.one_device_s / self.batch
+        """Eq. 14 for a sample: seconds on one device over those on the devices of a shape."""
+        return speedup(self.one_device_s / self.batch, 1 / shape.samples_per_s)
 
 
 def add_study_options(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """The stages of one rank at work: forward and backward, random numbers, averaged gradients."""
 
 from lightning_hybrid.pipeline.batchnorm import Synchronised
-from lightning_hybrid.pipeline.busy_time import Stopwatch, bubble, speedup
+from lightning_hybrid.pipeline.busy_time import Stopwatch, bubble, serial_s
 from lightning_hybrid.pipeline.calls import Call, Gradients, Values
 from lightning_hybrid.pipeline.early_forwards import DelayedWeights
 from lightning_hybrid.pipeline.engine import Engine
@@ -53,8 +53,8 @@ __all__ = [
     "own_buffers",
     "own_parameters",
     "random_state",
+    "serial_s",
     "set_random_state",
-    "speedup",
     "state_buffers",
     "tensors_of",
     "write_tensors",

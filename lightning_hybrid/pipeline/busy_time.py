@@ -63,16 +63,15 @@ def bubble(busy_s: list[float], wall_s: float) -> float:
     return 1.0 - sum(busy_s) / (len(busy_s) * wall_s)
 
 
-def speedup(busy_s: list[float], wall_s: float, replicas: int) -> float:
-    """S = T_s / T_p (Eq. 14 of Akintoye et al. 2022); T_s is a reconstruction.
+def serial_s(busy_s: list[float], replicas: int) -> float:
+    """T_s of Eq. 14 of Akintoye et al. 2022, seconds on one device; a reconstruction.
 
-    The time on one device is not known while several work. Taken for it are the forwards and
-    backwards of all stages of all replicas, one after the other, as long as they take here. What
-    one device needs for loading, losses and optimizer steps is left out of T_s but not of T_p.
+    It is not known while several devices work. Taken for it are the forwards and backwards of all
+    stages of all replicas, one after the other, as long as they take here. What one device needs
+    for loading, losses and optimizer steps is left out of it, but not of the T_p beside it.
 
     Args:
         busy_s: seconds of forward and backward of each stage of a replica.
-        wall_s: how long it took.
         replicas: number of replicas; each is taken to be as busy.
     """
-    return replicas * sum(busy_s) / wall_s
+    return replicas * sum(busy_s)

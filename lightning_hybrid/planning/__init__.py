@@ -22,6 +22,7 @@ from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.planning.search import Method
 from lightning_hybrid.planning.shapes import CostsOf, Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.planning.sizes import Machine, Search, Sizes, choose
+from lightning_hybrid.planning.speedup import speedup
 
 __all__ = [
     "ASSUMED_TENSORS",
@@ -58,6 +59,7 @@ __all__ = [
     "plan_of",
     "plan_page",
     "rank_shapes",
+    "speedup",
     "unequal_twins",
     "update_s_per_byte",
     "with_second_look",

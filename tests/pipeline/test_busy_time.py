@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_hybrid.pipeline import busy_time
-from lightning_hybrid.pipeline.busy_time import Stopwatch, bubble, speedup
+from lightning_hybrid.pipeline.busy_time import Stopwatch, bubble, serial_s
+from lightning_hybrid.planning import speedup
 
 
 def test_on_cpus_a_span_lasts_from_call_to_return(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,4 +64,4 @@ def test_of_equal_stages_the_figures_are_those_of_the_textbook(
     busy_s, wall_s = [0.25 * microbatches] * stages, 0.25 * (microbatches + stages - 1)
     idle = (stages - 1) / (microbatches + stages - 1)
     assert bubble(busy_s, wall_s) == pytest.approx(idle)
-    assert speedup(busy_s, wall_s, 3) == pytest.approx(3 * stages * (1 - idle))
+    assert speedup(serial_s(busy_s, 3), wall_s) == pytest.approx(3 * stages * (1 - idle))
