@@ -53,7 +53,7 @@ from lightning_hybrid.world import NoWorld, Phase
 
 
 class HybridGabraStrategy(SavingStrategy):
-    """Trains replicas of a chain of stages; a genetic algorithm places the stages.
+    """Trains replicas of a chain of stages, which are placed by predicted time.
 
     The LightningModule stays as it is. Its network is found at its first call, captured, cut into
     ``pipeline_parallel_size`` stages and given to the ranks of a replica; ``data_parallel_size``
@@ -90,7 +90,10 @@ class HybridGabraStrategy(SavingStrategy):
             sizes are chosen and one stage is the fastest that fits, there is none to do it.
         allocation: ``"gabra"``, ``"exact"``, ``"merging"`` (the most expensive cuts are closed
             first, for equal devices), or cut points: the names of the first module of each next
-            stage, as in the LightningModule (``["net.layer3"]``).
+            stage, as in the LightningModule (``["net.layer3"]``). For contiguous stages and the
+            objective ``"step"``, the defaults, ``"gabra"`` and ``"exact"`` stand for a dynamic
+            programme; the genetic algorithm GABRA searches with ``contiguous=False``, and for the
+            other objectives.
         objective: ``"step"``, the predicted time of a step; ``"makespan"``, the slowest device's
             time; or ``"profit"``, Eq. 5 of Akintoye et al. 2022 (constant on equal devices; kept
             for comparison).
@@ -104,7 +107,8 @@ class HybridGabraStrategy(SavingStrategy):
             what they are.
         plan: a :class:`Plan` or a path to one; skips profiling and search.
         log_performance: whether the loggers get the time of a step, the throughput, the bubble, the
-            speed-up (Eq. 14) and the plan; :mod:`lightning_hybrid.performance_log` defines them.
+            speed-up (Eq. 14) and the plan, and `hybrid_runs.csv` a line for `lightning-hybrid
+            fit-model`; :mod:`lightning_hybrid.performance_log` defines them.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
