@@ -16,7 +16,7 @@ It earns its keep if its steps are at least 1 % shorter (median) than those of t
 three families, the interval excluding 0, in no family 1 % longer, and if 95 % of the small problems
 come within 1 % of the best placement. Where a search finds nothing that fits, its step is infinite.
 
-    python benchmarks/genetic_part.py [--instances 50] [--evaluations 5000] [--small 20] [--processes 2]
+    python benchmarks/genetic_part.py [--instances 50] [--evaluations 5000] [--small 20]
 """
 
 import argparse

@@ -15,6 +15,7 @@ from lightning_hybrid.schedules import STREAMED
 
 VERSION = 1
 """Version of the JSON format."""
+_OF_GABRA = "(found by its descents: crossover is not shown to help, docs/allocation.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +367,7 @@ class Plan:
     def describe(self) -> str:
         """The plan as a short table for a terminal."""
         predicted = self.predicted_step_s
+        bred = (self.allocation, self.objective) == ("gabra", "step")
         replicas, shape = _counted(self.replicas, "replica"), _counted(self.stages, "stage")
         if self.devices_per_replica < self.stages:
             shape = f"{_counted(self.devices_per_replica, 'device')} with {shape}"
@@ -375,6 +377,7 @@ class Plan:
             f"allocation: {self.allocation} ({self.objective})"
             + (", activations are computed again" if self.recompute else "")
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
+            + (f"\n{_OF_GABRA}" if bred else "")
         )
         table = Table()
         rows = self.table()

@@ -42,6 +42,12 @@ def test_the_driver_is_device_0_and_owns_the_last_stage() -> None:
     assert small.world_size == 3
 
 
+def test_a_plan_says_what_the_genetic_part_of_its_search_is_worth() -> None:
+    note = "crossover is not shown to help"
+    assert note in plan(allocation="gabra", objective="step").describe()
+    assert note not in plan(allocation="dynamic", objective="step").describe()
+
+
 def free(**changes: Any) -> Plan:
     """Four stages that take turns on two devices."""
     values = {"stages": 4, "cuts": ("b", "c", "d"), "devices": (1, 0, 1, 0), "rows": ()}
