@@ -109,6 +109,7 @@ RichProgressBar = pytorch.callbacks.RichProgressBar
 STEP_OUTPUT = pytorch.utilities.types.STEP_OUTPUT
 Strategy = pytorch.strategies.Strategy
 StrategyRegistry = pytorch.strategies.StrategyRegistry
+CSVLogger = pytorch.loggers.CSVLogger
 TensorBoardLogger = pytorch.loggers.TensorBoardLogger
 TorchCheckpointIO = fabric.plugins.TorchCheckpointIO
 TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment

@@ -63,7 +63,7 @@ class PerformanceLog:
             self._read_busy_s()
             self._window = _Window(step)
         if self._window is not None:
-            self._window.samples += _first_size(batch) or 0
+            self._window.samples += first_size(batch) or 0
 
     def pause(self) -> None:
         """Validation starts."""
@@ -194,7 +194,7 @@ def _flat(plan: Plan) -> dict[str, str | int | float]:
     return values
 
 
-def _first_size(batch: Any) -> int | None:
+def first_size(batch: Any) -> int | None:
     """The first size of the first tensor in a batch; ``None``: there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
@@ -202,4 +202,4 @@ def _first_size(batch: Any) -> int | None:
         batch = list(batch.values())
     if isinstance(batch, str) or not isinstance(batch, Sequence):
         return None
-    return next((size for size in map(_first_size, batch) if size is not None), None)
+    return next((size for size in map(first_size, batch) if size is not None), None)

@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline import Synchronised
 from lightning_hybrid.plan_check import PlanCheck
 from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
 from lightning_hybrid.run import Run, scalers_of
+from lightning_hybrid.run_table import RunTable
 from lightning_hybrid.runtime import Discovery, Driver, NetworkOptions, Planner, Worker
 from lightning_hybrid.world import Phase
 
@@ -391,8 +392,11 @@ def _watchers(run: Run, driver: Driver) -> list[StepWatcher]:
     if run.measurement.stopwatch is None:
         return watchers
     coordinates, meter = run.world.mesh.coordinates, run.measurement.meter(driver.reports)
+    replicas = coordinates.replicas
     if config.log_performance:
-        watchers.append(PerformanceLog(run.trainer, coordinates.replicas, meter.reader()))
+        watchers.append(PerformanceLog(run.trainer, replicas, meter.reader()))
+        devices = replicas * coordinates.ranks_per_replica
+        watchers.append(RunTable(run.trainer, run.plans, replicas, devices))
     cluster = run.world.cluster
     if cluster is not None and run.device.type == "cpu" and config.streamed is None:
         chain = cluster.order[: coordinates.ranks_per_replica]

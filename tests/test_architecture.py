@@ -45,6 +45,7 @@ OUTERMOST = {
     "lightning_hybrid/progress.py",
     "lightning_hybrid/process/run_results.py",
     "lightning_hybrid/run.py",
+    "lightning_hybrid/run_table.py",
     "lightning_hybrid/session.py",
     "lightning_hybrid/wrong_package.py",
 }

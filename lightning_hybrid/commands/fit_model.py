@@ -12,13 +12,20 @@ from lightning_hybrid.planning import PerformanceModel, fit
 
 EXTRINSIC = ("replicas", "stages", "stages_per_device", "microbatches", "devices")
 """Columns that say how a run is spread, unless told otherwise; all others say what is computed."""
+PREDICTED = "predicted_s"
+"""A column of predictions, which may have gaps. It is a factor only where it is named as one."""
 _FOLDS = 5
 Run = dict[str, float]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("runs", help="CSV file with a line for each run and a head of names")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        help="CSV files with a line for each run and a head of names, such as those named "
+        "hybrid_runs.csv that log_performance=True writes",
+    )
     parser.add_argument("--time", default="step_s", help="column of the seconds; default: step_s")
     parser.add_argument(
         "--extrinsic",
@@ -29,7 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--intrinsic",
         metavar="NAMES",
-        help="columns of what is computed; default: all other columns of numbers that vary",
+        help="columns of what is computed; default: all other columns of numbers that vary, "
+        f"but {PREDICTED}",
     )
     parser.add_argument(
         "--strength", type=float, default=1e-3, help="of the regulariser; default: 0.001"
@@ -47,7 +55,8 @@ def run(options: argparse.Namespace) -> None:
         raise PlanError(f"--strength {options.strength}: 0 or more is needed")
     rows = _read(options.runs)
     _check_columns(rows, [options.time], "--time")
-    names = [name for name in rows[0] if name != options.time and _varies(rows, name)]
+    others = [name for name in rows[0] if name not in (options.time, PREDICTED)]
+    names = [name for name in others if _varies(rows, name)]
     extrinsic = _names(rows, options.extrinsic, "--extrinsic", [n for n in names if n in EXTRINSIC])
     rest = [name for name in names if name not in EXTRINSIC and name not in extrinsic]
     intrinsic = _names(rows, options.intrinsic, "--intrinsic", rest)
@@ -101,7 +110,14 @@ def _held_out(
     )
 
 
-def _read(path: str) -> list[Run]:
+def _read(paths: Sequence[str]) -> list[Run]:
+    """The lines of all tables, with the columns that all of them have."""
+    tables = [_read_one(path) for path in paths]
+    shared = [name for name in tables[0][0] if all(name in table[0] for table in tables)]
+    return [{name: row[name] for name in shared} for table in tables for row in table]
+
+
+def _read_one(path: str) -> list[Run]:
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             lines = list(csv.DictReader(file))
@@ -110,6 +126,8 @@ def _read(path: str) -> list[Run]:
     if not lines:
         raise PlanError(f"{path} has no runs: a head of names and a line for each run are needed")
     numbers = [name for name in lines[0] if name and any(_number(line[name]) for line in lines)]
+    if any(_number(line.get(PREDICTED)) is None for line in lines):
+        numbers = [name for name in numbers if name != PREDICTED]
     rows = []
     for place, line in enumerate(lines, 2):
         row = {}

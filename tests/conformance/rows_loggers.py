@@ -183,6 +183,11 @@ def check_performance(folder: Path, steps: int, replicas: int) -> None:
         assert abs(float(row["hybrid/speedup"]) - 2 * replicas * busy) < 1e-9
         samples = float(row["hybrid/samples_per_s"]) * step_s
         assert abs(samples - 4 * replicas) < 1e-6
+    with (folder / "csv" / "version_0" / "hybrid_runs.csv").open() as file:
+        [line] = csv.DictReader(file)
+    assert (line["replicas"], line["stages"]) == (str(replicas), "2")
+    assert (line["devices"], float(line["batch_samples"])) == (str(2 * replicas), 4.0)
+    assert float(line["step_s"]) > 0 < int(line["parameters"])
     in_tensorboard = scalars(folder / "tb" / "version_0")
     assert [step + 1 for step, _ in in_tensorboard["hybrid/step_s"]] == expected
 
