@@ -11,9 +11,9 @@ stand in a text that we could not read. What is built is the reading that fits t
 
 Every factor is divided by its geometric mean and T by the mean measured time, so that all a_i are
 of one scale. The regulariser R is what each factor adds on average (an a_i alone would be a cheap
-one, beside a high power) and draws the exponents of factors that explain nothing to zero; weights
-only towards it, since the constant c takes their place at no cost. Without it (`strength=0`) they
-take up what is left of the error. A factor that does not vary cannot be told from c: it is refused.
+one, beside a high power) and drives weights and exponents of factors that explain nothing to zero,
+if it is stronger than what they would take up of the noise. Without it (`strength=0`) they take
+that up. A factor that does not vary cannot be told from c: it is refused.
 """
 
 import json
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from scipy.optimize import differential_evolution, minimize
+from scipy.optimize import differential_evolution, least_squares, minimize
 
 from lightning_hybrid.allocation import Floats
 from lightning_hybrid.errors import PlanError
@@ -262,9 +262,12 @@ class _Expression:
         work = np.exp(self.logs[:, : self.count] * powers) @ weights
         return np.asarray(constants[0] + work * np.exp(self.logs[:, self.count :] @ exponents))
 
+    def errors(self, constants: Floats) -> Floats:
+        return np.asarray(self.times(constants) / self.measured - 1)
+
     def cost(self, constants: Floats) -> float:
         weights, powers, exponents = self.split(constants)
-        error = self.times(constants) / self.measured - 1
+        error = self.errors(constants)
         added = np.exp(self.logs[:, : self.count] * powers).mean(axis=0) * weights
         penalty = added.sum() + np.abs(exponents).sum()
         return float(np.mean(error**2) + self.strength * penalty)
@@ -279,7 +282,6 @@ class _Expression:
             tol=1e-10,
             polish=False,
         )
-        # it comes near; without a regulariser the end of a narrow valley is a matter of digits
         polished = minimize(
             self.cost,
             found.x,
@@ -287,7 +289,21 @@ class _Expression:
             method="L-BFGS-B",
             options={"maxiter": 5_000, "ftol": 1e-16, "gtol": 1e-12},
         )
-        return np.asarray(min((found, polished), key=lambda answer: answer.fun).x)
+        best = np.asarray(min((found, polished), key=lambda answer: answer.fun).x)
+        return best if self.strength else self.squared(best)
+
+    def squared(self, start: Floats) -> Floats:
+        """The end of the narrow valley that the squared errors are without a regulariser.
+
+        Powers and weights trade places there, over many digits of the cost; a method that knows the
+        errors one by one goes along it.
+        """
+        low, high = np.array(self.bounds).T
+        found = least_squares(
+            self.errors, np.clip(start, low, high), bounds=(low, high), x_scale="jac",
+            ftol=1e-15, xtol=1e-15, gtol=1e-15, max_nfev=1_000,
+        )  # fmt: skip
+        return np.asarray(min((start, found.x), key=self.cost))
 
 
 def _table(runs: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
