@@ -1,0 +1,103 @@
+"""What planning takes for many devices, in CPU seconds of one core.
+
+* 3D-ResAttNet-34 on the 64 devices of `8x8-a100`, batches of 6: its capture, and after that the
+  choice among all shapes (at most 10 s);
+* a chain of 1,000 partitions of uneven cost on 1,024 devices, 8 a host, likewise (at most 60 s);
+* one simulation with every event: 1,024 devices, 64 micro-batches (at most 10 s).
+
+    python benchmarks/planning_speed.py
+"""
+
+import os
+from collections.abc import Callable
+from time import process_time
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from lightning_hybrid.network import network_partitions
+from lightning_hybrid.planning import optimizer_bytes
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.partition_costs import capture_call, counted_parts
+from lightning_hybrid.planning.shapes import CostsOf, PartitionCosts, rank_shapes
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.schedules.gpipe import gpipe
+from models import ResAttNet3D
+
+VOLUMES = (6, 1, 91, 109, 91)
+T = TypeVar("T")
+
+
+def timed(what: str, action: Callable[[], T]) -> T:
+    start_s = process_time()
+    found = action()
+    print(f"{what}: {process_time() - start_s:.2f} CPU s", flush=True)
+    return found
+
+
+def resattnet(cluster: ClusterDescription) -> CostsOf:
+    """The counted costs of 3D-ResAttNet-34."""
+    with torch.device("meta"):
+        network = ResAttNet3D(34)
+        graph, _ = capture_call(network, (torch.empty(VOLUMES),), {})
+    state = optimizer_bytes(network, [torch.optim.Adam(network.parameters())])
+    rate = cluster.devices[0].flops_per_s or 1.0
+    return counted_parts(graph, network_partitions(graph), rate, state)
+
+
+def chain(partitions: int) -> CostsOf:
+    """A network of partitions whose costs are drawn."""
+    rng = np.random.default_rng(0)
+    forward_s = rng.lognormal(-7.0, 0.7, partitions)
+    crossing = rng.uniform(1e4, 1e6, partitions)
+    gradients = tuple(rng.integers(10**5, 10**7, partitions).tolist())
+
+    def costs_of(samples: int) -> PartitionCosts:
+        crossing_bytes = tuple((samples * crossing).astype(int).tolist())
+        return PartitionCosts(
+            names=tuple(f"layer{k}" for k in range(partitions)),
+            layers=(1,) * partitions,
+            parameters=tuple(size // 4 for size in gradients),
+            forward_s=tuple((samples * forward_s).tolist()),
+            backward_s=tuple((2 * samples * forward_s).tolist()),
+            step_s=(),
+            output_bytes=crossing_bytes,
+            gradient_bytes=gradients,
+            kept_bytes=tuple(4 * size for size in gradients),
+            activation_bytes=crossing_bytes,
+        )
+
+    return costs_of
+
+
+def many_devices(count: int) -> ClusterDescription:
+    """Hosts of eight devices."""
+    device = DeviceSpec(name="one", speed=1.0, memory_bytes=40e9)
+    levels = (
+        Level(name="host", devices=8, bandwidth_bytes_per_s=2e11, latency_s=5e-6),
+        Level(name="network", devices=count, bandwidth_bytes_per_s=1.2e10, latency_s=2e-5),
+    )
+    return ClusterDescription(name="many", devices=(device,) * count, levels=levels)
+
+
+def main() -> None:
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, one thread")
+    torch.set_num_threads(1)
+    a100 = ClusterDescription.load("8x8-a100")
+    costs_of = timed("3D-ResAttNet-34, capture", lambda: resattnet(a100))
+    ranked = timed("    planned for 64 devices", lambda: rank_shapes(costs_of, a100, VOLUMES[0]))
+    print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
+    costs_of, cluster = chain(1000), many_devices(1024)
+    for batch in (6, 64):
+        what = f"1,000 partitions planned for 1,024 devices, batches of {batch}"
+        ranked = timed(what, lambda batch=batch: rank_shapes(costs_of, cluster, batch))
+        print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
+    schedule = gpipe(1024, 64)
+    costs = {"send_s": 1e-4, "latency_s": 1e-5, "step_s": 1e-3}
+    what = "one simulation of 1,024 devices and 64 micro-batches"
+    timed(what, lambda: simulate(schedule, [1e-3] * 1024, [2e-3] * 1024, **costs))
+
+
+if __name__ == "__main__":
+    main()
