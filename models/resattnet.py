@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import convert_conv3d_weight_memory_format
 
 from models.attention import AttentionKind, SelfAttention3D
-from models.recompute import recomputed
+from models.recompute import Normalise, called, recomputed
 
 Depth = Literal[18, 34]
 StemKernel = Literal[3, 5, 7]
@@ -62,12 +62,20 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        return recomputed(self, self._forward, x) if self.recompute else self._forward(x)
+        if not self.recompute or not torch.is_grad_enabled():
+            return self._forward(x, called)
+        norms = [self.bn1, self.bn2]
+        if isinstance(self.shortcut, nn.Sequential):
+            norms.append(self.shortcut[1])
+        return recomputed(self._forward, norms, x)
 
-    def _forward(self, x: Tensor) -> Tensor:
-        y = self.relu1(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
-        out: Tensor = self.relu2(y + self.shortcut(x))
+    def _forward(self, x: Tensor, normalise: Normalise) -> Tensor:
+        y = self.relu1(normalise(self.bn1, self.conv1(x)))
+        y = normalise(self.bn2, self.conv2(y))
+        side = x
+        if isinstance(self.shortcut, nn.Sequential):
+            side = normalise(self.shortcut[1], self.shortcut[0](x))
+        out: Tensor = self.relu2(y + side)
         return out
 
 

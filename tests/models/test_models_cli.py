@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from datamodules.synth import CohortSpec, generate
@@ -244,6 +245,23 @@ def test_what_stages_trained_is_explained_with_the_weights_that_they_test(
     assert {row["image_id"] for row in rows} == tested.keys()
     for row in rows:
         assert float(row["probability"]) == pytest.approx(tested[row["image_id"]], abs=2e-4)
+
+
+@pytest.mark.conformance
+@pytest.mark.distributed
+def test_blocks_that_run_again_in_two_stages_train_the_weights_of_one_device(
+    config, tmp_path
+) -> None:
+    stages = ["--trainer.strategy", "lightning_hybrid.HybridGabraStrategy"]
+    stages += ["--trainer.devices", "2", "--trainer.strategy.num_microbatches", "1"]
+    finished("fit", "--config", config)
+    finished("fit", "--config", config, *stages, "--model.recompute", "[1,2]")
+    weights = [
+        torch.load(checkpoint(tmp_path / "run" / f"version_{n}"), weights_only=True)["state_dict"]
+        for n in (0, 1)
+    ]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.conformance

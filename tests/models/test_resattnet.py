@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import fx, nn
@@ -75,6 +77,34 @@ def test_recomputed_blocks_train_the_same_network() -> None:
     for (name, a), b in zip(plain.named_buffers(), again.buffers()):
         assert torch.equal(a, b), name
     assert kept[again] < kept[plain]
+
+
+def test_a_recomputed_block_is_captured_as_a_region_of_a_graph_with_the_same_gradients() -> None:
+    block = BasicBlock(2, 4, stride=2, recompute=True).double()
+    other, captured = copy.deepcopy(block), []
+    x = torch.randn(2, 2, 4, 4, 4, dtype=torch.float64)
+
+    def take(graph, _):
+        captured.append(graph)
+        return graph
+
+    torch.compile(other, backend=take, fullgraph=True)(x).square().sum().backward()
+    block(x).square().sum().backward()
+    [graph] = captured
+    assert "tag_activation_checkpoint" in {str(node.target) for node in graph.graph.nodes}
+    for (name, a), b in zip(block.named_parameters(), other.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12, msg=name)
+    for (name, a), b in zip(block.named_buffers(), other.buffers()):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=name)
+
+
+def test_layers_that_are_frozen_learn_no_statistics_when_they_run_again() -> None:
+    block = BasicBlock(4, 8, stride=2, recompute=True)
+    block.bn1.eval()
+    block(torch.randn(2, 4, 8, 8, 8, requires_grad=True)).sum().backward()
+    counts = [int(m.num_batches_tracked) for m in (block.bn1, block.bn2, block.shortcut[1])]
+    assert counts == [0, 1, 1]
+    assert torch.equal(block.bn1.running_mean, torch.zeros(8))
 
 
 def test_dropout_acts_in_training_only() -> None:
