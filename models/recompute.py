@@ -50,7 +50,8 @@ def recomputed(
 
         return forward(x, normalise), *found
 
-    out, *found = checkpoint(body, x, use_reentrant=False)
+    outputs: tuple[Tensor, ...] = checkpoint(body, x, use_reentrant=False)
+    out, *found = outputs
     for layer, mean, variance in zip(learning, found[::2], found[1::2]):
         _take(layer, mean, variance)
     return out
@@ -67,6 +68,6 @@ def _fresh_statistics(layer: nn.Module) -> dict[str, Tensor]:
 def _take(layer: nn.Module, mean: Tensor, variance: Tensor) -> None:
     """Let a layer learn from a batch: its statistics times the momentum, as they were written."""
     kept = 1 - layer.momentum  # type: ignore[operator]
-    layer.running_mean.mul_(kept).add_(mean)  # type: ignore[operator, union-attr]
-    layer.running_var.mul_(kept).add_(variance)  # type: ignore[operator, union-attr]
-    layer.num_batches_tracked.add_(1)  # type: ignore[operator, union-attr]
+    layer.running_mean.mul_(kept).add_(mean)  # type: ignore[operator]
+    layer.running_var.mul_(kept).add_(variance)  # type: ignore[operator]
+    layer.num_batches_tracked.add_(1)  # type: ignore[operator]

@@ -64,7 +64,7 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.recompute or not torch.is_grad_enabled():
             return self._forward(x, called)
-        norms = [self.bn1, self.bn2]
+        norms: list[nn.Module] = [self.bn1, self.bn2]
         if isinstance(self.shortcut, nn.Sequential):
             norms.append(self.shortcut[1])
         return recomputed(self._forward, norms, x)
