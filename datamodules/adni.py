@@ -33,6 +33,7 @@ from .splits import (
     check_classes,
     check_leak,
     check_same,
+    check_same_images,
     chosen_fold,
     load_split,
     permuted,
@@ -412,3 +413,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         """
         if self.split is not None:
             check_same(state_dict, self.state_dict(), self._split_path(), self.root)
+
+    def refuse_other_images(self, state_dict: dict[str, Any]) -> None:
+        """Raise a DataError for a checkpoint, of any split, of images prepared otherwise."""
+        check_same_images(state_dict, self.preprocessing, self.root)

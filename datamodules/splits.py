@@ -269,7 +269,21 @@ def check_same(
             str(split_file),
             "give the split of that run with --data.split_file, or start anew",
         )
-    its, own = state.get("preprocessing") or {}, mine["preprocessing"]
+    check_same_images(state, mine["preprocessing"], root)
+
+
+def check_same_images(state: Mapping[str, Any], own: Mapping[str, Any], root: Path) -> None:
+    """That a checkpoint was trained on images prepared as today.
+
+    Args:
+        state: the data module's in the checkpoint; what it does not have is not compared.
+        own: today's preprocessing.
+        root: folder of the scans.
+
+    Raises:
+        DataError: another preprocessing.
+    """
+    its = state.get("preprocessing") or {}
     differ = [f"{k} {its[k]} there, {own.get(k)} here" for k in its if its[k] != own.get(k)]
     if differ:
         raise DataError(

@@ -127,7 +127,8 @@ class ResAttNetClassifier(LightningModule):
             self.class_weights.copy_(torch.tensor(self._balanced_weights(datamodule)))
         if self.hparams["transfer_from"]:
             held_out = [*_subjects(datamodule, "val"), *_subjects(datamodule, "test")]
-            self._seen = transfer(self.network, self.hparams["transfer_from"], held_out)
+            path = self.hparams["transfer_from"]
+            self._seen = transfer(self.network, path, held_out, datamodule)
 
     def forward(self, image: Tensor) -> Tensor:
         """Scores (B, classes) of images (B, C, D, H, W)."""

@@ -41,7 +41,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-def transfer(network: nn.Module, path: str | Path, held_out: Iterable[str]) -> list[str]:
+def state_of(datamodule: object, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint remembers of the data module; empty if nothing."""
+    state: dict[str, Any] = checkpoint.get(type(datamodule).__qualname__, {})
+    return state
+
+
+def transfer(
+    network: nn.Module, path: str | Path, held_out: Iterable[str], datamodule: object = None
+) -> list[str]:
     """Copy the weights of another run's network into this one, in place.
 
     Args:
@@ -49,6 +57,8 @@ def transfer(network: nn.Module, path: str | Path, held_out: Iterable[str]) -> l
             keeps its own start.
         path: Checkpoint of the other run.
         held_out: Subjects that this run validates or tests on.
+        datamodule: Of this run; if it has a ``refuse_other_images``, that is given what the
+            checkpoint remembers of its own, and raises where images were prepared otherwise.
 
     Returns:
         The hashes of the subjects that the weights have seen.
@@ -58,6 +68,9 @@ def transfer(network: nn.Module, path: str | Path, held_out: Iterable[str]) -> l
             layer.
     """
     checkpoint = read_checkpoint(path)
+    compare = getattr(datamodule, "refuse_other_images", None)
+    if compare is not None:
+        compare(state_of(datamodule, checkpoint))
     seen = list(checkpoint.get(KEY, ()))
     if not seen:
         rank_zero_warn(

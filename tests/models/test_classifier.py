@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader, Dataset
 
+from datamodules import DataError
 from models import ResAttNetClassifier
 from models.errors import UseError
 
@@ -187,6 +188,27 @@ def test_transfer_from_a_run_that_trained_on_todays_held_out_is_refused(tmp_path
     options = {"transfer_from": str(tmp_path / "first.ckpt")}
     with pytest.raises(UseError, match=r"1 subject\(s\) that this run holds out"):
         trained(tmp_path, People(val=["999_S_0001"]), **options)
+
+
+class Prepared(People):
+    """People whose images are prepared in one of several ways."""
+
+    spacing_mm = 2.0
+
+    def state_dict(self) -> dict:
+        return {"preprocessing": self.spacing_mm}
+
+    def refuse_other_images(self, state: dict) -> None:
+        if state["preprocessing"] != self.spacing_mm:
+            raise DataError("OTHER_PREPROCESSING", f"{state['preprocessing']} there")
+
+
+def test_transfer_from_other_images_is_refused(tmp_path) -> None:
+    people = Prepared(train=["999_S_0001"])
+    trained(tmp_path, people)
+    people.spacing_mm = 4.0
+    with pytest.raises(DataError, match=r"2\.0 there"):
+        trained(tmp_path, people, transfer_from=str(tmp_path / "first.ckpt"))
 
 
 @pytest.mark.parametrize(
