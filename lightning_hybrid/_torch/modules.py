@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -16,6 +17,17 @@ __all__ = ["BatchNorm"]
 def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Where a module keeps its parameters and its buffers; ``setattr`` refuses other types."""
     return module._parameters, module._buffers
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or a part of it, was compiled by `torch.compile` or `nn.Module.compile`.
+
+    ``compile`` leaves its mark in an attribute; there is no public way to ask.
+    """
+    return any(
+        isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
+        for part in module.modules()
+    )
 
 
 def in_functional_call() -> bool:

@@ -5,7 +5,7 @@ from collections import Counter
 
 from torch import nn
 
-from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid._torch.modules import BatchNorm, is_compiled
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.runtime.found_network import FoundNetwork
 from lightning_hybrid.runtime.network_options import NetworkOptions
@@ -79,6 +79,11 @@ class Announcements:
                 f"schedule={schedule.name!r} is not exact: {schedule.trades} (here {delays}), and "
                 "training may end elsewhere than with schedule='gpipe'. See docs/schedules.md; "
                 f"{schedule.paper}."
+            )
+        if is_compiled(found.module) and not self._options.compiled:
+            self._options.say(
+                f"{found.shown} is compiled by you (torch.compile), and its stages are not: "
+                "HybridGabraStrategy(compile_stages=True) compiles them, with the default backend."
             )
         normalised = any(isinstance(m, BatchNorm) for m in found.module.modules())
         if normalised and plan.microbatches > 1 and self._options.training:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_hybrid.planning.plan import Plan
@@ -16,13 +17,15 @@ PLAN = Plan(replicas=1, stages=2, microbatches=4, schedule="gpipe", cuts=("1",))
 class Told:
     """Announcements of a run, and the lines."""
 
-    def __init__(self, *, training: bool = True) -> None:
+    def __init__(self, *, training: bool = True, compiled: bool = False) -> None:
         self.lines: list[str] = []
         self.progress: list[str] = []
         progress = SimpleNamespace(
             doing=self.progress.append, over=lambda: self.progress.append("over")
         )
-        options: Any = SimpleNamespace(say=self.lines.append, training=training, progress=progress)
+        options: Any = SimpleNamespace(
+            say=self.lines.append, training=training, progress=progress, compiled=compiled
+        )
         self.announcements = Announcements(options)
 
 
@@ -125,3 +128,22 @@ def test_progress_ends_with_the_only_graph_and_goes_on_in_a_chain() -> None:
     told.announcements.captured(found(nn.Linear(2, 2)))
     told.announcements.captured(found(nn.Linear(2, 2), whole=False))
     assert told.progress == ["over", "capturing 'net'"]
+
+
+def compiled_in_place() -> nn.Module:
+    network = nn.Sequential(nn.Linear(2, 2))
+    network[0].compile(backend="eager")
+    return network
+
+
+@pytest.mark.parametrize(
+    "module", [torch.compile(nn.Linear(2, 2), backend="eager"), compiled_in_place()]
+)
+def test_a_network_that_its_user_has_compiled_is_told_how_its_stages_are(module: nn.Module) -> None:
+    for compiled in (False, True):
+        told = Told(compiled=compiled)
+        told.announcements.planned(found(module), PLAN)
+        assert any("compile_stages=True" in line for line in told.lines) is not compiled
+    told = Told()
+    told.announcements.planned(found(nn.Linear(2, 2)), PLAN)
+    assert not any("compile_stages" in line for line in told.lines)
