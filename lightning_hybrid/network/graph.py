@@ -284,7 +284,7 @@ class NetworkGraph:
         if self.batch_of(leaves) is None or microbatches == 1:
             return [list(leaves)]
         columns = [
-            tensor.chunk(microbatches) if leaf.batched else None
+            _chunks(tensor, microbatches) if leaf.batched else None
             for tensor, leaf in zip(leaves, self.leaves)
         ]
         count = next(len(column) for column in columns if column is not None)
@@ -337,6 +337,18 @@ class NetworkGraph:
     def is_static(self) -> bool:
         """Whether no size of the batch is free: captured with one sample, or for one size only."""
         return self.symbol is None
+
+
+def _chunks(tensor: Tensor, count: int) -> list[Tensor]:
+    """Like `torch.Tensor.chunk`; each requires a gradient if the tensor does.
+
+    Without gradients being recorded, a view requires one if the tensor behind it does, which need
+    not be so where ``tensor`` is a view itself.
+    """
+    parts = tensor.chunk(count)
+    if all(part.requires_grad == tensor.requires_grad for part in parts):
+        return list(parts)
+    return [part.detach().requires_grad_(tensor.requires_grad) for part in parts]
 
 
 def is_symbol(size: Any) -> bool:

@@ -185,8 +185,11 @@ def _cat(parts: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(parts)
     strides = first.stride()
     order = sorted(range(first.dim()), key=lambda d: (-strides[d], d))
-    joined = torch.cat([part.permute(order) for part in parts], order.index(0))
-    return joined.permute(sorted(range(first.dim()), key=order.__getitem__))
+    size = torch.Size([sum(map(len, parts)), *first.shape[1:]])
+    # (no view, which would require a gradient only if the tensor behind it does)
+    joined = torch.empty_permuted(size, order, dtype=first.dtype, device=first.device)
+    torch.cat([part.permute(order) for part in parts], order.index(0), out=joined.permute(order))
+    return joined
 
 
 def _split_gradients(

@@ -274,6 +274,43 @@ class ChainsNetworks(Row):
         return super().loss(self.encoder(x), y)
 
 
+class ChainsNetworksByAView(ChainsNetworks):
+    """What the first network returns lies in memory in another order than its dimensions."""
+
+    fast = True
+    shapes = EVERY
+    cuts: ClassVar = {
+        2: ["encoder.2", "net.second"],
+        3: ["encoder.2", "encoder.4", "net.second", "net.third"],
+    }
+
+    class Encoder(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).unflatten(1, (2, 3)).mT
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flatten(1))
+
+    def build(self) -> None:
+        self.net = self.Net()
+        layers = [m for _ in range(3) for m in (nn.Linear(6, 6), nn.Tanh())]
+        self.encoder = self.Encoder(*layers[:-1])
+
+
+class DifferentiatesByAPartOfATensor(Row):
+    """The network's input requires a gradient, and the tensor that it is a part of does not."""
+
+    fast = True
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        part = torch.cat([x, x], 1)[:, :6].requires_grad_()
+        loss = super().loss(part, y)
+        (gradient,) = torch.autograd.grad(loss, part, retain_graph=True)
+        self.seen.append(gradient.abs().sum().item())
+        return loss
+
+
 class Drops(Row):
     """Random layers in both stages, and a random number of the user's own beside them."""
 

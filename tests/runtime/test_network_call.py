@@ -9,6 +9,7 @@ from driven import Model, arguments, batches, loss_of, model
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.runtime.network_call import _cat
 
 DEVICES = [(1, 0), (1, 2, 1, 0)]
 
@@ -27,6 +28,24 @@ def test_the_gradient_of_the_input_is_that_of_one_device(
     loss_of(module, replica(mine) * second).backward()
     loss_of(reference, reference.net(theirs) * second).backward()
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_of_a_tensor_gets_its_gradient_though_the_tensor_wants_none(replicas: Any) -> None:
+    module, [value] = model(), batches(1)
+    reference, replica = deepcopy(module), replicas(module, (1, 0))
+    size = value.shape[1]
+    mine, theirs = (torch.cat([value, value], 1)[:, :size].requires_grad_() for _ in range(2))
+    replica(mine).sum().backward()
+    reference.net(theirs).sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_joined_outputs_are_no_views_and_lie_as_their_parts() -> None:
+    parts = tuple(torch.randn(n, 3, 2, 4).permute(0, 3, 1, 2) for n in (2, 2, 1))
+    joined = _cat(parts)
+    assert not joined._is_view()
+    assert torch.equal(joined, torch.cat(parts))
+    assert joined.stride() == torch.empty(5, 3, 2, 4).permute(0, 3, 1, 2).stride()
 
 
 def test_autograd_grad_of_the_input_leaves_no_gradients_at_parameters(replicas: Any) -> None:
