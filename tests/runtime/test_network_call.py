@@ -33,8 +33,7 @@ def test_the_gradient_of_the_input_is_that_of_one_device(
 def test_a_part_of_a_tensor_gets_its_gradient_though_the_tensor_wants_none(replicas: Any) -> None:
     module, [value] = model(), batches(1)
     reference, replica = deepcopy(module), replicas(module, (1, 0))
-    size = value.shape[1]
-    mine, theirs = (torch.cat([value, value], 1)[:, :size].requires_grad_() for _ in range(2))
+    mine, theirs = (torch.cat([value, value])[: len(value)].requires_grad_() for _ in range(2))
     replica(mine).sum().backward()
     reference.net(theirs).sum().backward()
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
