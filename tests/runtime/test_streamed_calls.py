@@ -165,6 +165,35 @@ def test_a_delayed_schedule_trains_as_its_serial_model(
         compare(module, reference)
 
 
+@pytest.mark.parametrize("name", ["pipedream", "fdg"])
+def test_a_delayed_schedule_accumulates_windows_with_rates_that_change(
+    streamed: Streamed, name: str
+) -> None:
+    """Two batches to a step; every step has its own learning rate."""
+    module, reference = frozen_scale(model()), model()
+    make, rates = OPTIMIZERS["momentum"], [0.05 / (1 + batch // 2) for batch in range(STEPS)]
+    train_serially(
+        in_stages(reference.net, 3),
+        make(reference.net.parameters()),
+        values(),
+        square_gradient,
+        STREAMED[name].look_aheads(3),
+        window=2,
+        rates=rates,
+    )
+    optimizer = make(module.parameters())
+
+    def next_rate(number: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rates[min(number + 1, STEPS - 1)]
+
+    next_rate(-1)
+    replica, coming = streamed(module, name, 3, values())
+    train(replica, coming, optimizer, window=2, after=next_rate)
+    replica.end()
+    compare(module, reference)
+
+
 def test_gradient_shrinking_multiplies_at_every_cut(streamed: Streamed) -> None:
     module, reference = frozen_scale(model()), model()
     make = OPTIMIZERS["momentum"]
