@@ -136,7 +136,7 @@ def _page(
         title=f"{study.target.name} on {count} of {study.cluster.name}",
         notes=facts,
         limits=mine,
-        more=[("Other shapes", rows), _speed_ups(study, count)],
+        more=[("Shapes, the fastest first", rows), _speed_ups(study, count)],
     )
 
 
