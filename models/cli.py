@@ -3,8 +3,8 @@
 import logging
 import shutil
 import sys
-import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from models.environment import save_environment
 from models.errors import UseError
 from models.findings import MethodName
 from models.maps.common import named_layer
-from models.predictions import WritePredictions
-from models.results import free_path, save_result, scans_hash
-from models.transfer import read_checkpoint
+from models.parser import Parser
+from models.predictions import Prediction, WritePredictions
+from models.results import beside, free_path, run_folder, save_result, scans_hash, writable
+from models.transfer import read_checkpoint, state_of
 
 DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has its own --help.
 Two more commands work on runs: `folds --config FILE --folds K` trains and tests K of them and
@@ -35,7 +36,8 @@ class ExplainingTrainer(Trainer):
         self,
         model: ResAttNetClassifier,
         datamodule: ADNIDataModule,
-        ckpt_path: str,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
         out: Path | None = None,
         layer: str = "layer1",
         methods: list[MethodName] = ["gradcam", "hirescam", "gradient"],  # noqa: B006 (read only)
@@ -49,6 +51,8 @@ class ExplainingTrainer(Trainer):
             model: The classifier; its weights are those of the checkpoint afterwards.
             datamodule: Gives the held-out scans.
             ckpt_path: Checkpoint of the run to explain.
+            weights_only: Not used: checkpoints are always read without running code of theirs. The
+                configuration that fit wrote has it.
             out: Folder for pictures, maps and tables; default: ``explain`` in the run's.
             layer: Layer of the network to explain, layer1 to layer4; later ones have larger cells.
             methods: Of gradcam, gradcam++, hirescam, gradient (of the input), occlusion (slow),
@@ -64,6 +68,8 @@ class ExplainingTrainer(Trainer):
         from models.explain import explain, make_explainer
         from models.explanation import Writer
 
+        if ckpt_path is None:
+            raise UseError("explain needs the checkpoint of a run: --ckpt_path FILE")
         networks = _networks(model, ckpt_path, shuffled_ckpt)
         try:
             named_layer(model.network, layer)
@@ -79,7 +85,10 @@ class ExplainingTrainer(Trainer):
         datamodule.prepare_data()
         datamodule.setup("test")
         # as Lightning does: refuses when these subjects may have been trained on
-        datamodule.load_state_dict(checkpoint.get(type(datamodule).__qualname__, {}))
+        datamodule.load_state_dict(state_of(datamodule, checkpoint))
+        if shuffled_ckpt is not None:
+            datamodule.refuse_other_images(state_of(datamodule, read_checkpoint(shuffled_ckpt)))
+        _refuse_no_truth(truth, [record.image_id for record in datamodule.scans("test")])
         loader = datamodule.test_dataloader()
         findings = explain(networks, lambda: loader, methods, layer, subjects, truth)
         files = {record.image_id: record.path for record in datamodule.records}
@@ -110,6 +119,17 @@ def _networks(
                     "own settings: --config RUN/config.yaml."
                 ) from error
     return networks
+
+
+def _refuse_no_truth(truth: Path | None, image_ids: Sequence[str]) -> None:
+    """Refuse a folder that has a mask of none of the scans, which would score nothing."""
+    if truth is None or any((truth / f"{image_id}.nii.gz").is_file() for image_id in image_ids):
+        return
+    what = "has no mask of any held-out scan" if truth.is_dir() else "is no folder"
+    raise UseError(
+        f"--truth {truth} {what} (IMAGE_ID.nii.gz, such as {image_ids[0]}.nii.gz). Give the folder "
+        "of the planted masks, COHORT/truth/planted for a synthetic cohort, or leave --truth out."
+    )
 
 
 def _scored(rows: list[dict[str, Any]]) -> str:
@@ -177,13 +197,13 @@ class ClassifierCLI(LightningCLI):
             print(f"best checkpoint: {best}")
 
     def test(self, **arguments: Any) -> None:
-        """Test, and write metrics with intervals and a table of all predictions."""
-        path = self._run_folder() / "unfinished_predictions.tsv"
-        self.trainer.callbacks.append(WritePredictions(path))  # type: ignore[attr-defined]
+        """Test; write metrics with intervals, a table of all predictions, and pictures of them."""
+        unfinished = self._writing_predictions()
         self.trainer.test(**arguments)
         metrics = self._write_metrics("test")
         if metrics is not None:
-            path.replace(metrics.with_name(metrics.stem.replace("metrics", "predictions") + ".tsv"))
+            unfinished.path.replace(beside(metrics, "predictions", ".tsv"))
+            self._draw(metrics)
 
     def validate(self, **arguments: Any) -> None:
         """Validate, and write the metrics."""
@@ -191,25 +211,46 @@ class ClassifierCLI(LightningCLI):
         self._write_metrics("validate")
 
     def predict(self, **arguments: Any) -> None:
-        """Write the predictions of all ranks as one table."""
-        path = self._run_folder() / "predictions.tsv"
-        self.trainer.callbacks.append(WritePredictions(path))  # type: ignore[attr-defined]
+        """Write the predictions of all ranks as one table, and beside it what it depends on."""
+        unfinished = self._writing_predictions()
         self.trainer.predict(**arguments)
         if self.trainer.is_global_zero:
-            print(f"predictions written to {path}")
+            settings = self._settings(unfinished.written)
+            path = free_path(self._run_folder(), "predictions", settings)
+            unfinished.path.replace(path.with_suffix(".tsv"))
+            save_result(path, {}, settings)
+            print(f"predictions written to {path.with_suffix('.tsv')}")
+
+    def _writing_predictions(self) -> WritePredictions:
+        """Have the predictions written to a table that gets its name when it is whole."""
+        writer = WritePredictions(self._run_folder() / "unfinished_predictions.tsv")
+        self.trainer.callbacks.append(writer)  # type: ignore[attr-defined]
+        return writer
+
+    def _settings(self, predictions: Sequence[Prediction]) -> dict[str, Any]:
+        """What a result depends on, beside the run itself."""
+        data = self.datamodule
+        return {
+            "checkpoint": Path(self.config[self.subcommand].ckpt_path).name,
+            "scans": scans_hash(predictions),
+            "spacing_mm": data.spacing_mm,
+            "spatial_shape": list(data.spatial_shape),
+            "shuffled": data.shuffle_labels,
+        }
+
+    def _draw(self, metrics: Path) -> None:
+        """Save the pictures of a test: evaluation has no logger that could take them."""
+        # plotting libraries are slow to import
+        from models.figures import save_figures
+
+        drawn = save_figures(self.model.evaluated, self.model.class_names, metrics)
+        print(f"pictures written to {', '.join(map(str, drawn))}")
 
     def _write_metrics(self, name: str) -> Path | None:
         """Write the metrics; rank 0 gets the path, which has the number of these settings."""
         if not self.trainer.is_global_zero:
             return None
-        data = self.datamodule
-        settings = {
-            "checkpoint": Path(self.config[self.subcommand].ckpt_path).name,
-            "scans": scans_hash(self.model.evaluated),
-            "spacing_mm": data.spacing_mm,
-            "spatial_shape": list(data.spatial_shape),
-            "shuffled": data.shuffle_labels,
-        }
+        settings = self._settings(self.model.evaluated)
         metrics = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
         path = free_path(self._run_folder(), f"{name}_metrics", settings)
         save_result(path, metrics, settings)
@@ -225,26 +266,6 @@ class ClassifierCLI(LightningCLI):
 
     def _run_folder(self) -> Path:
         return run_folder(self.config[self.subcommand].ckpt_path)
-
-
-def run_folder(ckpt_path: str | Path) -> Path:
-    """The folder of the run that a checkpoint belongs to."""
-    folder = Path(ckpt_path).parent
-    return folder.parent if folder.name == "checkpoints" else folder
-
-
-def writable(folder: Path) -> Path:
-    """Make a folder if need be, and try it.
-
-    Raises:
-        UseError: If nothing can be written there; better now than after the work.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise UseError(f"Results cannot be written to {folder}: {error}.") from error
 
 
 def main() -> None:
@@ -267,7 +288,8 @@ def main() -> None:
         else:
             _lightning_cli()
     except (DataError, UseError) as error:  # say themselves what is wrong, and what to do
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 def _lightning_cli() -> None:
@@ -279,5 +301,10 @@ def _lightning_cli() -> None:
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,  # the model has its own
         load_from_checkpoint_support=False,  # the checkpoint then needs no CLI to be loaded
-        parser_kwargs={"prog": "python -m models", "description": DESCRIPTION},
+        parser_class=Parser,
+        parser_kwargs={
+            "prog": "python -m models",
+            "description": DESCRIPTION,
+            "allow_abbrev": False,  # what is cut short is more often a slip
+        },
     )

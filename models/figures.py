@@ -1,6 +1,7 @@
 """Pictures of a classifier's results: ROC, confusion matrix, calibration; and how to log them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ from lightning.pytorch.loggers import Logger
 from matplotlib.figure import Figure
 
 from models.metrics import Array, calibration_curve, confusion, evaluate, roc
-from models.predictions import arrays
+from models.predictions import Prediction, arrays
+from models.results import beside
 
 _SIZE = (4.2, 3.8)
 _LINE = "#1f4e79"
@@ -61,11 +63,24 @@ def draw_calibration(probabilities: Array, labels: Array, class_names: Sequence[
 FIGURES = {"roc": draw_roc, "confusion": draw_confusion, "calibration": draw_calibration}
 
 
+def save_figures(
+    predictions: Sequence[Prediction], class_names: Sequence[str], metrics: Path
+) -> list[Path]:
+    """Save all figures as PNG beside a file of metrics, with its number; none without labels."""
+    probabilities, labels, _ = arrays(predictions)
+    paths = []
+    for name, draw in FIGURES.items() if len(labels) else ():
+        paths.append(beside(metrics, name, ".png"))
+        draw(probabilities, labels, class_names).savefig(paths[-1], dpi=100)
+    return paths
+
+
 class LogFigures(Callback):
     """Give ROC, confusion matrix and calibration plot to every logger that takes figures.
 
     After validation every ``every_n_epochs`` epochs and at the last one, and after a test. Known:
-    TensorBoard, Weights & Biases, MLflow, Comet, Neptune; other loggers are left alone.
+    TensorBoard, Weights & Biases, MLflow, Comet, Neptune; other loggers are left alone. (``python
+    -m models test`` has no logger: it saves these figures beside the metrics.)
 
     Args:
         every_n_epochs: How often to draw.

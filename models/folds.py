@@ -12,7 +12,7 @@ import numpy as np
 
 from models.errors import UseError
 from models.metrics import evaluate, intervals
-from models.results import load_metrics
+from models.results import load_metrics, writable
 from models.tables import read_table, write_table
 
 DONE = "done.json"
@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> None:
         description="Cross-validation: for each fold, train on the others, choose the best epoch "
         "on it, and test on the held-out subjects that are in no fold. What is not named here goes "
         "to every `fit` and `test`. A stopped command goes on where it was.",
+        allow_abbrev=False,  # what is cut short goes to `fit`, which refuses it
     )
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--folds", required=True, type=int)
@@ -32,6 +33,12 @@ def main(arguments: list[str]) -> None:
     options, rest = parser.parse_known_args(arguments)
     if options.folds < 2:
         raise UseError(f"--folds {options.folds}: give 2 or more.")
+    if not options.config.is_file():
+        raise UseError(
+            f"There is no configuration {options.config}. Give a YAML file, as configs/modern.yaml "
+            "or the config.yaml of a run."
+        )
+    writable(options.out)
     runs = [_run(options, fold, rest) for fold in range(options.folds)]
     summary = summarise(runs)
     write_table(summary, options.out / "folds.tsv")
@@ -42,8 +49,7 @@ def main(arguments: list[str]) -> None:
 
 def _run(options: argparse.Namespace, fold: int, rest: Sequence[str]) -> Path:
     """Train and test one fold, unless that is done already; returns the run's folder."""
-    folder: Path = options.out / f"fold_{fold}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = writable(options.out / f"fold_{fold}")
     own = _settings(folder, options.folds, fold)
     wanted = {"config": options.config.read_text(), "own": own, "arguments": list(rest)}
     mark = folder / DONE

@@ -111,10 +111,14 @@ class WritePredictions(Callback):
 
     Args:
         path: Of the table.
+
+    Attributes:
+        written: what the table has, on rank 0.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.written: list[Prediction] = []
         self._predictions = Predictions()
 
     def on_predict_batch_end(
@@ -139,6 +143,7 @@ class WritePredictions(Callback):
     ) -> None:
         if not trainer.is_global_zero:
             return
+        self.written = predictions
         names = getattr(pl_module, "class_names", ())
         write_table(table_rows(predictions, names, _details(trainer)), self.path)
 

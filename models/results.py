@@ -3,11 +3,36 @@
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models.errors import UseError
 from models.predictions import Prediction
+
+
+def run_folder(ckpt_path: str | Path) -> Path:
+    """The folder of the run that a checkpoint belongs to."""
+    folder = Path(ckpt_path).parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
+def writable(folder: Path) -> Path:
+    """Make a folder if need be, and try it.
+
+    Raises:
+        UseError: If nothing can be written there; better now than after the work.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UseError(
+            f"Results cannot be written to {folder}: {error.strerror or error}. Give another "
+            "folder, or make room and rights there."
+        ) from error
 
 
 def scans_hash(predictions: Sequence[Prediction]) -> str:
@@ -21,15 +46,21 @@ def free_path(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
 
     Args:
         folder: Of the run.
-        name: Of a JSON file, without its ending.
+        name: Of a JSON file, without its ending; a table of that name beside it counts with it.
         settings: What the result depends on, beside the run itself.
     """
     number = 1
     while True:
         path = folder / (f"{name}.json" if number == 1 else f"{name}_{number}.json")
-        if not path.exists() or _settings(path) == json.loads(json.dumps(settings)):
+        there = path.exists() or path.with_suffix(".tsv").exists()
+        if not there or load_settings(path) == json.loads(json.dumps(settings)):
             return path
         number += 1
+
+
+def beside(metrics: Path, name: str, ending: str) -> Path:
+    """The file of another kind with the number of a file of metrics."""
+    return metrics.with_name(metrics.stem.replace("metrics", name) + ending)
 
 
 def save_result(path: Path, metrics: Mapping[str, float], settings: Mapping[str, Any]) -> None:
@@ -44,8 +75,10 @@ def load_metrics(path: Path) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def _settings(path: Path) -> Any:
+def load_settings(path: Path) -> dict[str, Any] | None:
+    """The settings in a file of `save_result`; None if it is none, or not there."""
     try:
-        return json.loads(path.read_text())["settings"]
-    except (ValueError, KeyError, TypeError):
+        found: dict[str, Any] = json.loads(path.read_text())["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+    return found

@@ -10,7 +10,9 @@ import yaml
 
 from datamodules.synth import CohortSpec, generate
 from models import ResAttNetClassifier
-from models.cli import main
+from models.cli import _refuse_no_truth, main
+from models.errors import UseError
+from models.figures import FIGURES
 from models.results import load_metrics
 from models.tables import read_table
 
@@ -62,6 +64,26 @@ def command(monkeypatch, *arguments: str) -> None:
     main()
 
 
+def refused(monkeypatch, capsys, *arguments: str) -> str:
+    """What a command says that ends at once."""
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, *arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture
+def written(config, tmp_path, monkeypatch, capsys) -> str:
+    """The configuration as ``fit`` writes it, with every option that ``fit`` has."""
+    with pytest.raises(SystemExit, match="0"):
+        command(monkeypatch, "fit", "--config", config, "--print_config")
+    (tmp_path / "written.yaml").write_text(capsys.readouterr().out)
+    assert "weights_only" in (tmp_path / "written.yaml").read_text()
+    return str(tmp_path / "written.yaml")
+
+
 def checkpoint(run: Path) -> str:
     return str(run / "checkpoints" / "best.ckpt")
 
@@ -74,7 +96,8 @@ def test_every_run_has_one_folder_of_its_own(config, tmp_path, monkeypatch, caps
         assert (run / name).exists(), name
     assert f"best checkpoint: {checkpoint(run)}" in capsys.readouterr().out
 
-    best = ["--config", config, "--ckpt_path", checkpoint(run)]
+    best = ["--config", str(run / "config.yaml"), "--ckpt_path", checkpoint(run)]
+    command(monkeypatch, "validate", *best)
     command(monkeypatch, "test", *best)
     metrics = load_metrics(run / "test_metrics.json")
     assert metrics.keys() >= {"test/accuracy", "test/accuracy_low", "test/mcc", "test/loss"}
@@ -93,45 +116,101 @@ def test_every_run_has_one_folder_of_its_own(config, tmp_path, monkeypatch, caps
         assert seen["sex"] in ("F", "M")
         assert seen["session"]
     assert read_table(run / "test_predictions.tsv") == list(predicted.values())
+    ids = ["subject", "image_id", "label", "class", "predicted", "p_NC", "p_AD"]
+    for row in predicted.values():
+        assert list(row) == [*ids, "session", "age", "sex", "site", "fold"]
+        assert row["predicted"] == ("AD" if float(row["p_AD"]) > 0.5 else "NC")
+        assert 40 < float(row["age"]) < 100
+        assert row["site"]
 
     before = (run / "test_predictions.tsv").read_bytes()
     command(monkeypatch, "test", *best, "--data.shuffle_labels", "true")  # other settings
     assert (run / "test_predictions.tsv").read_bytes() == before
     assert (run / "test_metrics_2.json").exists()
     assert (run / "test_predictions_2.tsv").exists()
+    pictures = [f"test_{what}{n}.png" for n in ("", "_2") for what in FIGURES]
+    assert sorted(path.name for path in run.glob("*.png")) == sorted(pictures)
+    before = (run / "predictions.tsv").read_bytes()
+    command(monkeypatch, "predict", *best, "--data.shuffle_labels", "true")
+    assert (run / "predictions.tsv").read_bytes() == before
+    assert (run / "predictions_2.tsv").exists()
 
-    command(monkeypatch, "report", str(run))
+    command(monkeypatch, "report", "--config", str(run / "config.yaml"))
     page = (run / "report.html").read_text()
     for title in ("Cohort", "Training", "Test", "What the network looks at", "Settings"):
         assert f">{title}</h" in page
     assert page.count("data:image/png;base64,") >= 7  # curves, 3 figures, 2 cases, 2 means
     assert "http" not in re.sub("<pre>.*?</pre>", "", page, flags=re.S)
 
-    with pytest.raises(SystemExit, match="trained on another split"):
-        command(monkeypatch, "explain", *best, "--data.seed", "1")
-    with pytest.raises(SystemExit, match=r"no layer 'layer9'; close to it: .*layer4"):
-        command(monkeypatch, "explain", *best, "--layer", "layer9")
+    said = refused(monkeypatch, capsys, "explain", *best, "--data.seed", "1")
+    assert "trained on another split" in said
+    said = refused(monkeypatch, capsys, "explain", *best, "--layer", "layer9")
+    assert re.search(r"no layer 'layer9'; close to it: .*layer4", said)
+    said = refused(monkeypatch, capsys, "explain", *best, "--truth", str(tmp_path / "nowhere"))
+    assert "nowhere is no folder" in said
     command(monkeypatch, "fit", "--config", config)
     assert sorted(path.name for path in run.parent.iterdir()) == ["version_0", "version_1"]
 
 
 @pytest.mark.parametrize("name", ["validate", "test", "predict", "explain"])
-def test_a_missing_checkpoint_is_told_without_a_traceback(config, name, monkeypatch) -> None:
-    with pytest.raises(SystemExit, match=r"no checkpoint .*none\.ckpt; that folder holds none"):
-        command(monkeypatch, name, "--config", config, "--ckpt_path", "none.ckpt")
+def test_what_fit_wrote_serves_every_command_and_a_missing_checkpoint_is_told(
+    written, name, monkeypatch, capsys
+) -> None:
+    said = refused(monkeypatch, capsys, name, "--config", written, "--ckpt_path", "none.ckpt")
+    assert re.search(r"no checkpoint .*none\.ckpt; that folder holds none", said)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--data.spacing", "--data.spacing_mm"),
+        ("--data.spatial", "--data.spatial_shape"),
+        ("--modle.depth", "--model.depth"),
+    ],
+)
+def test_an_option_cut_short_or_mistyped_is_refused_with_the_whole_one(
+    config, given, meant, monkeypatch, capsys
+) -> None:
+    said = refused(monkeypatch, capsys, "fit", "--config", config, given, "3")
+    assert f"For {given}, is it {meant}?" in said
 
 
 def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(
-    config, tmp_path, monkeypatch
+    config, tmp_path, monkeypatch, capsys
 ) -> None:
     (tmp_path / "run").write_text("a file where the run's folder should be")
-    with pytest.raises(SystemExit, match=r"folder of the run cannot be written.*save_dir"):
-        command(monkeypatch, "fit", "--config", config)
+    said = refused(monkeypatch, capsys, "fit", "--config", config)
+    assert re.search(r"folder of the run cannot be written.*save_dir", said)
 
 
-def test_a_report_wants_the_folder_of_a_run(tmp_path, monkeypatch) -> None:
-    with pytest.raises(SystemExit, match=r"is not the folder of a run: it has no config\.yaml"):
-        command(monkeypatch, "report", str(tmp_path))
+def test_a_report_wants_the_folder_of_a_run_that_it_can_write_to(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    said = refused(monkeypatch, capsys, "report", str(tmp_path))
+    assert "is not the folder of a run: it has no config.yaml" in said
+    (tmp_path / "config.yaml").write_text("a: 1")
+    (tmp_path / "report.html").mkdir()
+    said = refused(monkeypatch, capsys, "report", str(tmp_path))
+    assert f"{tmp_path / 'report.html'} cannot be written" in said
+
+
+def test_folds_name_a_configuration_that_is_missing_and_a_folder_that_cannot_be_written(
+    config, tmp_path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    out = ["--folds", "2", "--out", str(tmp_path / "file")]
+    said = refused(monkeypatch, capsys, "folds", "--config", "none.yaml", *out)
+    assert "There is no configuration none.yaml" in said
+    said = refused(monkeypatch, capsys, "folds", "--config", config, *out)
+    assert f"Results cannot be written to {tmp_path / 'file'}" in said
+
+
+def test_masks_of_none_of_the_scans_are_refused(tmp_path) -> None:
+    for folder, said in ((tmp_path, "no mask of any held-out"), (tmp_path / "no", "is no folder")):
+        with pytest.raises(UseError, match=rf"--truth {folder} .*{said}.*I9000001\.nii\.gz"):
+            _refuse_no_truth(folder, ["I9000001"])
+    (tmp_path / "I9000001.nii.gz").touch()
+    _refuse_no_truth(tmp_path, ["I9000000", "I9000001"])
 
 
 @pytest.mark.parametrize("name", ["validate", "test", "predict", "explain"])
@@ -141,9 +220,11 @@ def test_untrained_weights_are_never_evaluated(config, name, monkeypatch, capsys
     assert "ckpt_path" in capsys.readouterr().err
 
 
-def test_trouble_with_the_data_is_told_without_a_traceback(config, tmp_path, monkeypatch) -> None:
-    with pytest.raises(SystemExit, match=str(tmp_path / "nowhere")):
-        command(monkeypatch, "fit", "--config", config, "--data.root", str(tmp_path / "nowhere"))
+def test_trouble_with_the_data_is_told_without_a_traceback(
+    config, tmp_path, monkeypatch, capsys
+) -> None:
+    root = str(tmp_path / "nowhere")
+    assert root in refused(monkeypatch, capsys, "fit", "--config", config, "--data.root", root)
 
 
 @pytest.mark.parametrize("name", ["paper", "modern"])
@@ -188,6 +269,53 @@ def finished(*arguments: str) -> subprocess.CompletedProcess:
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+@pytest.mark.conformance
+def test_a_network_of_shuffled_labels_is_scored_beside_the_trained_one(
+    config, cohort, tmp_path, monkeypatch, capsys
+) -> None:
+    command(monkeypatch, "fit", "--config", config)
+    command(monkeypatch, "fit", "--config", config, "--data.shuffle_labels", "true")
+    runs = [tmp_path / "run" / f"version_{number}" for number in (0, 1)]
+    explaining = ["explain", "--config", str(runs[0] / "config.yaml")]
+    explaining += ["--ckpt_path", checkpoint(runs[0]), "--methods", "[gradient]", "--subjects", "1"]
+    explaining += ["--truth", str(cohort / "adni" / "truth" / "planted"), "--shuffled_ckpt"]
+    command(monkeypatch, *explaining, checkpoint(runs[1]))
+    rows = {r["network"]: r for r in read_table(runs[0] / "explain" / "localisation.tsv")}
+    assert rows.keys() == {"trained", "untrained", "shuffled"}
+    assert all(row["scored"] for row in rows.values())
+    assert rows["shuffled"]["like_trained"] != rows["untrained"]["like_trained"] != ""
+    # the same weights as a network of shuffled labels: the same maps
+    command(monkeypatch, *explaining, checkpoint(runs[0]))
+    rows = {r["network"]: r for r in read_table(runs[0] / "explain" / "localisation.tsv")}
+    assert float(rows["shuffled"]["like_trained"]) == pytest.approx(1)
+    assert rows["shuffled"]["times_chance"] == rows["trained"]["times_chance"]
+
+    other = torch.load(checkpoint(runs[1]), weights_only=True)
+    other["ADNIDataModule"]["preprocessing"]["spacing_mm"] = 2.0
+    torch.save(other, tmp_path / "other.ckpt")
+    said = refused(monkeypatch, capsys, *explaining, str(tmp_path / "other.ckpt"))
+    assert "OTHER_PREPROCESSING" in said
+    assert "spacing_mm 2.0 there, 8.0 here" in said
+
+
+@pytest.mark.conformance
+def test_three_classes_are_trained_and_tested(tmp_path, monkeypatch) -> None:
+    spec = CohortSpec(subjects=(("AD", 5), ("NC", 5), ("sMCI", 5)), resolution_mm=8.0)
+    generate(str(tmp_path / "adni"), spec, workers=1)
+    config = smaller("demo", tmp_path, tmp_path)
+    command(monkeypatch, "fit", "--config", config, "--data.task", "three_way")
+    run = tmp_path / "run" / "version_0"
+    settings = ["--config", str(run / "config.yaml"), "--ckpt_path", checkpoint(run)]
+    command(monkeypatch, "test", *settings)
+    rows = read_table(run / "test_predictions.tsv")
+    assert {row["class"] for row in rows} == {"NC", "MCI", "AD"}
+    for row in rows:
+        chances = {name: float(row[f"p_{name}"]) for name in ("NC", "MCI", "AD")}
+        assert sum(chances.values()) == pytest.approx(1, abs=2e-3)
+        assert row["predicted"] == max(chances, key=chances.__getitem__)
+    assert "test/auroc" in load_metrics(run / "test_metrics.json")
 
 
 @pytest.mark.conformance

@@ -19,6 +19,15 @@ def test_a_file_of_another_kind_is_not_replaced(tmp_path) -> None:
     assert free_path(tmp_path, "test_metrics", {}).name == "test_metrics_2.json"
 
 
+def test_a_table_of_unknown_settings_is_not_replaced(tmp_path) -> None:
+    (tmp_path / "predictions.tsv").touch()
+    path = free_path(tmp_path, "predictions", {})
+    assert path.name == "predictions_2.json"
+    save_result(path, {}, {})
+    path.with_suffix(".tsv").touch()
+    assert free_path(tmp_path, "predictions", {}) == path
+
+
 def test_what_is_undefined_is_null_and_not_read_back(tmp_path) -> None:
     path = tmp_path / "a.json"
     save_result(path, {"a": 1.0, "b": math.nan}, {})
