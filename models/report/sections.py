@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from models.figures import FIGURES
 from models.metrics import Array
 from models.report import html
-from models.report.timeline import draw_timeline
-from models.results import load_metrics
+from models.report.timeline import draw_timeline, why_no_timeline
+from models.results import beside, load_metrics, load_settings
 from models.summary import by_epoch
 from models.tables import read_table
 
@@ -68,9 +68,9 @@ def _rates(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def metrics(run: Path) -> str:
-    """Metrics of the held-out subjects with intervals, and three figures."""
+    """Each test: what it was of, its metrics with intervals, and three figures."""
     text = ""
-    for path in sorted(run.glob("test_metrics*.json")):
+    for path in sorted(run.glob("test_metrics*.json"), key=_number):
         values = {k.removeprefix("test/"): v for k, v in load_metrics(path).items()}
         rows = [
             {
@@ -82,14 +82,33 @@ def metrics(run: Path) -> str:
             for name in values
             if not name.endswith(("_low", "_high"))
         ]
-        text += html.table(rows)
+        text += f"<h3>{path.stem}</h3>\n" + html.note(_of_what(load_settings(path)))
+        text += html.table(rows) + _figures(beside(path, "predictions", ".tsv"))
     if not text:
         return ""
-    text += html.note(
+    return text + html.note(
         "Intervals: bootstrap over subjects. They say how much the choice of held-out people "
         "matters, not how much another training run would."
     )
-    return text + _figures(run)
+
+
+def _number(path: Path) -> int:
+    last = path.stem.rpartition("_")[2]
+    return int(last) if last.isdigit() else 1
+
+
+def _of_what(settings: dict[str, Any] | None) -> str:
+    """What a result depends on, in words."""
+    if not settings:
+        return "Of settings that the file does not say."
+    known = dict(settings)
+    shape = " x ".join(map(str, known.pop("spatial_shape", ())))
+    text = f"Checkpoint {known.pop('checkpoint', 'unknown')}; "
+    text += f"{shape} voxels of {known.pop('spacing_mm', 'unknown')} mm; "
+    if known.pop("shuffled", False):
+        text += "labels shuffled, so a result near chance is right; "
+    text += f"scans and labels {known.pop('scans', 'unknown')} (equal where those are)"
+    return text + "".join(f"; {name} {value}" for name, value in known.items()) + "."
 
 
 def explanations(run: Path) -> str:
@@ -186,8 +205,15 @@ def plan(run: Path) -> str:
     timeline = draw_timeline(record)
     if timeline is not None:
         text += html.figure(timeline)
-        text += html.note("One step as the plan predicts it; transfers are left out.")
-    return text
+        return text + html.note("One step as the plan predicts it; transfers are left out.")
+    return text + html.note(why_no_timeline(record)) + html.pre(_plan_page(path))
+
+
+def _plan_page(path: Path) -> str:
+    """A command that draws what is known of a plan."""
+    page = path.with_suffix(".html")
+    code = f"from lightning_hybrid import Plan; Plan.load({str(path)!r}).to_html({str(page)!r})"
+    return shlex.join(["python", "-c", code])
 
 
 def again(run: Path) -> str:
@@ -229,8 +255,8 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def _figures(run: Path) -> str:
-    path = run / "test_predictions.tsv"
+def _figures(path: Path) -> str:
+    """The figures of a table of predictions, if there is one."""
     if not path.is_file():
         return ""
     probabilities, labels, names = _predictions(path)

@@ -77,6 +77,18 @@ def _draw(work: Sequence[Work], devices: Sequence[int], time: str) -> Figure:
     return figure
 
 
+def why_no_timeline(plan: Mapping[str, Any]) -> str:
+    """Why `draw_timeline` draws nothing for a plan, and how to get a picture."""
+    if len(plan.get("rows", ())) < 2:
+        why = "of fewer than two stages, or of stages whose loads are not known"
+    else:
+        why = f"of schedule {plan.get('schedule')}, a step of which is not drawn here"
+    return (
+        f"No timeline: this is a plan {why}. The page of the plan shows what is known of its step, "
+        "and beside it a run that was traced (LIGHTNING_HYBRID_TRACE=FOLDER in fit):"
+    )
+
+
 def _lengths(row: Mapping[str, Any], timed: bool, count: int) -> tuple[float, float, float]:
     """Of a forward, a backward, and its part for the weights if that is apart."""
     if timed:

@@ -15,6 +15,7 @@ from models.report.sections import (
     plan,
 )
 from models.report.timeline import _fill_drain, draw_timeline
+from models.results import save_result
 from models.tables import write_table
 
 
@@ -102,6 +103,35 @@ def test_the_delays_of_the_stages_are_in_the_table_of_the_plan(tmp_path) -> None
     (tmp_path / "plan.json").write_text(json.dumps(record | {"delays": [17, 0]}))
     assert "delay" in plan(tmp_path)
     assert ">17<" in plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"schedule": "another"}, "schedule another"), ({"rows": []}, "fewer than two stages")],
+)
+def test_a_plan_that_is_not_drawn_says_why_and_how_to_get_a_picture(tmp_path, change, why) -> None:
+    rows = [{"layers": 7, "parameters": 1, "load": 0.5, "device": n} for n in (0, 1)]
+    record = {"stages": 2, "microbatches": 3, "schedule": "gpipe", "rows": rows} | change
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    shown = plan(tmp_path)
+    assert "<img" not in shown
+    for text in ("No timeline", why, "to_html", str(tmp_path / "plan.json")):
+        assert text in shown
+
+
+def test_every_test_has_its_settings_and_figures_of_its_own(tmp_path) -> None:
+    settings = {"checkpoint": "best.ckpt", "spacing_mm": 2.0, "spatial_shape": [91, 109, 91]}
+    for number, mm in (("", 2.0), ("_2", 4.0)):
+        other = settings | {"spacing_mm": mm, "shuffled": mm == 4.0, "scans": "0abc"}
+        save_result(tmp_path / f"test_metrics{number}.json", {"test/accuracy": mm / 8}, other)
+    rows = [{"label": n, "p_NC": 1.0 - n, "p_AD": float(n)} for n in (0, 1)]
+    write_table(rows, tmp_path / "test_predictions_2.tsv")
+    first, second = metrics(tmp_path).split("<h3>test_metrics_2</h3>")
+    assert "best.ckpt; 91 x 109 x 91 voxels of 2.0 mm" in first
+    assert "0.250" in first
+    assert "<img" not in first  # its table is gone; that of the second test does not stand in
+    assert "voxels of 4.0 mm; labels shuffled" in second
+    assert second.count("<img") == 3
 
 
 def starts(lengths) -> dict[tuple[int, int, str], float]:
