@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader
 from datamodules.synth import CohortSpec, generate
 from models import ResAttNetClassifier
 from models.draw_explanations import DrawExplanations
+from models.explain import explain
+from models.explanation import Writer
+from models.tables import read_table
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
@@ -58,6 +61,13 @@ def test_draws_at_the_end_of_epochs_and_training_stays_the_same(tmp_path) -> Non
     for epoch in (1, 2):
         folder = tmp_path / "explain" / f"epoch_{epoch}"
         assert len(list(folder.glob("999_S_*_gradcam_layer1.png"))) == 2
+    # what was drawn last is the explanation of the weights that came out
+    methods = ["gradcam", "hirescam"]
+    found = explain({"trained": watched.network}, scans, methods, "layer1", 2)
+    Writer(tmp_path / "again", watched.class_names, "layer1", {}).write(found)
+    assert read_table(tmp_path / "again" / "explain.tsv") == read_table(folder / "explain.tsv")
+    for path in (tmp_path / "again").glob("*.png"):
+        assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
     plain = trained(tmp_path / "plain")
     for (name, a), b in zip(plain.state_dict().items(), watched.state_dict().values()):
         assert torch.equal(a, b), name

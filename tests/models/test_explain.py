@@ -169,6 +169,20 @@ def test_without_truth_nothing_is_scored_but_everything_is_mapped() -> None:
     assert set(found.means) == {(0, "gradcam"), (1, "gradcam"), (0, "gradient"), (1, "gradient")}
 
 
+def test_a_group_mean_is_the_mean_of_the_maps_of_its_scans() -> None:
+    data = batches([1, 0, 1, 0])
+    data[1]["image"][0, 0, 3, 3, 3] += 5  # the second scan of AD has a spot of its own
+    network = Corner()
+    found = explain({"trained": network}, lambda: data, ["gradcam"], "features", 1)
+    images = torch.cat([batch["image"] for batch in data])[:, 0].numpy()
+    for label, own in ((1, [0, 2]), (0, [1, 3])):
+        # the map of a network whose features are the scan is the scan over its maximum
+        maps = [images[i] / images[i].max() for i in own]
+        np.testing.assert_allclose(found.means[label, "gradcam"], np.mean(maps, axis=0), atol=1e-6)
+        np.testing.assert_allclose(found.mean_images[label], images[own].mean(axis=0), atol=1e-6)
+        assert found.counts[label] == 2
+
+
 def test_cells_say_what_a_method_can_tell_apart() -> None:
     network = ResAttNet3D(widths=(8, 8, 8, 8))
     images = [{**b, "image": torch.rand(len(b["label"]), 1, 32, 32, 32)} for b in batches([1, 0])]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from models import ResAttNet3D
+from models import ResAttNet3D, ResAttNetClassifier
 from models.attention import SelfAttention3D
 from models.resattnet import BasicBlock
 
@@ -32,6 +32,18 @@ def test_attention_adds_its_own_parameters_after_layers_3_and_4() -> None:
 @pytest.mark.parametrize(("width", "expected"), [(256, 263_169), (512, 1_050_625)])
 def test_attention_of_full_width_has_the_parameters_of_four_linear_maps(width, expected) -> None:
     assert parameters(SelfAttention3D(width, reduction=1)) == expected
+
+
+def test_channels_of_the_input_and_the_width_of_the_attention_reach_their_layers() -> None:
+    network = ResAttNet3D(widths=(8, 8, 16, 16), in_channels=2, attention_reduction=4)
+    assert network.stem.conv.weight.shape == (8, 2, 3, 3, 3)
+    assert network.attention4.query.weight.shape == (4, 16, 1, 1, 1)
+    assert network(torch.randn(2, 2, 32, 32, 32)).shape == (2, 2)
+    with pytest.raises(RuntimeError, match="2 channels"):
+        network(torch.randn(2, 1, 32, 32, 32))
+    model = ResAttNetClassifier(widths=[8, 8, 16, 16], in_channels=2, attention_reduction=4)
+    assert model.network.stem.conv.in_channels == 2
+    assert model.network.attention3.query.out_channels == 4
 
 
 def test_halved_widths_quarter_the_convolutions() -> None:
