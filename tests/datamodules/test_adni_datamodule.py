@@ -412,6 +412,9 @@ def test_trainer_keeps_split_and_preprocessing_in_the_checkpoint(trained, tiny_c
         "spacing_mm": 8.0,
         "spatial_shape": [24, 28, 24],
     }
+    made.refuse_other_images(saved | {"split": "another"})  # of images alone
+    with pytest.raises(DataError, match=r"OTHER_PREPROCESSING: .*spacing_mm 2\.0 there, 8\.0 here"):
+        made.refuse_other_images({"preprocessing": {"spacing_mm": 2.0}})
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
