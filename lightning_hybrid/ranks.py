@@ -5,7 +5,6 @@ Sizes, ranks, barriers and broadcasts are here; what a run does is in
 """
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -21,7 +20,7 @@ from lightning_hybrid._lightning_private import ask_strategy_whether_distributed
 from lightning_hybrid.comm import Coordinates, Group, choose_interface
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning import Cluster, Device, make_cluster
+from lightning_hybrid.planning import Cluster, Machine
 from lightning_hybrid.process import (
     Everyone,
     HybridMultiProcessingLauncher,
@@ -174,18 +173,18 @@ class ReplicaStrategy(DDPStrategy):
         serve = coordinates.rank == 0 and not agent_serves
         return gather(coordinates, Meeting(address, port, self.num_nodes, serve))
 
-    def _take_coordinates(self, world: World, devices: Sequence[Device] = ()) -> None:
+    def _take_coordinates(self, world: World, machine: Machine | None = None) -> None:
         """Sizes are known: take coordinates in the mesh, with all other ranks.
 
         Args:
             world: all ranks.
-            devices: of all ranks, if they have been looked at.
+            machine: what is known of their devices, if they have been looked at.
         """
         replicas, stages = self._shape()
 
         def look(group: Group) -> Cluster:
-            if devices:
-                return make_cluster(devices, replicas, stages, self._config.capacity)
+            if machine is not None:
+                return machine.cluster(replicas, stages)
             return survey(group, self.root_device, replicas, stages, self._config.capacity)
 
         joined = join(

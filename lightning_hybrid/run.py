@@ -137,6 +137,7 @@ class Run:
         graph: NetworkGraph,
         partitions: Sequence[NetworkPartition],
         *arguments: Any,
+        beside: Sequence[Plan],
         chosen: bool,
         optimizers: Sequence[Optimizer],
     ) -> Plan:
@@ -147,6 +148,7 @@ class Run:
             graph: of it.
             partitions: of the graph.
             arguments: see :class:`lightning_hybrid.runtime.network_options.Planner`.
+            beside: see there.
             chosen: see there.
             optimizers: the user's, which need memory if the run trains.
 
@@ -176,6 +178,7 @@ class Run:
             device=self.device,
             cluster=self.world.cluster,
             optimizers=optimizers if self.fitting else None,
+            beside=beside,
             advance=advance,
         )
 

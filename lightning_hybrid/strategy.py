@@ -247,16 +247,16 @@ class HybridGabraStrategy(SavingStrategy):
             self._config = self._config.with_sizes(sizes)
             self._plans.clear()  # of the chain in which an earlier run has evaluated
         self._start_alike()
-        self._take_coordinates(world, machine.devices)
+        self._take_coordinates(world, machine)
         refuse_callbacks(trainer, *self._shape())
 
     def _may_have(self, replicas: int, stages: int) -> bool:
         """Whether these sizes may be chosen."""
         return callbacks_allow(self._module.trainer, replicas, stages)
 
-    def _plan_network(self, run: Run, *arguments: Any, chosen: bool) -> Plan:
+    def _plan_network(self, run: Run, *arguments: Any, **how: Any) -> Plan:
         """The plan of a network; see :class:`lightning_hybrid.runtime.network_options.Planner`."""
-        return run.plan_network(*arguments, chosen=chosen, optimizers=self.optimizers)
+        return run.plan_network(*arguments, **how, optimizers=self.optimizers)
 
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""

@@ -19,6 +19,7 @@ from lightning_hybrid.planning.performance import PerformanceModel, fit
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.search import Method
 from lightning_hybrid.planning.shapes import CostsOf, Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.planning.sizes import Machine, Search, Sizes, choose
@@ -40,6 +41,7 @@ __all__ = [
     "PerformanceModel",
     "Plan",
     "PlanSettings",
+    "Rates",
     "Search",
     "Section",
     "Shape",

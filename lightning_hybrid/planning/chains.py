@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from lightning_hybrid.allocation import SLACK, Floats, Ints
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.step_problem import StepProblem
+from lightning_hybrid.planning.would_fit import gigabytes, least_lacks
 
 _F, _FMAX, _B, _BMAX, _W = range(5)
 _FEW = 8
@@ -58,9 +59,13 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
         ends = programme.run(programme.time_s(ends), None) or ends
     step_s = programme.time_s(ends)
     if step_s == np.inf:
+        lacks = least_lacks(problem.memory, problem.memory_limits, order)
+        worst = max(range(problem.m), key=lacks.__getitem__)
         raise PlanError(
-            f"no chain of {problem.m} stages keeps every device within its memory: use larger "
-            "devices, more of them, smaller micro-batches, or recomputation"
+            f"no chain of {problem.m} stages keeps every device within its memory: however it is "
+            f"cut, one lacks {gigabytes(lacks[worst])} at least (device {worst} of a replica, with "
+            f"{gigabytes(problem.memory_limits[worst])}). Use larger devices, more of them, "
+            "smaller micro-batches, or recomputation"
         )
     return ends, step_s
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.rates import Rates
 
 TOLERANCE = {"cpu": 0.2, "cuda": 0.05}
 """Speeds that differ by less than this share count as equal. Processors are shared with whatever
@@ -59,6 +60,7 @@ class Cluster:
         memory_bytes: by rank: what it may take.
         order: for each index in the mesh its rank.
         bandwidth_bytes_per_s: of the slowest link between neighbouring stages; None: not measured.
+        rates: what a step takes beside computing; None: not known, and left out of predictions.
     """
 
     replicas: int
@@ -67,6 +69,7 @@ class Cluster:
     memory_bytes: tuple[int | None, ...]
     order: tuple[int, ...]
     bandwidth_bytes_per_s: float | None = None
+    rates: Rates | None = None
 
     @property
     def capacities(self) -> tuple[float, ...]:

@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import PartitionProfile, Profile
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.would_fit import Fit, gigabytes, what_would_fit
 from lightning_hybrid.schedules import Kind, Schedule
 
 _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
@@ -67,6 +69,8 @@ def check_memory(
     held: int,
     *,
     recompute: bool = False,
+    tried: Sequence[Fit] = (),
+    contiguous: bool = False,
 ) -> None:
     """Complain if no placement can hold the network.
 
@@ -76,47 +80,78 @@ def check_memory(
         limits: bytes that each device of a replica may take, by its index.
         held: micro-batches whose activations are held at once.
         recompute: whether activations are computed again.
+        tried: this way of spreading it, and others that are no alternative.
+        contiguous: whether each device gets one run of partitions, so that the first of `tried`
+            is the only placement.
 
     Raises:
-        PlanError: one partition is larger than any device, or all are larger than all devices.
+        PlanError: one partition is larger than any device, or all are larger than all devices, or
+            no chain fits; the text says what is missing where, and what would fit.
     """
     again = ", with recompute=True," if recompute else ""
     free = "free beside the inputs that its stages keep" if recompute else "free"
     largest = max(range(len(needed)), key=needed.__getitem__)
     roomiest = max(range(len(limits)), key=limits.__getitem__)
-    advice = (
-        "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
-        "use larger devices{more}."
-    )
-    if held > 1:
-        less = sum(p.memory_bytes(1) for p in profile.partitions)
-        advice += f" recompute=True holds activations of one micro-batch: {_gb(less)} in all."
+    more = ""
     if needed[largest] > limits[roomiest]:
-        raise PlanError(
+        problem = (
             f"network partition {profile.partitions[largest].name!r} needs{again} "
-            f"{_spelled([profile.partitions[largest]], held)}, more than any device has: "
-            f"the largest, device {roomiest} of a replica, has {_gb(limits[roomiest])} {free}. "
-            + advice.format(more="")
+            f"{_spelled([profile.partitions[largest]], held)}, more than any device has: the "
+            f"largest, device {roomiest} of a replica, has {gigabytes(limits[roomiest])} {free}"
         )
-    if sum(needed) > sum(limits):
-        each = ", ".join(map(_gb, limits))
-        raise PlanError(
+    elif sum(needed) > sum(limits):
+        each = ", ".join(map(gigabytes, limits))
+        more = ", or more stages (pipeline_parallel_size)"
+        problem = (
             f"the network needs{again} {_spelled(profile.partitions, held)}, more than the "
-            f"{len(limits)} devices of a replica have {free} together: {_gb(sum(limits))} "
-            f"({each}). " + advice.format(more=", or more stages (pipeline_parallel_size)")
+            f"{len(limits)} devices of a replica have {free} together: {gigabytes(sum(limits))} "
+            f"({each})"
         )
+    elif contiguous and tried and not tried[0].fits:
+        more = ", or more stages (pipeline_parallel_size)"
+        problem = f"no chain of stages fits into memory, however it is cut: {tried[0]}"
+    else:
+        return
+    raise PlanError(f"{problem}. {_advice(profile, held, more, tried)}")
+
+
+def _advice(profile: Profile, held: int, more: str, tried: Sequence[Fit]) -> str:
+    texts = [
+        "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
+        f"use larger devices{more}."
+    ]
+    if held > 1:
+        less = gigabytes(sum(p.memory_bytes(1) for p in profile.partitions))
+        texts.append(f"recompute=True holds activations of one micro-batch: {less} in all.")
+    if tried:
+        texts.append(what_would_fit(tried))
+    return " ".join(texts)
+
+
+def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int, ...] | None:
+    """What devices may still take beside networks that are placed on them already.
+
+    Args:
+        limits: (m,) bytes of each device of a replica; None: not known.
+        beside: plans of those networks.
+    """
+    if limits is None:
+        return None
+    left = list(limits)
+    for plan in beside:
+        kept_inputs = plan.microbatches * max((row.cut_bytes or 0 for row in plan.rows), default=0)
+        for device, row in zip(plan.devices, plan.rows):
+            left[device] -= row.memory_bytes or 0
+            left[device] -= kept_inputs if plan.recompute else 0
+    return tuple(max(0, size) for size in left)
 
 
 def _spelled(partitions: Sequence[PartitionProfile], held: int) -> str:
     def total(name: str) -> str:
-        return _gb(sum(getattr(p, f"{name}_bytes") for p in partitions))
+        return gigabytes(sum(getattr(p, f"{name}_bytes") for p in partitions))
 
     return (
-        f"{_gb(sum(p.memory_bytes(held) for p in partitions))} (parameters "
+        f"{gigabytes(sum(p.memory_bytes(held) for p in partitions))} (parameters "
         f"{total('parameter')}, gradients {total('gradient')}, optimizer {total('optimizer')}, "
         f"activations {total('activation')} for each of {held} micro-batches held)"
     )
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"

@@ -1,6 +1,6 @@
 """From a captured network to a plan: profile its partitions, choose the cuts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -20,10 +20,16 @@ from lightning_hybrid.network import (
 )
 from lightning_hybrid.planning.automatic_choices import AUTO, plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
+from lightning_hybrid.planning.memory import (
+    check_memory,
+    in_flight,
+    optimizer_bytes,
+    remaining,
+)
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
+from lightning_hybrid.planning.would_fit import Fit, Footprint, Way
 from lightning_hybrid.schedules import SCHEDULES, STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
@@ -75,6 +81,7 @@ def make_plan(
     device: torch.device,
     cluster: Cluster | None = None,
     optimizers: Sequence[Optimizer] | None = None,
+    beside: Iterable[Plan] = (),
     advance: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
@@ -95,6 +102,7 @@ def make_plan(
         cluster: the devices; None: they are taken to be equal, and large enough.
         optimizers: that will train it; None: it is not trained in this run, so that it needs room
             for its parameters alone.
+        beside: plans of the networks that are on these devices already, and keep their memory.
         advance: hears which partition is measured, from 1, and how many there are.
 
     Raises:
@@ -108,8 +116,12 @@ def make_plan(
     else:
         measured = partial(measure, graph, partitions, leaves, device=device, advance=advance)
         profile = cached(measured, graph, partitions, leaves, device)
-    bandwidth = cluster and cluster.bandwidth_bytes_per_s
+    bandwidth, rates = cluster and cluster.bandwidth_bytes_per_s, cluster and cluster.rates
     table = _table(graph, partitions, profile)
+    if rates is not None and optimizers is not None:
+        sizes = [float(row.gradient_bytes) for row in profile.partitions]
+        reduce_s, step_s = rates.after_backward(sizes, replicas)
+        table = replace(table, reduce_s=reduce_s, step_s=step_s)
     make = partial(
         plan_stages,
         replicas=replicas,
@@ -119,15 +131,23 @@ def make_plan(
         objective=settings.objective,
         capacities=None if cluster is None else cluster.capacities,
         bandwidth_bytes_per_s=bandwidth or BANDWIDTH_BYTES_PER_S[backend],
+        latency_s=0.0 if rates is None else rates.message_s,
         cut_points=first,
         contiguous=settings.contiguous,
         seed=settings.seed,
     )
     if optimizers is not None and profile.is_measured:
         profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
-    limits = None if cluster is None else cluster.memory_limits
+    batch = graph.batch_of(leaves)
     room = partial(
-        _memory, profile, microbatches, limits, settings, stages, trains=optimizers is not None
+        _memory,
+        profile,
+        microbatches,
+        remaining(None if cluster is None else cluster.memory_limits, beside),
+        settings,
+        stages,
+        trains=optimizers is not None,
+        batch=microbatches * batch if batch else microbatches,
     )
     return plan_within_memory(
         settings.recompute if stages > 1 and optimizers is not None else False,
@@ -203,9 +223,11 @@ def _memory(
     recompute: bool,
     *,
     trains: bool,
+    batch: int,
 ) -> tuple[list[int] | None, tuple[int, ...] | None]:
     """What each partition holds, and what the devices may take, as far as that is known."""
     most, kept_inputs = 1, 0
+    tried: list[Fit] = []
     if not trains:
         needed = [p.parameter_bytes for p in profile.partitions]
     elif not profile.is_measured:
@@ -222,6 +244,34 @@ def _memory(
             most *= 1 + streamed.look_aheads(stages)[0]
         needed = [p.memory_bytes(most) for p in profile.partitions]
     if limits is not None:
+        if settings.schedule not in STREAMED:
+            footprint = _footprint(profile, microbatches, batch, trains=trains)
+            ways = (
+                Way(stages=stages, microbatches=microbatches, recompute=again)
+                for again in ([True, False] if recompute else [False])
+            )
+            tried = [Fit(way=way, footprint=footprint, limits=limits) for way in ways]
         limits = tuple(max(0, limit - kept_inputs) for limit in limits)
-        check_memory(profile, needed, limits, most, recompute=recompute)
+        searched = isinstance(settings.allocation, str)
+        check_memory(
+            profile,
+            needed,
+            limits,
+            most,
+            recompute=recompute,
+            tried=tried,
+            contiguous=searched and settings.contiguous and settings.schedule != "looped",
+        )
     return needed, limits
+
+
+def _footprint(profile: Profile, microbatches: int, batch: int, *, trains: bool) -> Footprint:
+    """What the whole batch of a replica holds."""
+    rows = profile.partitions
+    return Footprint(
+        kept_bytes=[r.memory_bytes(0) if trains else r.parameter_bytes for r in rows],
+        activation_bytes=[microbatches * r.activation_bytes if trains else 0 for r in rows],
+        crossing_bytes=microbatches * max((r.output_bytes for r in rows[:-1]), default=0),
+        batch=batch,
+        may_recompute=trains,
+    )

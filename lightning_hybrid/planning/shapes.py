@@ -25,6 +25,14 @@ from lightning_hybrid.planning.cluster_description import ClusterDescription, Le
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.stage_rows import stage_rows
 from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.would_fit import (
+    Fit,
+    Footprint,
+    Way,
+    gigabytes,
+    what_lacks,
+    what_would_fit,
+)
 
 _MOST_TURNS = 3
 """Stages per device that are tried at most."""
@@ -90,6 +98,7 @@ class Shape:
         search: what found the cuts: `balanced` or `dynamic`.
         lacking_bytes: what the fullest device lacks; 0: it fits.
         recompute: whether stages run their forward again for the backward.
+        fit: of what does not fit, what lacks if each device has one stage.
     """
 
     replicas: int
@@ -104,6 +113,7 @@ class Shape:
     search: str
     lacking_bytes: float = 0.0
     recompute: bool = False
+    fit: Fit | None = None
 
     @property
     def fits(self) -> bool:
@@ -155,6 +165,9 @@ def rank_shapes(
             for recompute in (False, True):
                 problem = problem_of(costs, cluster, devices, microbatches, links, recompute)
                 shapes = [*_cut(problem, count // devices, batch, recompute)]
+                if devices == 1 == microbatches or devices > 1:
+                    fit = _fit(costs, problem, batch, recompute)
+                    shapes = [s if s.fits else replace(s, fit=fit) for s in shapes]
                 found += shapes
                 # one device, or one micro-batch, would hold as much as before
                 if devices == 1 or microbatches == 1 or all(shape.fits for shape in shapes):
@@ -170,16 +183,18 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
     """The first shape that fits.
 
     Raises:
-        PlanError: none does; the text says what lacks least.
+        PlanError: none does; the text says what lacks where, and what would fit.
     """
     for shape in shapes:
         if shape.fits:
             return shape
     nearest = min(shapes, key=lambda shape: shape.lacking_bytes)
+    tried = [shape.fit for shape in shapes if shape.fit is not None]
+    numbers = f" What lacks for each: {what_lacks(tried)}. {what_would_fit(tried)}" if tried else ""
     raise PlanError(
         f"the network does not fit in any shape on these devices; nearest is {nearest}, where a "
-        f"device lacks {nearest.lacking_bytes / 1e9:.3g} GB. What helps: more or larger devices, "
-        "a smaller batch, or an optimizer with less state"
+        f"device lacks {gigabytes(nearest.lacking_bytes)}.{numbers} What helps: more or larger "
+        "devices, a smaller batch, or an optimizer with less state"
     )
 
 
@@ -251,6 +266,23 @@ def problem_of(
         memory=() if limits is None else costs.memory_bytes(in_flight),
         memory_limits=() if limits is None else [min(limits[k::devices]) for k in range(devices)],
     )
+
+
+def _fit(costs: PartitionCosts, problem: StepProblem, batch: int, recompute: bool) -> Fit:
+    """The same shape as far as its memory goes; without limits it lacks nothing."""
+    microbatches = problem.microbatches
+    limits = problem.memory_limits
+    crossing = microbatches * max(costs.output_bytes[:-1], default=0)
+    if recompute:  # of which the problem has taken what is crossing away
+        limits = [limit + crossing for limit in limits]
+    footprint = Footprint(
+        kept_bytes=costs.kept_bytes,
+        activation_bytes=[microbatches * size for size in costs.activation_bytes],
+        crossing_bytes=crossing,
+        batch=batch,
+    )
+    way = Way(stages=problem.m, microbatches=microbatches, recompute=recompute)
+    return Fit(way=way, footprint=footprint, limits=limits)
 
 
 def links_of(cluster: ClusterDescription, devices: int) -> Links:

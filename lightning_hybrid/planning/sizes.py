@@ -18,9 +18,18 @@ from typing import Literal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.automatic_choices import plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
+from lightning_hybrid.planning.memory import remaining
 from lightning_hybrid.planning.parts import Parts
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
+from lightning_hybrid.planning.would_fit import (
+    Fit,
+    Footprint,
+    Way,
+    what_lacks,
+    what_would_fit,
+)
 
 WORTHWHILE = 0.95
 """Stages are taken only where they are predicted to take at most this share of the time of
@@ -56,31 +65,18 @@ class Machine:
         devices: one entry for each rank.
         capacity: relative speeds that the user gave; None: as measured.
         bandwidth_bytes_per_s: of a link between two stages.
-        message_s: seconds that a message between two stages adds, with the work around it.
-        reduce_bytes_per_s: of an all-reduce over all devices, by the size of the tensor.
-        reduce_s: seconds of an all-reduce of nothing.
-        update_s_per_byte: seconds of the optimizer step per byte of the parameters that are
-            trained.
-        overlaps: whether an all-reduce runs beside the backward at no cost, as on an accelerator;
-            on a CPU it takes the processor from it.
+        rates: what a step takes beside computing.
     """
 
     devices: tuple[Device, ...]
     capacity: tuple[float, ...] | None
     bandwidth_bytes_per_s: float
-    message_s: float
-    reduce_bytes_per_s: float
-    reduce_s: float
-    update_s_per_byte: float
-    overlaps: bool
+    rates: Rates
 
-    def reduced_s(self, size: float, replicas: int) -> float:
-        """Seconds of the all-reduce of `size` bytes over some replicas, as a ring of them does."""
-        count = len(self.devices)
-        if replicas == 1:
-            return 0.0
-        share = (replicas - 1) / replicas * count / (count - 1)
-        return self.reduce_s + share * size / self.reduce_bytes_per_s
+    def cluster(self, replicas: int, stages: int) -> Cluster:
+        """The devices as so many replicas of so many devices."""
+        cluster = make_cluster(self.devices, replicas, stages, self.capacity)
+        return replace(cluster, rates=self.rates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +190,7 @@ def choose(
     Raises:
         PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
     """
-    prediction = _Prediction(machine, networks, asked or 1, search or Search())
+    prediction = _Prediction(machine, networks, asked or 1, batch, search or Search())
     count = len(machine.devices)
     possible = [s for s in _sizes(count, batch, asked, splits) if allowed(s.replicas, s.stages)]
     if not possible:
@@ -231,7 +227,7 @@ def _compared(
         except PlanError as error:
             problem = error
     if not known:
-        raise problem
+        raise prediction.why_nothing_fits() or problem
     return known, guesses
 
 
@@ -263,6 +259,7 @@ class _Prediction:
         machine: the devices.
         networks: see :func:`choose`.
         whole: micro-batches of one stage, which takes its batches as the user wants, else whole.
+        batch: samples in the batch of a replica.
         search: how plans are made.
     """
 
@@ -271,10 +268,12 @@ class _Prediction:
         machine: Machine,
         networks: Sequence[Callable[[int], Parts]],
         whole: int,
+        batch: int,
         search: Search,
     ) -> None:
-        self._machine, self._whole, self._search = machine, whole, search
+        self._machine, self._whole, self._search, self._batch = machine, whole, search, batch
         self._networks = [cache(network) for network in networks]
+        self._short: list[Fit] = []
 
     def measured(self, sizes: Sizes) -> Candidate:
         """A step, from what networks take at that size of the micro-batch.
@@ -297,39 +296,40 @@ class _Prediction:
         parts = [network(self._whole) for network in self._networks]
         computed = sum(self._whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
         trained = sum(sum(p.gradient_bytes) for p in parts)
-        return computed + self._machine.update_s_per_byte * trained
+        return computed + self._machine.rates.update_s_per_byte * trained
 
     def _candidate(self, networks: Sequence[Parts], sizes: Sizes) -> Candidate:
-        plans = []
+        plans: list[Plan] = []
+        cluster = self._machine.cluster(sizes.replicas, sizes.stages)
         for parts in networks:
             # one with too few parts for the stages stays on the driver
             here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)
-            plans.append(self._plan(parts, here, self._cluster(sizes)))
+            limits = remaining(cluster.memory_limits, plans)
+            plans.append(self._plan(parts, here, cluster.capacities, limits))
         return Candidate(
             sizes=sizes,
             step_s=sum(plan.step_s for plan in plans),
             recompute=any(plan.recompute for plan in plans),
         )
 
-    def _cluster(self, sizes: Sizes) -> Cluster:
-        machine = self._machine
-        return make_cluster(machine.devices, sizes.replicas, sizes.stages, machine.capacity)
+    def why_nothing_fits(self) -> PlanError | None:
+        """What lacks in the sizes that were looked at, and what would fit; None: nothing lacks."""
+        short = [fit for fit in self._short if not fit.fits]
+        if not short:
+            return None
+        return PlanError(
+            "the memory of the devices is too small for the network, whatever the sizes: "
+            f"{what_lacks(short)}. {what_would_fit(short)} An optimizer with less state needs "
+            "less; two tensors for each parameter are assumed."
+        )
 
-    def _after_backward(
-        self, parts: Parts, replicas: int
-    ) -> tuple[Sequence[float], Sequence[float]]:
-        """Seconds of the all-reduce and of the optimizer step of each partition."""
-        machine = self._machine
-        # an all-reduce of nothing takes its time too: once, with the last partition
-        start_s = machine.reduced_s(0.0, replicas)
-        reduced = [machine.reduced_s(b, replicas) - start_s for b in parts.gradient_bytes]
-        reduced[-1] += start_s
-        updates = [machine.update_s_per_byte * size for size in parts.gradient_bytes]
-        if machine.overlaps:
-            return reduced, updates
-        return (), [update + reduce for update, reduce in zip(updates, reduced)]
-
-    def _plan(self, parts: Parts, sizes: Sizes, cluster: Cluster) -> Plan:
+    def _plan(
+        self,
+        parts: Parts,
+        sizes: Sizes,
+        capacities: Sequence[float],
+        limits: tuple[int, ...] | None,
+    ) -> Plan:
         machine, search = self._machine, self._search
         make = partial(
             plan_stages,
@@ -338,16 +338,21 @@ class _Prediction:
             microbatches=sizes.microbatches,
             method=search.method,
             objective=search.objective,
-            capacities=cluster.capacities[: sizes.stages],
+            capacities=capacities[: sizes.stages],
             bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
-            latency_s=machine.message_s,
+            latency_s=machine.rates.message_s,
             contiguous=search.contiguous,
             seed=search.seed,
         )
-        limits = cluster.memory_limits and cluster.memory_limits[: sizes.stages]
+        limits = limits and limits[: sizes.stages]
         recompute = search.recompute if sizes.stages > 1 else False
         plan_with = partial(self._plan_with, make, parts, sizes, limits)
-        return plan_within_memory(recompute, plan_with)
+        try:
+            return plan_within_memory(recompute, plan_with)
+        except PlanError:
+            if limits is not None:
+                self._short += _fits(parts, sizes, limits, recompute, self._batch)
+            raise
 
     def _plan_with(
         self,
@@ -361,7 +366,8 @@ class _Prediction:
         if recompute and limits is not None:  # the inputs of all micro-batches are kept
             kept = sizes.microbatches * round(max(parts.cut_bytes))
             limits = tuple(max(0, limit - kept) for limit in limits)
-        table = parts.table(in_flight, *self._after_backward(parts, sizes.replicas))
+        after = self._machine.rates.after_backward(parts.gradient_bytes, sizes.replicas)
+        table = parts.table(in_flight, *after)
         if recompute:
             table = table.recomputed()
         plan = plan_by_schedule(
@@ -371,3 +377,23 @@ class _Prediction:
             measured=True,
         )
         return replace(plan, recompute=recompute)
+
+
+def _fits(
+    parts: Parts,
+    sizes: Sizes,
+    limits: Sequence[int],
+    recompute: bool | Literal["auto"],
+    batch: int,
+) -> list[Fit]:
+    """What devices lack for a network in these sizes."""
+    count = sizes.microbatches
+    footprint = Footprint(
+        kept_bytes=parts.kept_bytes,
+        activation_bytes=[count * size for size in parts.activation_bytes],
+        crossing_bytes=count * max(parts.cut_bytes, default=0.0),
+        batch=batch,
+    )
+    again = [True, False] if recompute == "auto" else [recompute]
+    ways = [Way(stages=sizes.stages, microbatches=sizes.microbatches, recompute=r) for r in again]
+    return [Fit(way=way, footprint=footprint, limits=limits) for way in ways]

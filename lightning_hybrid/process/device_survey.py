@@ -27,6 +27,7 @@ from lightning_hybrid.planning import (
     Cluster,
     Device,
     Machine,
+    Rates,
     given_speeds,
     look_at,
     make_cluster,
@@ -111,22 +112,37 @@ def _look_around(
     world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
 ) -> Machine:
     devices = _devices(world, device, given)
-    exchange = _UNMEASURED.get(backend) or _exchange(world, device)
-    bandwidth, reduce_bandwidth, reduce_s = exchange
+    known = _UNMEASURED.get(backend)
     return Machine(
         devices=tuple(devices),
         capacity=None if given is None else given_speeds(given, len(devices)),
-        bandwidth_bytes_per_s=bandwidth,
+        bandwidth_bytes_per_s=known[0] if known else _steady(_link(world, device)),
+        rates=_rates(world, device, backend),
+    )
+
+
+def _rates(world: Group, device: torch.device, backend: str) -> Rates:
+    """What a step takes beside computing, as all ranks see it; the optimizer's part, as this."""
+    known = _UNMEASURED.get(backend)
+    bandwidth, reduce_s = known[1:] if known else _reduction(world, device)
+    reduce_s = _steady(reduce_s)
+    return Rates(
         message_s=_MESSAGE_S[backend] + reduce_s,
-        reduce_bytes_per_s=reduce_bandwidth,
+        reduce_bytes_per_s=_steady(bandwidth),
         reduce_s=reduce_s,
-        update_s_per_byte=update_s_per_byte(device),
+        ranks=world.size(),
+        update_s_per_byte=_steady(update_s_per_byte(device)),
         overlaps=device.type != "cpu",
     )
 
 
-def _exchange(world: Group, device: torch.device) -> tuple[float, float, float]:
-    """Bytes/s of a link while all are in use, of an all-reduce, and seconds of an empty one."""
+def _steady(value: float) -> float:
+    """The nearest quarter power of two, so that a plan does not change with noise."""
+    return 2.0 ** (round(4 * log2(value)) / 4)
+
+
+def _link(world: Group, device: torch.device) -> float:
+    """Bytes/s of the slowest link of a ring of all ranks, while all are in use."""
     size, rank = world.size(), world.rank()
     load = torch.zeros(LINK_BYTES // 4, device=device)
     other = torch.empty_like(load)
@@ -137,15 +153,20 @@ def _exchange(world: Group, device: torch.device) -> tuple[float, float, float]:
         wait(arrives, UNKNOWN_PEER)
         wait(leaves, UNKNOWN_PEER)
 
+    return LINK_BYTES / max(gather_objects(world, _best_s(world, pass_on)))
+
+
+def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
+    """Bytes/s of an all-reduce over all ranks, and seconds of an empty one."""
+    load = torch.zeros(LINK_BYTES // 4, device=device)
+
     def reduce(tensor: Tensor) -> None:
         wait(start(world.allreduce, [tensor], peer=UNKNOWN_PEER), UNKNOWN_PEER)
 
-    link_s = _best_s(world, pass_on)
     empty_s = _best_s(world, lambda: reduce(load[:1]))
     whole_s = _best_s(world, lambda: reduce(load))
-    slowest = gather_objects(world, (link_s, whole_s, empty_s))
-    link_s, whole_s, empty_s = map(max, zip(*slowest))
-    return LINK_BYTES / link_s, LINK_BYTES / max(whole_s - empty_s, 1e-9), empty_s
+    whole_s, empty_s = map(max, zip(*gather_objects(world, (whole_s, empty_s))))
+    return LINK_BYTES / max(whole_s - empty_s, 1e-9), empty_s
 
 
 def _best_s(world: Group, action: Callable[[], None]) -> float:
@@ -160,13 +181,19 @@ def _best_s(world: Group, action: Callable[[], None]) -> float:
 
 
 def measure_links(mesh: Mesh, cluster: Cluster, device: torch.device) -> Cluster:
-    """Note what the slowest link carries when all are in use; all ranks together.
+    """Note what the slowest link carries when all are in use, and what else a step takes.
+
+    All ranks call it together.
 
     The best of a few times counts, since a busy machine only ever makes one longer, and a power
     of two at that, so that a plan does not change from run to run. Over gloo only: NCCL makes a
     communicator at the first use of a link, in an order that all neighbours must agree on.
     """
-    if mesh.coordinates.ranks_per_replica == 1 or mesh.backend != "gloo":
+    if mesh.coordinates.ranks_per_replica == 1:
+        return cluster
+    if cluster.rates is None:
+        cluster = replace(cluster, rates=_rates(mesh.world, device, mesh.backend))
+    if mesh.backend != "gloo":
         return cluster
     [links] = link_stages(mesh, mesh.coordinates.chain, device).values()
     load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)

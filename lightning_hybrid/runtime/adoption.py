@@ -56,6 +56,7 @@ class Adoption:
     ) -> None:
         self._driver, self._mesh, self._options, self._plans = driver, mesh, options, plans
         self._announcements = announcements
+        self._placed: dict[str, Plan] = {}  # in this run; plans of earlier ones may be of others
 
     def adopt(
         self,
@@ -206,6 +207,7 @@ class Adoption:
                 raise plan
             self._plans[name] = plan
             self._announcements.planned(found, plan)
+        self._placed[name] = self._plans[name]
         return self._plans[name]
 
     def _is_known(self, name: str, partitions: Sequence[NetworkPartition]) -> bool:
@@ -241,15 +243,16 @@ class Adoption:
                 self._announcements.takes_batches_whole(found, reason)
                 wanted = 1
             slices = graph.split(leaves, wanted)
-        make = self._options.planner
+        make, beside = self._options.planner, [*self._placed.values()]
+        arguments = found.name, graph, partitions, slices[0], wanted
         try:
-            return make(found.name, graph, partitions, slices[0], wanted, chosen=False)
+            return make(*arguments, beside=beside, chosen=False)
         except NetworkError as error:
             # the user's cut points are for the network as a whole, of which this is a part
             if not is_part:
                 raise
             self._announcements.say(found, f"is cut where it divides best: {error}.")
-            return make(found.name, graph, partitions, slices[0], wanted, chosen=True)
+            return make(*arguments, beside=beside, chosen=True)
 
 
 def refuse_streaming(

@@ -22,6 +22,7 @@ class Planner(Protocol):
         microbatches: int,
         /,
         *,
+        beside: Sequence[Plan],
         chosen: bool,
     ) -> Plan:
         """A plan for a network.
@@ -32,6 +33,7 @@ class Planner(Protocol):
             partitions: of the graph.
             leaves: the inputs of one micro-batch.
             microbatches: their number.
+            beside: plans of the networks that are placed already.
             chosen: choose the cuts, whatever the user has said.
         """
 

@@ -144,7 +144,7 @@ class _DriverAtBothEnds(HybridGabraStrategy):
 
     row: type[Row]
 
-    def _plan_network(self, run: Any, name: str, *arguments: Any, chosen: bool) -> Plan:
+    def _plan_network(self, run: Any, name: str, *arguments: Any, **how: Any) -> Plan:
         own = f"{name}." if name else ""
         return Plan(
             replicas=self.num_replicas,

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,7 +7,14 @@ from torch import nn
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network.profile import PartitionProfile, Profile
-from lightning_hybrid.planning.memory import check_memory, in_flight, optimizer_bytes
+from lightning_hybrid.planning.memory import (
+    check_memory,
+    in_flight,
+    optimizer_bytes,
+    remaining,
+)
+from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.would_fit import Fit, Footprint, Way
 from lightning_hybrid.schedules.gpipe import gpipe
 
 GB = 10**9
@@ -76,3 +84,40 @@ def test_a_network_larger_than_all_devices_is_told_how_much_there_is() -> None:
     assert "2 devices of a replica have free together: 15 GB (11 GB, 4 GB)" in str(error.value)
     assert "more stages" in str(error.value)
     check_memory(found, needed, [11 * GB, 6 * GB], 2)
+
+
+def test_a_chain_that_no_cut_makes_fit_is_told_what_lacks_where() -> None:
+    found, _ = profile()
+    limits = [9 * GB, 8 * GB]  # 17 GB for 16, but the larger partition comes first, on device 1
+    ways = Way(stages=2, microbatches=2)
+    footprint = Footprint(
+        kept_bytes=[4 * GB, 4 * GB], activation_bytes=[5 * GB, 3 * GB], crossing_bytes=GB, batch=8
+    )
+    tried = [Fit(way=ways, footprint=footprint, limits=limits)]
+    with pytest.raises(PlanError, match="no chain of stages") as error:
+        check_memory(found, [9 * GB, 7 * GB], limits, 2, tried=tried, contiguous=True)
+    text = str(error.value)
+    assert "with 2 stages, 2 micro-batches, device 1 lacks 1 GB (it has 8 GB)" in text
+    assert "It would fit with 2 stages, 2 micro-batches and recompute=True" in text
+    assert "2 stages, 2 micro-batches, on 2 devices with 9 GB free" in text
+
+
+def test_what_is_placed_already_is_taken_from_the_devices() -> None:
+    rows = tuple(
+        StagePlan(
+            layers=1,
+            partitions=("a",),
+            parameters=1,
+            load=0.5,
+            device=device,
+            memory_bytes=GB,
+            cut_bytes=cut * GB,
+        )
+        for device, cut in ((1, 1), (0, 0))
+    )
+    plan = Plan(replicas=1, stages=2, microbatches=3, schedule="gpipe", cuts=("b",), rows=rows)
+    assert remaining([4 * GB, 2 * GB], [plan]) == (3 * GB, GB)
+    assert remaining([4 * GB, 2 * GB], [plan] * 3) == (GB, 0)
+    # the inputs of three micro-batches are kept where activations are computed again
+    assert remaining([5 * GB, 4 * GB], [replace(plan, recompute=True)]) == (GB, 0)
+    assert remaining(None, [plan]) is None

@@ -1,5 +1,7 @@
 """From a captured network to a plan: what is chosen where memory binds."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +14,20 @@ from lightning_hybrid.planning.cluster import Device, make_cluster
 from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.planning.rates import Rates
 
 MICROBATCHES = 8
 
 
-def planned(recompute: Any = "auto", *, memory: int | None = None, trains: bool = True) -> Plan:
+def planned(
+    recompute: Any = "auto",
+    *,
+    memory: int | None = None,
+    trains: bool = True,
+    replicas: int = 1,
+    rates: Rates | None = None,
+    beside: Sequence[Plan] = (),
+) -> Plan:
     """Two stages of a network whose activations need more memory than its weights."""
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
@@ -30,12 +41,15 @@ def planned(recompute: Any = "auto", *, memory: int | None = None, trains: bool 
         leaves,
         MICROBATCHES,
         settings=PlanSettings("gpipe", "exact", "step", 0, recompute=recompute),
-        replicas=1,
+        replicas=replicas,
         stages=2,
         backend="gloo",
         device=torch.device("cpu"),
-        cluster=make_cluster([device] * 2, 1, 2, [1.0, 1.0]),
+        cluster=replace(
+            make_cluster([device] * 2 * replicas, replicas, 2, [1.0, 1.0] * replicas), rates=rates
+        ),
         optimizers=[torch.optim.SGD(network.parameters(), lr=0.1)] if trains else None,
+        beside=beside,
     )
 
 
@@ -62,5 +76,44 @@ def test_what_was_asked_for_is_kept() -> None:
         planned(memory=2**12)
 
 
+def test_a_network_gets_what_those_before_it_have_left() -> None:
+    limit = round(1.5 * most(planned(recompute=False)))
+    first = planned(recompute=False, memory=limit)
+    with pytest.raises(PlanError, match="devices of a replica have free together"):
+        planned(recompute=False, memory=limit, beside=[first])
+    second = planned(memory=2 * limit, beside=[first])
+    held = [a.memory_bytes + b.memory_bytes for a, b in zip(first.rows, second.rows)]
+    assert max(held) <= 2 * limit
+
+
 def test_a_run_that_does_not_train_computes_nothing_again() -> None:
     assert not planned(recompute=True, trains=False).recompute
+
+
+RATES = Rates(
+    message_s=2.0,
+    reduce_bytes_per_s=1e3,
+    reduce_s=3.0,
+    ranks=2,
+    update_s_per_byte=1e-3,
+    overlaps=False,
+)
+GRADIENTS = 6 * (16 * 16 + 16) * 4
+
+
+def test_a_step_has_messages_the_allreduce_and_the_optimizer_step() -> None:
+    one, two = planned(rates=RATES), planned(rates=RATES, replicas=2)
+    assert one.rows[0].latency_s == two.rows[0].latency_s == 2.0
+    updates = [sum(row.step_s or 0.0 for row in plan.rows) for plan in (one, two)]
+    assert updates[0] == pytest.approx(GRADIENTS / 1e3)
+    assert updates[1] == pytest.approx(2 * GRADIENTS / 1e3 + 3.0)
+    # the larger part of the weights, on one device, and a message forward and back
+    assert one.step_s > 4.0 + updates[0] / 2
+    assert two.step_s > one.step_s + 3.0
+    assert Plan.from_json(two.to_json()) == two
+
+
+def test_without_training_nothing_follows_the_backward() -> None:
+    plan = planned(rates=RATES, replicas=2, trains=False)
+    assert not any(row.step_s or row.reduce_s for row in plan.rows)
+    assert plan.rows[0].latency_s == 2.0

@@ -112,6 +112,13 @@ def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() 
 def test_where_nothing_fits_the_error_says_what_lacks() -> None:
     with pytest.raises(PlanError, match=r"does not fit in any shape.*lacks 0\.0\d+ GB.*larger"):
         fastest(rank_shapes(costs_of, cluster(4, memory=40e6), 6))
+    # a chain of four: 80 MB and activations of 6 samples, of 1 with recomputation
+    with pytest.raises(PlanError) as caught:
+        fastest(rank_shapes(costs_of, cluster(4, memory=79e6), 6))
+    text = str(caught.value)
+    assert "with 4 stages, 6 micro-batches and recompute=True, device 0 lacks 0.00302 GB" in text
+    assert "It would fit with 8 stages, 6 micro-batches (each on a device with 0.079 GB" in text
+    assert "on 4 devices with 0.082 GB free" in text
 
 
 def test_a_batch_that_cannot_be_split_has_no_micro_batches() -> None:

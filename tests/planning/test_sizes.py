@@ -8,6 +8,7 @@ import pytest
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import Device
 from lightning_hybrid.planning.parts import Parts
+from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.sizes import Machine, Search, Sizes, choose
 
 MS, MB = 1e-3, 1e6
@@ -16,17 +17,20 @@ MS, MB = 1e-3, 1e6
 def machine(devices: int = 2, **changes: Any) -> Machine:
     """CPU processes of one host, about as the project's own machine has them."""
     device = Device(host="a", name="cpu", memory_bytes=None, units_per_s=1.0, units_per_own_s=1.0)
-    usual = Machine(
-        devices=(device,) * devices,
-        capacity=None,
-        bandwidth_bytes_per_s=1e9,
+    usual = Rates(
         message_s=0.3 * MS,
         reduce_bytes_per_s=1e9,
         reduce_s=0.1 * MS,
+        ranks=devices,
         update_s_per_byte=8e-10,
         overlaps=False,
     )
-    return replace(usual, **changes)
+    return Machine(
+        devices=(device,) * devices,
+        capacity=None,
+        bandwidth_bytes_per_s=1e9,
+        rates=replace(usual, **changes),
+    )
 
 
 def layers(count: int, forward_s: float, weights: float, activation: float) -> Parts:
@@ -153,6 +157,33 @@ def test_two_networks_are_two_times_and_a_small_one_stays_on_the_driver() -> Non
     two = choose(machine(), [Network(WIDE), Network(single)], batch=32).best
     assert two.sizes == one.sizes
     assert two.step_s > one.step_s
+
+
+def test_several_networks_share_the_memory_of_the_devices() -> None:
+    one = layers(4, 25 * MS, 5 * MB, 0.1 * MB)  # 80 MB of weights, gradients and optimizer
+    devices = tuple(replace(d, memory_bytes=100 * 10**6) for d in machine().devices)
+    small = replace(machine(), devices=devices)
+    assert choose(small, [Network(one)], batch=8).best.sizes.stages == 1
+    assert choose(small, [Network(one)] * 2, batch=8).best.sizes.stages == 2
+    with pytest.raises(PlanError, match="memory"):
+        choose(small, [Network(one)] * 4, batch=8)
+
+
+def test_where_nothing_fits_the_error_has_the_numbers_of_what_would() -> None:
+    big = layers(6, 25 * MS, 10 * MB, 1 * MB)  # of 41 MB each
+    devices = tuple(replace(d, memory_bytes=100 * 10**6) for d in machine().devices)
+    with pytest.raises(PlanError) as caught:
+        choose(
+            replace(machine(), devices=devices),
+            [Network(big)],
+            batch=8,
+            search=Search(recompute=False),
+        )
+    text = str(caught.value)
+    assert "with 1 stage, 1 micro-batch, device 0 lacks 0.146 GB (it has 0.1 GB)" in text
+    assert "device 0 lacks 0.023 GB (it has 0.1 GB), device 1 lacks 0.023 GB" in text
+    assert "3 stages, 1 micro-batch (each on a device with 0.1 GB free)" in text
+    assert "on 2 devices with 0.123 GB free" in text
 
 
 def test_the_choice_is_told_with_what_comes_next() -> None:

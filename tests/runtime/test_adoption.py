@@ -80,7 +80,7 @@ class Driven:
             self.plans,
         )
 
-    def plan(self, name: str, graph: Any, partitions: Any, *rest: Any, chosen: bool) -> Plan:
+    def plan(self, name: str, graph: Any, partitions: Any, *rest: Any, **how: Any) -> Plan:
         _, microbatches = rest
         stages = len(self.ranks.modules) + 1
         cuts = tuple(partitions[k].name for k in range(1, stages))

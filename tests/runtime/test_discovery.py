@@ -54,7 +54,7 @@ class Watched:
     def settle(self) -> None:
         self.settled += 1
 
-    def plan(self, name: str, *_: Any, chosen: bool) -> Any:
+    def plan(self, name: str, *_: Any, **how: Any) -> Any:
         raise PlanError(f"asked for a plan of {name}")
 
 

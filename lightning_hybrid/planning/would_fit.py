@@ -1,0 +1,201 @@
+"""Where a network does not fit: how much is missing on which device, and what would fit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_hybrid.allocation import SLACK
+
+_STEPS = 60
+"""Bisections, after which what is lacking is known to a byte."""
+_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What the n partitions of a network hold while it trains, for the whole batch of a replica.
+
+    Attributes:
+        kept_bytes: (n,) parameters, gradients and the state of the optimizer.
+        activation_bytes: (n,) from forward to backward; taken to be proportional to the samples.
+        crossing_bytes: what crosses the widest cut.
+        batch: samples, which are the most micro-batches.
+        may_recompute: whether activations may be computed again.
+    """
+
+    kept_bytes: Sequence[float]
+    activation_bytes: Sequence[float]
+    crossing_bytes: float
+    batch: int = 1
+    may_recompute: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way of spreading a network over the devices of a replica, as a chain of stages.
+
+    Attributes:
+        stages: one for each device.
+        microbatches: all of which are held at once, without recomputation.
+        recompute: whether the activations of one are held, and the inputs of all.
+    """
+
+    stages: int
+    microbatches: int
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        slices = f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+        again = " and recompute=True" if self.recompute else ""
+        return f"{self.stages} stage{'s' * (self.stages > 1)}, {slices}{again}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A way of spreading a network over devices of given memory.
+
+    Attributes:
+        way: the way.
+        footprint: of the network.
+        limits: (m,) bytes that each device may take, by its index in the replica.
+    """
+
+    way: Way
+    footprint: Footprint
+    limits: Sequence[float]
+
+    @cached_property
+    def lacks(self) -> list[float]:
+        """(m,) bytes that each device lacks in the chain whose fullest device lacks least."""
+        return least_lacks(self._held, self._room, self._order)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device lacks anything, but for rounding."""
+        ceilings = [size * (1 + SLACK) for size in self._room]
+        return _filled(self._held, ceilings, self._order) is not None
+
+    @property
+    def _held(self) -> list[float]:
+        """What each partition holds."""
+        way, footprint = self.way, self.footprint
+        # one stage goes backward with each micro-batch before it begins with the next
+        share = 1 / way.microbatches if way.recompute or way.stages == 1 else 1.0
+        return [k + share * a for k, a in zip(footprint.kept_bytes, footprint.activation_bytes)]
+
+    @property
+    def _room(self) -> list[float]:
+        """What each device has beside the inputs that its stage keeps."""
+        kept_inputs = self.footprint.crossing_bytes if self.way.recompute else 0.0
+        return [limit - kept_inputs for limit in self.limits]
+
+    @property
+    def _order(self) -> list[int]:
+        return [*range(1, self.way.stages), 0]
+
+    def on(self, way: Way, limits: Sequence[float]) -> "Fit":
+        """The same network in another way, on other devices."""
+        return replace(self, way=way, limits=limits)
+
+    def __str__(self) -> str:
+        short = [
+            f"device {device} lacks {gigabytes(lack)} (it has {gigabytes(limit)})"
+            for device, (lack, limit) in enumerate(zip(self.lacks, self.limits))
+            if lack > SLACK * limit
+        ]
+        more = f" and {len(short) - _SHOWN} more" if len(short) > _SHOWN else ""
+        return f"with {self.way}, " + ", ".join(short[:_SHOWN]) + more
+
+
+def least_lacks(
+    held: Sequence[float], limits: Sequence[float], order: Sequence[int]
+) -> list[float]:
+    """What devices lack for a chain that is cut where the fullest of them lacks least.
+
+    Args:
+        held: (n,) bytes of each partition.
+        limits: (m,) bytes of each device.
+        order: (m,) the device of each stage.
+
+    Returns:
+        (m,) bytes by device; below 0: what is left.
+    """
+    low, high = -max(limits), sum(held) - min(0.0, *limits)
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        fits = _filled(held, [limit + middle for limit in limits], order) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    filled = _filled(held, [limit + high for limit in limits], order)
+    if filled is None:  # fewer partitions than stages
+        filled = [float("inf")] * len(limits)
+    return [taken - limit for taken, limit in zip(filled, limits)]
+
+
+def _filled(
+    held: Sequence[float], limits: Sequence[float], order: Sequence[int]
+) -> list[float] | None:
+    """What devices hold if each in turn takes as much as it can; None: something is left."""
+    taken, position = [0.0] * len(limits), 0
+    for stage, device in enumerate(order):
+        last = len(held) - (len(order) - 1 - stage)  # the stages behind it need one each
+        begun = position
+        while position < last and taken[device] + held[position] <= limits[device]:
+            taken[device] += held[position]
+            position += 1
+        if position == begun:
+            return None
+    return taken if position == len(held) else None
+
+
+def what_lacks(tried: Sequence[Fit]) -> str:
+    """Of each number of stages that was tried the nearest: what its devices lack."""
+    nearest: dict[int, Fit] = {}
+    for fit in sorted(tried, key=_worst):
+        nearest.setdefault(fit.way.stages, fit)
+    return "; ".join(map(str, [*nearest.values()][:_SHOWN]))
+
+
+def what_would_fit(tried: Sequence[Fit]) -> str:
+    """What to do so that it fits, with numbers, beginning with the nearest of what was tried."""
+    nearest = min(tried, key=_worst)
+    known = {fit.way for fit in tried}
+    found = [way for way in _ways(nearest) if way not in known]
+    room = gigabytes(min(nearest.limits))
+    texts = [
+        str(way)
+        if way.stages == nearest.way.stages
+        else f"{way} (each on a device with {room} free)"
+        for way in found
+    ]
+    stages = nearest.way.stages
+    needed = max(nearest.on(nearest.way, [0.0] * stages).lacks)
+    devices = f"{stages} devices" if stages > 1 else "a device"
+    texts.append(f"{nearest.way}, on {devices} with {gigabytes(needed)} free")
+    return f"It would fit with {'; or '.join(texts)}."
+
+
+def _ways(nearest: Fit) -> Iterator[Way]:
+    """Ways that fit: as many stages and more micro-batches, or more stages."""
+    stages, microbatches = nearest.way.stages, nearest.way.microbatches
+    footprint, room = nearest.footprint, min(nearest.limits)
+    counts = [m for m in (2**k for k in range(1, 7)) if microbatches <= m <= footprint.batch]
+    again = [m for m in sorted({*counts, microbatches}) if footprint.may_recompute and m > 1]
+    if stages > 1:
+        same = (Way(stages=stages, microbatches=m, recompute=True) for m in again)
+        yield from [way for way in same if nearest.on(way, nearest.limits).fits][:1]
+    most = len(footprint.kept_bytes)
+    for slices, recompute in [(microbatches, False), *((m, True) for m in again[-1:])]:
+        for more in range(stages + 1, most + 1):
+            way = Way(stages=more, microbatches=slices, recompute=recompute)
+            if nearest.on(way, [room] * more).fits:
+                yield way
+                most = more - 1  # recomputation is worth its time only for fewer stages
+                break
+
+
+def _worst(fit: Fit) -> float:
+    return max(fit.lacks)
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
