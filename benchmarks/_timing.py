@@ -54,6 +54,27 @@ class Module(LightningModule):
         return optimizer_of(self.parameters())
 
 
+class Divided(Module):
+    """The same on as many samples a step, however many replicas share them.
+
+    Where the sizes are chosen this is looked at before, with one replica: on the whole batch.
+
+    Args:
+        network: the network.
+        shape: of an input.
+        batch: samples of a step, on all replicas together.
+        steps: number of steps.
+    """
+
+    def __init__(self, network: nn.Module, shape: tuple[int, ...], batch: int, steps: int) -> None:
+        super().__init__(network)
+        self.shape, self.batch, self.steps = shape, batch, steps
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        replicas = self.trainer.world_size
+        return Repeated(self.shape, self.batch // replicas, self.steps * replicas).loader()
+
+
 def bare_trainer(strategy: Any, **options: Any) -> Trainer:
     """A Trainer on CPUs that only trains: no logger, checkpoints, progress bar or summary."""
     return Trainer(

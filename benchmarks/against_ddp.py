@@ -5,13 +5,16 @@ machine hits all alike:
 
 * ``one thread``, ``all threads``: one process under Lightning's Trainer.
 * ``ddp``: two processes, each with half of the batch.
-* ``pipelining``: two stages made by hand with `torch.distributed.pipelining`, `ScheduleGPipe`, cut
-  where this package cuts, each stage with its own optimizer; no Trainer.
+* ``pipelining, M``: two stages made by hand with `torch.distributed.pipelining`, `ScheduleGPipe`,
+  with 2 and 3 micro-batches, cut where ``hybrid 1x2, M`` is (its plan is asked for beforehand),
+  each stage with its own optimizer; no Trainer. It takes micro-batches of equal size only.
 * ``hybrid RxS, M``: fixed shapes: two stages with 1, 2 and 3 micro-batches, and two replicas.
-* ``automatic``: `HybridGabraStrategy()` as it is, sizes `"auto"`.
+* ``automatic``: `HybridGabraStrategy()` as it is, sizes `"auto"`. They are chosen for the whole
+  batch in each replica; then a loader shares it out over the replicas that there are.
 
-All train on the same number of samples a step, with SGD and momentum. Shown are medians over all
-steps of all rounds, with the 10th and the 90th percentile, after a warm-up in each run.
+All train on the same number of samples a step, with SGD and momentum: each of R replicas takes one
+R-th of them. Shown are medians over all steps of all rounds, with the 10th and the 90th percentile,
+after a warm-up in each run.
 
     python benchmarks/against_ddp.py [--networks mlp,tiny] [--peers "ddp;automatic"] [--rounds 3]
 """
@@ -32,15 +35,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import Clock, Module, Repeated, bare_trainer, durations, optimizer_of
+from _timing import Clock, Divided, Repeated, bare_trainer, durations, optimizer_of
 from monai.networks.nets import DenseNet121, UNet
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.allocation import allocate
-from lightning_hybrid.network import count, cut, make_stages, network_partitions
+from lightning_hybrid.network import cut, find_boundary, make_stages, network_partitions
 from lightning_hybrid.planning.partition_costs import capture_call
 from models import ResAttNet3D
 
@@ -119,15 +121,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "hybrid 2x1, 1": fixed(2, 1, 1),
     "automatic": HybridGabraStrategy,
 }
-PEERS = (*STRATEGIES, "pipelining")
-REPLICATED = ("ddp", "hybrid 2x1, 1")
-
-
-class Sized(Repeated):
-    """The same inputs, for a sampler that deals them out to replicas or none that does."""
-
-    def __init__(self, case: Case, replicas: int, steps: int) -> None:
-        super().__init__(case.shape, case.batch // replicas, steps * replicas)
+PIPELINING = {"pipelining, 2": 2, "pipelining, 3": 3}
+PEERS = (*STRATEGIES, *PIPELINING)
 
 
 def run_trainer(case: Case, peer: str, steps: int, out: Path) -> None:
@@ -142,36 +137,34 @@ def run_trainer(case: Case, peer: str, steps: int, out: Path) -> None:
         max_steps=steps + WARM_UP,
         callbacks=[clock],
     )
-    # the automatic sizes are known after set-up only: what is shown is time per sample of a step
-    replicas = 2 if peer in REPLICATED else 1
-    inputs = Sized(case, replicas, (steps + WARM_UP + 1) * 2)
-    trainer.fit(Module(case.make()), inputs.loader())
+    trainer.fit(Divided(case.make(), case.shape, case.batch, steps + WARM_UP + 1))
     if trainer.is_global_zero:
-        times, note = durations(clock.starts, WARM_UP), ""
-        if isinstance(strategy, HybridGabraStrategy) and peer == "automatic":
+        found: dict[str, Any] = {"steps": durations(clock.starts, WARM_UP), "note": ""}
+        if isinstance(strategy, HybridGabraStrategy):
             plan, made = strategy.plan, strategy.num_replicas
-            times = [step_s / made for step_s in times]
-            # a network that is not cut has no plan
-            note = f"{made}x{plan.stages}, {plan.microbatches}" if plan else f"{made}x1"
-        out.write_text(json.dumps({"steps": times, "note": note}))
+            if peer == "automatic":  # a network that is not cut has no plan
+                found["note"] = (
+                    f"{made}x{plan.stages}, {plan.microbatches}" if plan else f"{made}x1"
+                )
+            found["cuts"] = plan.cuts if plan else ()
+        out.write_text(json.dumps(found))
 
 
-def run_pipelining(case: Case, steps: int, out: Path, rank: int) -> None:
+def run_pipelining(
+    case: Case, microbatches: int, cut_point: str, steps: int, out: Path, rank: int
+) -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{out}.store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(60))
-    microbatches = 2
     network = case.make()
     part = torch.zeros(case.batch // microbatches, *case.shape)
     graph, leaves = capture_call(network, (part,), {})
     numbers = graph.values_of_numbers(graph.sizes(leaves))
     partitions = network_partitions(graph)
-    loads = count(graph, partitions).loads
-    devices = allocate(loads, [1.0, 1.0], method="exact").assignment
-    boundary = next(i for i, device in enumerate(devices) if device != devices[0])
+    boundary = find_boundary(partitions, cut_point)
     stages = make_stages(cut(graph, partitions, [boundary]), network, torch.device("cpu"))
 
     class OneStage(nn.Module):
@@ -197,7 +190,7 @@ def run_pipelining(case: Case, steps: int, out: Path, rank: int) -> None:
     schedule = ScheduleGPipe(stage, microbatches, loss_fn=nn.functional.cross_entropy)
     optimizer = optimizer_of(stages[rank].parameters())
     starts = []
-    for x, y in Sized(case, 1, steps + WARM_UP + 1).loader():
+    for x, y in Repeated(case.shape, case.batch, steps + WARM_UP + 1).loader():
         starts.append(time.perf_counter())
         optimizer.zero_grad()
         if rank == 0:
@@ -210,18 +203,32 @@ def run_pipelining(case: Case, steps: int, out: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def measured(name: str, peer: str, steps: int) -> dict[str, Any]:
+def cut_point(name: str, microbatches: int) -> str:
+    """Where this package begins the second of two stages; what it measures for that is cached."""
+    cuts = measured(name, f"hybrid 1x2, {microbatches}", 1).get("cuts")
+    return cuts[0] if cuts else ""
+
+
+def measured(name: str, peer: str, steps: int, begins: str = "") -> dict[str, Any]:
+    """The steps of one run.
+
+    Args:
+        name: of the network.
+        peer: what trains it.
+        steps: after the warm-up.
+        begins: where the second stage of a pipeline made by hand begins.
+    """
     environment = dict(os.environ)
     if peer != "all threads":
         environment["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "steps.json"
         command = [sys.executable, __file__, "--run", peer, "--networks", name]
-        command += ["--steps", str(steps), "--out", str(out), "--rank"]
+        command += ["--steps", str(steps), "--out", str(out), "--cut", begins, "--rank"]
         log = (Path(folder) / "log").open("w+")
         processes = [
             subprocess.Popen([*command, str(rank)], env=environment, stdout=log, stderr=log)
-            for rank in ([0, 1] if peer == "pipelining" else [0])
+            for rank in ([0, 1] if peer in PIPELINING else [0])
         ]
         codes = [process.wait() for process in processes]
         if any(codes) or not out.is_file():
@@ -234,9 +241,16 @@ def measured(name: str, peer: str, steps: int) -> dict[str, Any]:
 def compare(name: str, peers: list[str], rounds: int, steps: int) -> None:
     times: dict[str, list[float]] = {peer: [] for peer in peers}
     notes: dict[str, str] = {}
+    cuts: dict[str, str] = {}
+    for peer in set(peers) & set(PIPELINING):
+        if CASES[name].batch % PIPELINING[peer]:
+            notes[peer] = f"{CASES[name].batch} samples are no {PIPELINING[peer]} equal parts"
+        else:
+            cuts[peer] = cut_point(name, PIPELINING[peer])
+    running = [peer for peer in peers if peer in STRATEGIES or cuts.get(peer)]
     for _ in range(rounds):
-        for peer in peers:
-            found = measured(name, peer, steps)
+        for peer in running:
+            found = measured(name, peer, steps, cuts.get(peer, ""))
             times[peer] += found["steps"]
             notes[peer] = found["note"]
     known = {peer: statistics.median(v) for peer, v in times.items() if v}
@@ -244,7 +258,7 @@ def compare(name: str, peers: list[str], rounds: int, steps: int) -> None:
     table = Table("peer", "median, ms", "10 % to 90 %, ms", "of ddp", "", title=name)
     for peer in peers:
         if peer not in known:
-            table.add_row(peer, "-", "-", "-", notes[peer])
+            table.add_row(peer, "-", "-", "-", notes.get(peer, "no cut was found"))
             continue
         low, *_, high = statistics.quantiles(times[peer], n=10) if len(times[peer]) > 1 else [0, 0]
         of_ddp = f"{known[peer] / known['ddp']:.2f}" if "ddp" in known else "-"
@@ -262,6 +276,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--run", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--cut", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     names, peers = chosen.networks.split(","), chosen.peers.split(";")
@@ -269,8 +284,9 @@ def main() -> None:
         for one in given:
             if one not in known:
                 parser.error(f"there is no {kind} {one!r}; known: {', '.join(known)}")
-    if chosen.run == "pipelining":
-        run_pipelining(CASES[names[0]], chosen.steps, chosen.out, chosen.rank)
+    if chosen.run in PIPELINING:
+        case, microbatches = CASES[names[0]], PIPELINING[chosen.run]
+        run_pipelining(case, microbatches, chosen.cut, chosen.steps, chosen.out, chosen.rank)
     elif chosen.run:
         run_trainer(CASES[names[0]], chosen.run, chosen.steps, chosen.out)
     else:
