@@ -116,7 +116,8 @@ def make_plan(
     else:
         measured = partial(measure, graph, partitions, leaves, device=device, advance=advance)
         profile = cached(measured, graph, partitions, leaves, device)
-    bandwidth, rates = cluster and cluster.bandwidth_bytes_per_s, cluster and cluster.rates
+    bandwidth = cluster and cluster.bandwidth_bytes_per_s
+    rates = None if cluster is None else cluster.rates
     table = _table(graph, partitions, profile)
     if rates is not None and optimizers is not None:
         sizes = [float(row.gradient_bytes) for row in profile.partitions]

@@ -394,6 +394,6 @@ def _fits(
         crossing_bytes=count * max(parts.cut_bytes, default=0.0),
         batch=batch,
     )
-    again = [True, False] if recompute == "auto" else [recompute]
+    again = [recompute] if isinstance(recompute, bool) else [True, False]
     ways = [Way(stages=sizes.stages, microbatches=sizes.microbatches, recompute=r) for r in again]
     return [Fit(way=way, footprint=footprint, limits=limits) for way in ways]

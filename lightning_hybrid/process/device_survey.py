@@ -138,7 +138,7 @@ def _rates(world: Group, device: torch.device, backend: str) -> Rates:
 
 def _steady(value: float) -> float:
     """The nearest quarter power of two, so that a plan does not change with noise."""
-    return 2.0 ** (round(4 * log2(value)) / 4)
+    return float(2.0 ** (round(4 * log2(value)) / 4))
 
 
 def _link(world: Group, device: torch.device) -> float:
