@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -154,6 +155,7 @@ def main() -> None:
     for tool in ("ip", "tc", "unshare"):
         if shutil.which(tool) is None:
             parser.error(f"there is no `{tool}`: apt-get install -y iproute2 util-linux")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are deleted
     compare(peers, chosen.rounds, chosen.steps)
 
 

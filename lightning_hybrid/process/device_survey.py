@@ -153,7 +153,8 @@ def _link(world: Group, device: torch.device) -> float:
         wait(arrives, UNKNOWN_PEER)
         wait(leaves, UNKNOWN_PEER)
 
-    return LINK_BYTES / max(gather_objects(world, _best_s(world, pass_on)))
+    slowest_s: float = max(gather_objects(world, _best_s(world, pass_on)))
+    return LINK_BYTES / slowest_s
 
 
 def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
