@@ -62,6 +62,7 @@ class DriverSession:
         self._batches = batches
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
+        self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
         self._changed = False  # whether weights or buffers may be others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
         self._intercept()
@@ -232,6 +233,17 @@ class DriverSession:
         """Training goes on, if there is any."""
         for watcher in self._watchers:
             watcher.resume()
+
+    def evaluation_starts(self) -> None:
+        """Hooks may exchange weights and buffers before the first batch (an average of weights)."""
+        self._buffers_agree = self._run.world.mesh.coordinates.replicas == 1
+
+    def evaluates(self) -> None:
+        """An evaluation comes to a batch, or to its end: as under `ddp`, replicas agree by then."""
+        if not self._buffers_agree:
+            self._buffers_agree = True
+            self._driver.interrupt()
+            self._driver.weights.broadcast_buffers()
 
     # ------------------------------------------------------------------ states
 

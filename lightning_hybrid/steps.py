@@ -110,19 +110,43 @@ class SteppingStrategy(ReplicaStrategy):
     def on_test_start(self) -> None:
         super().on_test_start()
         self._joined.defer_signals()
+        self._driving.evaluation_starts()
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
         self._joined.defer_signals()
+        self._driving.evaluation_starts()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._joined.defer_signals()
         self._driving.validation_starts()
+        self._driving.evaluation_starts()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._driving.evaluates()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._driving.evaluates()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._driving.evaluates()
+        return super().predict_step(*args, **kwargs)
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
+        self._driving.evaluates()
         self._driving.validation_ends()
+
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._driving.evaluates()
+
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._driving.evaluates()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

@@ -498,6 +498,21 @@ class AveragesWeightsExponentially(AveragesWeights):
         return EMAWeightAveraging(decay=0.9)
 
 
+class AveragesNormalizedWeights(_Epochs):
+    """All replicas validate with the averaged statistics of replica 0, as under `ddp`."""
+
+    shapes = (ONE_OF_TWO, TWO_OF_TWO)
+    microbatches = 1
+    cuts: ClassVar = {2: ["net.3"]}
+
+    def build(self) -> None:
+        layers = [m for i in (6, 8) for m in (nn.Linear(i, 8), nn.BatchNorm1d(8), nn.Tanh())]
+        self.net = nn.Sequential(*layers, nn.Linear(8, 3))
+
+    def callbacks(self, folder: Path) -> list[Callback]:
+        return [EMAWeightAveraging(decay=0.8, update_every_n_steps=2)]
+
+
 class AveragesWeightsMadeInConfigureModel(AveragesWeightsExponentially):
     """The callback calls the hook, Lightning calls it again: a second network is trained."""
 
