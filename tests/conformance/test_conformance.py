@@ -168,7 +168,7 @@ class TestFreePlacement(Conformance):
     refusals = _Hybrid.refusals
     without = (
         *("LogsPerformance", "MonitorsThroughputAndDevices"),
-        *("DrawsInPython", "HasDistributions", "MeasuresInForward", "Prints"),
+        *("DrawsInPython", "HasDistributions", "MeasuresInForward", "Prints", "TrainsBERT"),
     )
 
     @classmethod

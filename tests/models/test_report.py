@@ -99,9 +99,9 @@ def test_the_delays_of_the_stages_are_in_the_table_of_the_plan(tmp_path) -> None
     row = {"layers": 7, "parameters": 1, "load": 0.5, "device": 0, "partitions": ["stem.conv"]}
     record = {"stages": 2, "schedule": "fdg", "rows": [row] * 2}
     (tmp_path / "plan.json").write_text(json.dumps(record))
-    assert "delay" not in plan(tmp_path)
+    assert ">delay" not in plan(tmp_path)
     (tmp_path / "plan.json").write_text(json.dumps(record | {"delays": [17, 0]}))
-    assert "delay" in plan(tmp_path)
+    assert ">delay" in plan(tmp_path)
     assert ">17<" in plan(tmp_path)
 
 

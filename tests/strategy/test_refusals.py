@@ -101,7 +101,10 @@ def test_more_stages_than_partitions() -> None:
     )
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
     remote = SimpleNamespace(suspended=nullcontext)
-    driver = SimpleNamespace(device=torch.device("cpu"), remote=remote)  # as far as it is asked
+    calls = SimpleNamespace(in_region=lambda _: nullcontext())
+    driver = SimpleNamespace(  # as far as it is asked
+        device=torch.device("cpu"), remote=remote, calls=calls
+    )
     options = NetworkOptions(
         None,
         2,
