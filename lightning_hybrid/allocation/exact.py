@@ -4,6 +4,7 @@ Contiguous problems are solved by dynamic programming over the chain, free ones 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from math import prod
 
@@ -143,10 +144,37 @@ def _run_costs(problem: Problem, device: int) -> Floats:
 
 
 def _highs(problem: Problem) -> Ints:
+    """The best assignment that keeps the limits.
+
+    HiGHS lets constraints be violated by some 1e-6. What is then on a device and too much for it
+    must not be there together, which is a constraint that it cannot miss (a cover inequality).
+    """
+    covers: list[csr_array] = []
+    while True:
+        assignment = _optimum(problem, covers)
+        found = _overfull(problem, assignment)
+        if not found:
+            return assignment
+        covers += found
+
+
+def _overfull(problem: Problem, assignment: Ints) -> list[csr_array]:
+    """For each device with more than its limit: a row over x that counts what is on it."""
+    rows = []
+    for weights, ceilings in zip(problem.weights, problem.ceilings):
+        held = np.bincount(assignment, weights, problem.m)
+        for device in np.flatnonzero(held > ceilings):
+            there = np.zeros((problem.n, problem.m))
+            there[assignment == device, device] = 1.0
+            rows.append(csr_array(there.reshape(1, -1)))
+    return rows
+
+
+def _optimum(problem: Problem, covers: Sequence[csr_array]) -> Ints:
     """Solve the mixed-integer model in x_ij of Eq. 4.
 
     For the makespan it also has y_ij, whether a cut beside device j lies after partition i, and
-    the makespan T itself.
+    the makespan T itself. ``covers``: rows over x of what must not be together.
     """
     n, m = problem.n, problem.m
     x = eye_array(n * m, format="csr")  # x_ij is variable i * m + j
@@ -157,6 +185,7 @@ def _highs(problem: Problem) -> Ints:
     each_once = kron(eye_array(n), np.ones((1, m)))
     rows = [(each_once, 1.0, 1.0), (per_device(np.ones(n)), 1.0, np.inf)]
     rows += [(per_device(w), -np.inf, top) for w, top in zip(problem.weights, problem.limits)]
+    rows += [(cover, -np.inf, cover.sum() - 1) for cover in covers]
     constraints = [LinearConstraint(_padded(problem, a), low, high) for a, low, high in rows]
     if problem.objective == "profit":
         cost = -(problem.loads[:, None] / problem.capacities).ravel()

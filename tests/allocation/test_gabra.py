@@ -70,6 +70,7 @@ def test_both_methods_equal_brute_force_on_small_instances(
     st.integers(1, 3),
     st.integers(0, 6),
 )
+@example(32279, "profit", False, False, 2, 4)  # HiGHS exceeds a limit by 1e-7 of it
 def test_gabra_and_exact_equal_brute_force_within_memory(
     seed: int, objective: Any, contiguous: bool, limited: bool, m: int, more: int
 ) -> None:
