@@ -21,8 +21,3 @@ def test_the_demo_warns_of_no_geometry_since_its_box_holds_every_brain(tmp_path)
     assert found.problems == []
     cut = cut_brains(found.records, tuple(data["spatial_shape"]), data["spacing_mm"])
     assert [p.detail for p in [*found.warnings, *cut] if p.code == "GEOMETRY"] == []
-    # and the box is the least: with a step less along an axis some are cut
-    for axis in range(3):
-        less = list(data["spatial_shape"])
-        less[axis] -= 4
-        assert cut_brains(found.records, tuple(less), data["spacing_mm"]), less

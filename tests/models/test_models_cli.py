@@ -381,7 +381,9 @@ def test_blocks_that_run_again_in_two_stages_train_the_weights_of_one_device(
     config, tmp_path
 ) -> None:
     stages = ["--trainer.strategy", "lightning_hybrid.HybridGabraStrategy"]
-    stages += ["--trainer.devices", "2", "--trainer.strategy.num_microbatches", "1"]
+    sizes = {"data_parallel_size": 1, "pipeline_parallel_size": 2, "num_microbatches": 1}
+    stages += [text for n, size in sizes.items() for text in (f"--trainer.strategy.{n}", str(size))]
+    stages += ["--trainer.devices", "2"]
     finished("fit", "--config", config)
     finished("fit", "--config", config, *stages, "--model.recompute", "[1,2]")
     weights = [

@@ -6,10 +6,7 @@ leaves there what it has seen of each, as ``rank<N>.pt``.
 
 import json
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,6 @@ DEFAULTS: dict[str, Any] = {
     "saves_after": [],  # batches that are trained on
     "saves_to": "",  # a folder
     "resumes": "",  # a checkpoint
-    "fails_in": None,  # number of the batch whose forward in the first stage fails
-    "fails_by": "exception",  # or "kill",
-    "fails_after": "",  # once this file exists
 }
 OPTIMIZERS: dict[str, Any] = {
     "plain": (torch.optim.SGD, {"lr": 0.05}),
@@ -60,25 +54,6 @@ def samples(epoch: int) -> Tensor:
     return torch.randn(epoch, SIZE, 3, generator=generator).flatten(0, 1)
 
 
-ARRIVED: list[Callable[[Tensor], None]] = []
-"""Called with each input of a network whose run is to fail, where the first stage is."""
-
-
-@torch.library.custom_op("runs_script::arrive", mutates_args=())
-def arrive(value: Tensor) -> Tensor:
-    for listener in ARRIVED:
-        listener(value)
-    return value.clone()
-
-
-@arrive.register_fake
-def _(value: Tensor) -> Tensor:
-    return torch.empty_like(value)
-
-
-arrive.register_autograd(lambda ctx, gradient: gradient)
-
-
 class Chain(LightningModule):
     """Learns to give zeros."""
 
@@ -88,19 +63,6 @@ class Chain(LightningModule):
         if run["precision"] == "64-true":  # Lightning loads checkpoints before it converts
             self.net.double()
         self.losses: list[float] = []
-        if run["fails_in"] is not None:
-            self.net.register_forward_pre_hook(lambda _, given: (arrive(*given),))
-            ARRIVED.append(self.fail)
-
-    def fail(self, value: Tensor) -> None:
-        number, after = self.run["fails_in"], Path(self.run["fails_after"])
-        batch = samples(self.run["epoch"])[number * SIZE : (number + 1) * SIZE]
-        if not (torch.equal(value, batch.to(value.dtype)) and after.exists()):
-            return
-        Path("fault").write_text(str(time.monotonic()))
-        if self.run["fails_by"] == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("this error is on purpose")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.net(batch[0]).square().mean()

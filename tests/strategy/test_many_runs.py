@@ -14,7 +14,6 @@ from conftest import USUAL
 from prepared import start_ranks
 from runs_script import DEFAULTS, OPTIMIZERS, SIZE, ends_of, network, samples, train
 from serial_schedules import train_serially
-from test_faults import Start, end, first_error, start, wait_for
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 SCRIPT = Path(__file__).with_name("runs_script.py")
-__all__ = ["start"]  # a fixture
 Seen = list[dict[str, Any]]
 """Of each run, on one rank."""
 
@@ -199,37 +197,3 @@ def test_1f1b_saves_and_resumes_in_the_middle_of_a_window_as_one_device_does(
     for number in (4, 10):
         rest = ranks[0][1 + after.index(number)]
         assert rest["losses"] == pytest.approx(ranks[0][0]["losses"][number:], abs=1e-12)
-
-
-FAULTS = {  # by schedule: the first batch of a window, one in the middle, the last one
-    "1f1b": (12, 14, 15),
-    "fdg": (12, 14, 23),
-}
-
-
-@pytest.mark.parametrize("kind", ["exception", "kill"])
-@pytest.mark.parametrize(("schedule", "batch"), [(n, b) for n in FAULTS for b in FAULTS[n]])
-def test_a_stage_that_fails_in_a_window_ends_all_ranks_and_the_run_can_be_resumed(
-    tmp_path: Path, start: Start, schedule: str, batch: int, kind: str
-) -> None:
-    """Three stages, of which the first fails; what was saved goes on as the undisturbed run did."""
-    saved = tmp_path / "12.ckpt"
-    run: dict[str, Any] = {"schedule": schedule, "epoch": 24, "saves_after": [4, 8, 12]}
-    run |= {"saves_to": f"{tmp_path}", "window": 4 if schedule == "1f1b" else 1}
-    run |= {"steps": 24 // run["window"]}
-    fails = {**run, "fails_in": batch, "fails_by": kind, "fails_after": f"{saved}"}
-    write(tmp_path, 3, [fails])
-    training, process = start(script=SCRIPT)
-    wait_for((tmp_path / "fault").exists, training, limit_s=600)
-    output = end(training, process, {process.pid})
-    assert process.returncode
-    first = "this error is on purpose" if kind == "exception" else "Lost rank 1 "
-    assert first in first_error(output), output
-    assert "rank 1 (worker, replica 0, stage 0)" in output
-    [[rest], *_] = run_all(tmp_path, 3, [resumed(run, tmp_path, 12)])
-    if schedule == "1f1b":
-        torch.set_num_threads(1)
-        expected = train({**run, "saves_after": []}, 1, tmp_path)["losses"]
-    else:
-        expected, _ = by_autograd(run, STREAMED[schedule].look_aheads(3))
-    assert rest["losses"] == pytest.approx(expected[12:], abs=1e-10)
