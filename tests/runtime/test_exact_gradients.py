@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from driven import Model, Replica, let_go
+from test_running_orders import engines
 from test_streamed_calls import Coming
 from torch import Tensor, nn
 
@@ -98,11 +99,6 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replica]]:
     yield make
     for replica in made:
         let_go(replica)
-
-
-def engines(replica: Replica) -> list[Any]:
-    workers = [replica.workers[rank]._networks[0].engine for rank in sorted(replica.workers)]
-    return [*workers, replica.network.engine]
 
 
 def gradients(replica: Replica) -> dict[str, Tensor]:
