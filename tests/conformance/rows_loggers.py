@@ -61,6 +61,12 @@ class _Logs(_Epochs):
         return self.stored(logger, run.folder)
 
 
+def _hyper_parameters(folder: Path) -> list[str]:
+    """The lines of its file, but for those that a delayed schedule adds (`hybrid/...`)."""
+    lines = (folder / "hparams.yaml").read_text().splitlines()
+    return [line for line in lines if not line.startswith("hybrid/")]
+
+
 class LogsToCSV(_Logs):
     fast = True
 
@@ -71,7 +77,7 @@ class LogsToCSV(_Logs):
         place = folder / "lightning_logs" / "version_0"
         with (place / "metrics.csv").open() as file:
             rows = [{k: _number(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-        return [rows, (place / "hparams.yaml").read_text(), Path(logger.log_dir).name]
+        return [rows, _hyper_parameters(place), Path(logger.log_dir).name]
 
 
 class LogsToTensorBoard(_Logs):
@@ -80,7 +86,7 @@ class LogsToTensorBoard(_Logs):
 
     def stored(self, logger: Any, folder: Path) -> Any:
         place = folder / "lightning_logs" / "version_0"
-        return [scalars(place), (place / "hparams.yaml").read_text()]
+        return [scalars(place), _hyper_parameters(place)]
 
 
 class LogsToMLflow(_Logs):
