@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from .cache import Item, ScanDataset
 from .errors import DataError, ProblemsError
-from .labels import TASKS, TaskName
+from .labels import TaskName, task_named
 from .nifti import Leniency
 from .profiles import Profile, choose_profile
 from .progress import progress_bar
@@ -142,17 +142,14 @@ class ADNIDataModule(lightning.LightningDataModule):
         assume: Literal["", "RAS"] = "",
     ) -> None:
         super().__init__()
-        if task not in TASKS:
-            raise DataError("BAD_TASK", f"task {task!r}", action=f"use one of {', '.join(TASKS)}")
         self.root = Path(root)
-        self.task = TASKS[task]
+        self.task = task_named(task)
         self.batch_size = batch_size
         self.spatial_shape = spatial_shape
         self.spacing_mm = spacing_mm
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
-        self.folds = folds
-        self.fold = fold
+        self.folds, self.fold = folds, fold
         self.seed = seed
         self.num_workers = num_workers
         self.profile: Profile | Literal["auto"] = profile
@@ -181,12 +178,9 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.split: Split | None = None
         self.records: list[ScanRecord] = []
         self._told = False
-        for path, what in (
-            (self.cache_dir, "--data.cache_dir"),
-            (self.split_file, "--data.split_file"),
-        ):
-            if path is not None:
-                refuse_inside(self.root, path, what)
+        refuse_inside(self.root, self.cache_dir, "--data.cache_dir")
+        if self.split_file:
+            refuse_inside(self.root, self.split_file, "--data.split_file")
 
     @property
     def class_names(self) -> tuple[str, ...]:

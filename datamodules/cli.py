@@ -78,7 +78,9 @@ def _parser() -> ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    _add_synth(add("synth", "write a synthetic cohort", _synth))
+    synth = add("synth", "write a synthetic cohort", _synth)
+    _add_cohort(synth)
+    _add_variety(synth)
     check = add("check", "read every file and report every problem", _check)
     check.add_argument("--out", type=Path, default=_OUT, help=f"report folder (default: {_OUT})")
     manifest = add("manifest", "list the scans, without reading them", _manifest)
@@ -87,53 +89,65 @@ def _parser() -> ArgumentParser:
         writer.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
         writer.add_argument("--force", action="store_true", help="replace files of other origin")
     split = add("split", "split the subjects into train, val and test", _split)
-    _add_out(split, "split.json")
-    split.add_argument("--val", type=float, default=0.15, help="share for validation")
-    split.add_argument("--test", type=float, default=0.15, help="share for testing")
-    split.add_argument(
+    _add_split(split)
+    for reader in (check, manifest, split):
+        _add_source(reader)
+        _add_conversion(reader)
+        _add_readings(reader)
+    return parser
+
+
+def _add_split(parser: ArgumentParser) -> None:
+    """How subjects are held out."""
+    _add_out(parser, "split.json")
+    parser.add_argument("--val", type=float, default=0.15, help="share for validation")
+    parser.add_argument("--test", type=float, default=0.15, help="share for testing")
+    parser.add_argument(
         "--folds", type=int, default=0, help="make so many folds instead of --val (default: none)"
     )
-    split.add_argument("--seed", type=int, default=0)
-    split.add_argument(
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
         "--task",
         choices=sorted(TASKS),
         action="append",
         help="give it once for each task that the split is to serve: who is held out in one is "
         "then not trained on in another (default: ad_nc, or those of --extend)",
     )
-    split.add_argument(
+    parser.add_argument(
         "--extend",
         type=Path,
         metavar="OLD",
         help="keep this split and add new subjects to its training part or its folds",
     )
-    for reader in (check, manifest, split):
-        reader.add_argument(
-            "root", type=Path, help="folder of the data, or a table of scans; never written to"
-        )
-        reader.add_argument(
-            "--layout", choices=("auto", *LAYOUTS), default="auto", help="default: found out"
-        )
-        reader.add_argument(
-            "--collection-csv", type=Path, help="default: the only CSV directly in ROOT"
-        )
-        reader.add_argument(
-            "--diagnosis-csv",
-            type=Path,
-            help="diagnoses over time: ADNIMERGE, DXSUM, a table of `clinica iotools merge-tsv` or "
-            "a BIDS folder (default: the one directly in ROOT)",
-        )
-        reader.add_argument(
-            "--nan", choices=("error", "zero"), default="error", help="NaN voxels (default: error)"
-        )
-        reader.add_argument(
-            "--assume", choices=("", "RAS"), default="", help="order of files without orientation"
-        )
-        _add_rule(reader)
-    return parser
 
 
-def _add_rule(parser: ArgumentParser) -> None:
+def _add_source(parser: ArgumentParser) -> None:
+    """Where the scans and their tables lie, and what is read without complaint."""
+    parser.add_argument(
+        "root", type=Path, help="folder of the data, or a table of scans; never written to"
+    )
+    parser.add_argument(
+        "--layout", choices=("auto", *LAYOUTS), default="auto", help="default: found out"
+    )
+    parser.add_argument(
+        "--collection-csv", type=Path, help="default: the only CSV directly in ROOT"
+    )
+    parser.add_argument(
+        "--diagnosis-csv",
+        type=Path,
+        help="diagnoses over time: ADNIMERGE, DXSUM, a table of `clinica iotools merge-tsv` or "
+        "a BIDS folder (default: the one directly in ROOT)",
+    )
+    parser.add_argument(
+        "--nan", choices=("error", "zero"), default="error", help="NaN voxels (default: error)"
+    )
+    parser.add_argument(
+        "--assume", choices=("", "RAS"), default="", help="order of files without orientation"
+    )
+
+
+def _add_conversion(parser: ArgumentParser) -> None:
+    """What becomes of people with MCI, and when."""
     rule = LabelRule()
     parser.add_argument(
         "--horizon",
@@ -155,6 +169,11 @@ def _add_rule(parser: ArgumentParser) -> None:
         default=rule.late_converters,
         help="MCI that converts after the horizon (default: exclude)",
     )
+
+
+def _add_readings(parser: ArgumentParser) -> None:
+    """How diagnoses are read that can be read in two ways."""
+    rule = LabelRule()
     parser.add_argument(
         "--smc", choices=("exclude", "normal"), default=rule.smc, help="SMC (default: exclude)"
     )
@@ -185,7 +204,8 @@ def _add_out(parser: ArgumentParser, name: str) -> None:
     parser.add_argument("--out", type=Path, default=default, help=f"file (default: {default})")
 
 
-def _add_synth(parser: ArgumentParser) -> None:
+def _add_cohort(parser: ArgumentParser) -> None:
+    """Who is in a synthetic cohort, and what is there to see."""
     parser.add_argument("out", help="folder to write to: new, or the same cohort")
     parser.add_argument(
         "--subjects",
@@ -204,6 +224,10 @@ def _add_synth(parser: ArgumentParser) -> None:
         "L2: atrophy with all the variety of raw scans",
     )
     parser.add_argument("--seed", type=int, default=0)
+
+
+def _add_variety(parser: ArgumentParser) -> None:
+    """How a synthetic cohort is written, and what it has beside its diagnoses."""
     parser.add_argument(
         "--layout", choices=LAYOUTS, default="ida", help="how the files lie (default: ida)"
     )

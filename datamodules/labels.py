@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .errors import DataError
+
 TaskName = Literal["ad_nc", "pmci_smci", "three_way"]
 
 _WORDS = {
@@ -44,6 +46,17 @@ TASKS: dict[str, Task] = {
     "pmci_smci": Task("pmci_smci", ("sMCI", "pMCI"), needs_history=True),
     "three_way": Task("three_way", ("NC", "MCI", "AD")),
 }
+
+
+def task_named(name: str) -> Task:
+    """The task of a name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if name not in TASKS:
+        raise DataError("BAD_TASK", f"task {name!r}", action=f"use one of {', '.join(TASKS)}")
+    return TASKS[name]
 
 
 def diagnosis(word: str) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import FolderError, TableError
+from ..records import ScanRecord
 from ..tables import MISSING, read_table
 from .clinical import Clinical
 from .ids import canonical_session, canonical_subject, image_number
@@ -48,13 +49,7 @@ def read_bids(root: Path, clinical: Clinical | None) -> Reading:
             "give the BIDS folder itself, the one with participants.tsv",
         )
     table = root / "participants.tsv"
-    people = {}
-    if table.is_file():
-        read = read_table(table, ("participantid",))
-        people = {
-            canonical_subject(row["participantid"]): (row, line)
-            for row, line in zip(read.rows, read.lines)
-        }
+    people = _participants(table) if table.is_file() else {}
     if clinical is None and not any("diagnosissc" in row for row, _ in people.values()):
         raise TableError(
             "NO_TABLE",
@@ -62,35 +57,45 @@ def read_bids(root: Path, clinical: Clinical | None) -> Reading:
             str(root),
             "give ADNIMERGE or DXSUM with --data.diagnosis_csv / --diagnosis-csv",
         )
-    records = []
-    for path in paths:
-        parts = dict(_ENTITY.findall(stem(path)))
-        subject = canonical_subject(parts.get("sub", ""))
-        session = canonical_session(parts.get("ses", "")) or parts.get("ses", "")
-        row, line = people.get(subject, ({}, 0))
-        about = _about(path)
-        image_id = image_number(about.get("scanid", ""))
-        name = f"I{image_id}" if image_id else stem(path).removesuffix("_T1w")
-        group = row.get("diagnosissc", "")
-        field = re.match(r"\d+(\.\d+)?", about.get("mrifield", ""))
-        records.append(
-            replace(
-                bare_record(path, subject, name, "bids"),
-                row=f"{table}, line {line}" if line else "",
-                session=session,
-                description=stem(path).split("_", 2)[-1] if "run-" in path.name else "T1w",
-                dx_bl="" if group.lower() in MISSING else group,
-                dx_source=f"participants.tsv:diagnosis_sc={group}",
-                sex=row.get("sex", "")[:1].upper() if row.get("sex", "")[:1] in "FMfm" else "",
-                field_strength=float(field[0]) if field else None,
-                phase=row.get("originalstudy", ""),
-            )
-        )
+    records = [_record(path, table, people) for path in paths]
     groups = "participants.tsv:diagnosis_sc"
     return Reading("bids", records, [], clinical, groups, (table,) if table.is_file() else ())
 
 
 _ENTITY = re.compile(r"(?:^|_)([a-z]+)-([0-9A-Za-z]+)")
+_People = dict[str, tuple[dict[str, str], int]]
+
+
+def _participants(table: Path) -> _People:
+    """The row of each subject, and its line."""
+    read = read_table(table, ("participantid",))
+    return {
+        canonical_subject(row["participantid"]): (row, line)
+        for row, line in zip(read.rows, read.lines)
+    }
+
+
+def _record(path: Path, table: Path, people: _People) -> ScanRecord:
+    """A scan, with what the tables say of it."""
+    parts = dict(_ENTITY.findall(stem(path)))
+    subject = canonical_subject(parts.get("sub", ""))
+    row, line = people.get(subject, ({}, 0))
+    about = _about(path)
+    image_id = image_number(about.get("scanid", ""))
+    name = f"I{image_id}" if image_id else stem(path).removesuffix("_T1w")
+    group = row.get("diagnosissc", "")
+    field = re.match(r"\d+(\.\d+)?", about.get("mrifield", ""))
+    return replace(
+        bare_record(path, subject, name, "bids"),
+        row=f"{table}, line {line}" if line else "",
+        session=canonical_session(parts.get("ses", "")) or parts.get("ses", ""),
+        description=stem(path).split("_", 2)[-1] if "run-" in path.name else "T1w",
+        dx_bl="" if group.lower() in MISSING else group,
+        dx_source=f"participants.tsv:diagnosis_sc={group}",
+        sex=row.get("sex", "")[:1].upper() if row.get("sex", "")[:1] in "FMfm" else "",
+        field_strength=float(field[0]) if field else None,
+        phase=row.get("originalstudy", ""),
+    )
 
 
 def _about(path: Path) -> dict[str, str]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ..dates import dates_in
 from ..errors import NO_SCAN, FolderError, Problem
+from ..records import ScanRecord
 from ..tables import read_table
 from .clinical import Clinical
 from .ids import canonical_session, canonical_subject
@@ -57,30 +59,14 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
             found = "no subject" if not subject else f"{copies[values['path']]} rows for this file"
             problems.append(Problem(problem, found, "correct the table", where, subject, name))
         day = dates.day(values.get("acqdate", ""))
-        registered = values.get("registered", "").lower()
-        records.append(
-            replace(
-                bare_record(path, subject, name, "csv"),
-                row=where,
-                session=canonical_session(values.get("session", "")) or values.get("session", ""),
-                description="T1w",
-                dx_bl=values.get("label", ""),
-                dx_source=f"{table.name}:label={values.get('label', '')}",
-                age=_number(values.get("age", "")),
-                sex={"f": "F", "female": "F", "m": "M", "male": "M"}.get(
-                    values.get("sex", "").lower(), ""
-                ),
-                site=values.get("site", "") or subject[:3] * (subject[3:6] == "_S_"),
-                mmse=_number(values.get("mmse", "")),
-                cdr_sb=_number(values.get("cdrsb", "")),
-                apoe4=int(values["apoe4"]) if values.get("apoe4", "") in _ALLELES else None,
-                phase=values.get("phase", ""),
-                field_strength=_number(values.get("fieldstrength", "")),
-                acq_date=day.isoformat() if day else "",
-                registered=registered if registered in ("yes", "no") else "",
-                problem=problem,
-            )
+        record = replace(
+            bare_record(path, subject, name, "csv"),
+            row=where,
+            dx_source=f"{table.name}:label={values.get('label', '')}",
+            acq_date=day.isoformat() if day else "",
+            problem=problem,
         )
+        records.append(_with_columns(record, values))
     if not records:
         raise FolderError(
             "NO_SCANS",
@@ -90,6 +76,26 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
         )
     notes = tuple(note for note in (read.note, dates.note) if note)
     return Reading("csv", records, problems, clinical, f"{table.name}:label", (table,), notes)
+
+
+def _with_columns(record: ScanRecord, values: Mapping[str, str]) -> ScanRecord:
+    """A record, with what the further columns say."""
+    subject, registered = record.subject, values.get("registered", "").lower()
+    return replace(
+        record,
+        session=canonical_session(values.get("session", "")) or values.get("session", ""),
+        description="T1w",
+        dx_bl=values.get("label", ""),
+        age=_number(values.get("age", "")),
+        sex={"f": "F", "female": "F", "m": "M", "male": "M"}.get(values.get("sex", "").lower(), ""),
+        site=values.get("site", "") or subject[:3] * (subject[3:6] == "_S_"),
+        mmse=_number(values.get("mmse", "")),
+        cdr_sb=_number(values.get("cdrsb", "")),
+        apoe4=int(values["apoe4"]) if values.get("apoe4", "") in _ALLELES else None,
+        phase=values.get("phase", ""),
+        field_strength=_number(values.get("fieldstrength", "")),
+        registered=registered if registered in ("yes", "no") else "",
+    )
 
 
 def _number(text: str) -> float | None:

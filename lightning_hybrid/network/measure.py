@@ -91,9 +91,7 @@ def _measure(
     scale = batch / (graph.batch or batch)
     cuts = Cuts(graph)
     numbers = graph.values_of_numbers(graph.sizes(leaves))
-    # Lightning validates in inference mode, whose tensors no backward may keep
-    values = [leaf.clone() if leaf.is_inference() else leaf for leaf in fresh(graph, leaves)]
-    values = [value.to(device) for value in values]
+    values = [_outside_inference(leaf).to(device) for leaf in fresh(graph, leaves)]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
     known: dict[Hashable, tuple[_Times, int]] = {}
     profiles = []
@@ -111,9 +109,8 @@ def _measure(
         times, saved = known[key]
         with torch.no_grad():
             values = stage.run_with(tensors, values, numbers)
-        is_last = partition.stop == len(graph.layers)
         output_bytes = sum(value.nbytes for value in values)
-        if is_last:
+        if partition.stop == len(graph.layers):
             output_bytes = round(cuts.bytes(partition.stop) * scale)
         profiles.append(
             PartitionProfile(
@@ -130,6 +127,11 @@ def _measure(
             )
         )
     return Profile(tuple(profiles), batch, device_name(device))
+
+
+def _outside_inference(leaf: Tensor) -> Tensor:
+    """Lightning validates in inference mode, whose tensors no backward may keep."""
+    return leaf.clone() if leaf.is_inference() else leaf
 
 
 def _own(value: Tensor, device: torch.device) -> Tensor:

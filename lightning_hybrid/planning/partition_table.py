@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.split_backwards import Halves
+from lightning_hybrid.planning.stage_plan import StagePlan
 from lightning_hybrid.planning.stage_rows import stage_rows
 from lightning_hybrid.planning.step_time import StepCosts
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_hybrid.planning.plan import StagePlan
+from lightning_hybrid.planning.stage_plan import StagePlan
 from lightning_hybrid.planning.step_time import StepCosts
 
 

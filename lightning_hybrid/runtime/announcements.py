@@ -44,6 +44,22 @@ class Announcements:
             self._said.add((found.name, text))
             self._options.say(f"{found.shown} {text}")
 
+    def becomes_several_graphs(self, found: FoundNetwork) -> None:
+        """A network is a chain of graphs."""
+        self.say(
+            found,
+            "becomes several graphs, with its own Python between them on the driver, since it "
+            f"cannot be captured as one:\n{found.reason}",
+        )
+
+    def runs_its_own_python(self, found: FoundNetwork, reason: str) -> None:
+        """The modules that a network calls are looked at in its place."""
+        self.say(
+            found,
+            "runs its own Python on the driver, and the modules that it calls are cut in its "
+            f"place, since it cannot be captured as one graph:\n{reason}",
+        )
+
     def takes_batches_whole(self, found: FoundNetwork, reason: str) -> None:
         """A network's batches are not split."""
         self.say(

@@ -191,20 +191,13 @@ class Discovery:
             if error.by_its_kind:
                 aside = f"is not captured in its first calls: {reason}"
                 return self._call_aside(name, aside, watched, call)
-        hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
-        if hooked:
-            reason = f"{hooked[0]!r} has a full backward hook\n{reason}"
-        self._opened[name] = indented(reason)
+        self._opened[name] = indented(_hooks_first(module, reason))
         parts = {n: m for n, m in inner.items() if n != name}
         if any(len(layers(part)) >= self._ranks for part in parts.values()):
             self._open(found, parts)
             return call()
         found = self._prepare(name, module, forward, whole=False)
-        self._announcements.say(
-            found,
-            "becomes several graphs, with its own Python between them on the driver, since it "
-            f"cannot be captured as one:\n{found.reason}",
-        )
+        self._announcements.becomes_several_graphs(found)
         result = self._calls.captured(found, arguments, keywords)
         self._look_again(found, watched)
         return result
@@ -293,14 +286,9 @@ class Discovery:
 
     def _open(self, found: FoundNetwork, parts: Mapping[str, nn.Module]) -> None:
         """Let a module run its own Python from here on, and look at the modules that it calls."""
-        name = found.name
         self._have_here(found.module)
-        if name:
-            self._announcements.say(
-                found,
-                "runs its own Python on the driver, and the modules that it calls are cut in its "
-                f"place, since it cannot be captured as one graph:\n{self._opened[name]}",
-            )
+        if found.name:
+            self._announcements.runs_its_own_python(found, self._opened[found.name])
         self._watch(parts)
 
     def _have_here(self, module: nn.Module) -> None:
@@ -405,6 +393,12 @@ _WITHOUT_GRADIENTS = (
     "was called without gradients only; activation checkpointing around it must be "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), since the other kind calls it so"
 )
+
+
+def _hooks_first(module: nn.Module, reason: str) -> str:
+    """Why a module can't be captured as one graph: its full backward hook, where it has one."""
+    hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
+    return f"{hooked[0]!r} has a full backward hook\n{reason}" if hooked else reason
 
 
 def _hooks_of(module: nn.Module) -> dict[str, list[Any]]:

@@ -13,7 +13,8 @@ from lightning_hybrid.planning.memory import (
     optimizer_bytes,
     remaining,
 )
-from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.stage_plan import StagePlan
 from lightning_hybrid.planning.would_fit import Fit, Footprint, Way
 from lightning_hybrid.schedules.gpipe import gpipe
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.stage_plan import StagePlan
 
 
 def plan(**changes: Any) -> Plan:
