@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.pipeline import DelayedWeights
 from lightning_hybrid.planning import AUTO, Method, Plan, PlanSettings, Sizes, given_speeds
-from lightning_hybrid.schedules import SCHEDULES, STREAMED, LookAhead
+from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, LookAhead
 
 Count = int | Literal["auto"]
 ScheduleName = Literal[
@@ -32,7 +31,6 @@ class Config:
         compile_stages: run each stage through ``torch.compile``.
         plan: the user's; ``None``: one is made.
         log_performance: whether the loggers get step times and the plan.
-        delayed_weights: what the backward of a batch computes with under a delayed schedule.
         gradient_shrinking: what gradients are multiplied with at every cut that they cross.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
@@ -46,7 +44,6 @@ class Config:
     compile_stages: bool
     plan: Plan | None
     log_performance: bool
-    delayed_weights: DelayedWeights
     gradient_shrinking: float
     chosen: bool = False
 
@@ -107,12 +104,12 @@ class Config:
                 contiguous=contiguous,
                 recompute=recompute,
                 compiled=compile_stages,
+                delayed_weights=delayed_weights,
             ),
             capacity=None if device_capacity == "auto" else tuple(device_capacity),
             compile_stages=compile_stages,
             plan=loaded,
             log_performance=log_performance,
-            delayed_weights=delayed_weights,
             gradient_shrinking=float(gradient_shrinking),
         )
 

@@ -161,7 +161,8 @@ def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
             "compiled stages (compile_stages=True) do not say which weights their backward needs. "
             "Leave it out"
         )
-    if config.delayed_weights == "current" and isinstance(run.precision, MixedPrecision):
+    weights = config.settings.delayed_weights
+    if weights == "current" and isinstance(run.precision, MixedPrecision):
         yield (
             "delayed_weights='current' is not what autocast does, which keeps its own copies of "
             "the weights. Use delayed_weights='stash'"

@@ -122,7 +122,7 @@ class Run:
         return StageOptions(
             self.config.compile_stages,
             statistics,
-            self.config.delayed_weights,
+            self.config.settings.delayed_weights,
             self.config.gradient_shrinking,
         )
 

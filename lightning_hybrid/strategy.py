@@ -31,7 +31,6 @@ from lightning_hybrid._lightning_private import forget_loaded_checkpoint
 from lightning_hybrid.building import move_module
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import Config, Count, ScheduleName
-from lightning_hybrid.pipeline import DelayedWeights
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Parted, Results, look_around
 from lightning_hybrid.ranks import given
@@ -47,6 +46,7 @@ from lightning_hybrid.refusals import (
 )
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.saving import SavingStrategy
+from lightning_hybrid.schedules import DelayedWeights
 from lightning_hybrid.session import DriverSession, WorkerSession
 from lightning_hybrid.sizing import SizeChooser
 from lightning_hybrid.world import NoWorld, Phase

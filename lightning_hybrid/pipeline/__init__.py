@@ -3,7 +3,6 @@
 from lightning_hybrid.pipeline.batchnorm import Synchronised
 from lightning_hybrid.pipeline.busy_time import Stopwatch, bubble, serial_s
 from lightning_hybrid.pipeline.calls import Call, Gradients, Values
-from lightning_hybrid.pipeline.early_forwards import DelayedWeights
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.pipeline.gradient_averaging import (
     ReplicaGroup,
@@ -32,7 +31,6 @@ from lightning_hybrid.pipeline.weight_hooks import is_of_the_user
 
 __all__ = [
     "Call",
-    "DelayedWeights",
     "Engine",
     "Gradients",
     "ReplicaGroup",

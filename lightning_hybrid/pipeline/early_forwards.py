@@ -19,7 +19,7 @@ makes the call, as they would on one device; a backward need not follow.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import Stage, operations_behind
 from lightning_hybrid.pipeline.calls import Recipe
 from lightning_hybrid.pipeline.recompute import saving_nothing
-
-DelayedWeights = Literal["stash", "recompute", "current"]
+from lightning_hybrid.schedules import DelayedWeights
 
 
 class EarlyForwards:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from lightning_hybrid.comm import Group, Links
 from lightning_hybrid.network import HookWatch, Stage
-from lightning_hybrid.pipeline.early_forwards import DelayedWeights, EarlyForwards
+from lightning_hybrid.pipeline.early_forwards import EarlyForwards
+from lightning_hybrid.schedules import DelayedWeights
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from lightning_hybrid.planning.memory import (
 )
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
 from lightning_hybrid.planning.would_fit import Fit, Footprint, Way
-from lightning_hybrid.schedules import SCHEDULES, STREAMED
+from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
 """What a link between two ranks is taken to carry where it was not measured. It weighs the bytes
@@ -51,6 +52,7 @@ class PlanSettings:
         recompute: whether stages keep no activations, and run their forward again; ``"auto"``: if
             nothing else fits.
         compiled: whether stages are compiled, whose backward is one.
+        delayed_weights: what the backward of a batch computes with under a delayed schedule.
     """
 
     schedule: str
@@ -60,6 +62,7 @@ class PlanSettings:
     contiguous: bool = True
     recompute: bool | Literal["auto"] = "auto"
     compiled: bool = False
+    delayed_weights: DelayedWeights = "stash"
 
     @property
     def method(self) -> Method:
@@ -118,11 +121,7 @@ def make_plan(
         profile = cached(measured, graph, partitions, leaves, device)
     bandwidth = cluster and cluster.bandwidth_bytes_per_s
     rates = None if cluster is None else cluster.rates
-    table = _table(graph, partitions, profile)
-    if rates is not None and optimizers is not None:
-        sizes = [float(row.gradient_bytes) for row in profile.partitions]
-        reduce_s, step_s = rates.after_backward(sizes, replicas)
-        table = replace(table, reduce_s=reduce_s, step_s=step_s)
+    table = _table(graph, partitions, profile, rates if optimizers is not None else None, replicas)
     make = partial(
         plan_stages,
         replicas=replicas,
@@ -139,7 +138,6 @@ def make_plan(
     )
     if optimizers is not None and profile.is_measured:
         profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
-    batch = graph.batch_of(leaves)
     room = partial(
         _memory,
         profile,
@@ -148,7 +146,7 @@ def make_plan(
         settings,
         stages,
         trains=optimizers is not None,
-        batch=microbatches * batch if batch else microbatches,
+        batch=microbatches * (graph.batch_of(leaves) or 1),
     )
     return plan_within_memory(
         settings.recompute if stages > 1 and optimizers is not None else False,
@@ -157,11 +155,16 @@ def make_plan(
 
 
 def _table(
-    graph: NetworkGraph, partitions: Sequence[NetworkPartition], profile: Profile
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    profile: Profile,
+    rates: Rates | None,
+    replicas: int,
 ) -> PartitionTable:
+    """What the search knows of each partition; with rates, what follows the backward too."""
     sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
     rows = profile.partitions
-    return PartitionTable(
+    table = PartitionTable(
         names=[partition.name for partition in partitions],
         forward_s=[row.forward for row in rows],
         backward_s=[row.backward for row in rows],
@@ -172,6 +175,11 @@ def _table(
         input_part_s=[row.parts[0] for row in rows],
         weight_part_s=[row.parts[1] for row in rows],
     )
+    if rates is None:
+        return table
+    gradient_bytes = [float(row.gradient_bytes) for row in rows]
+    reduce_s, step_s = rates.after_backward(gradient_bytes, replicas)
+    return replace(table, reduce_s=reduce_s, step_s=step_s)
 
 
 def _plan(
@@ -238,12 +246,19 @@ def _memory(
         name = "gpipe" if settings.schedule == AUTO else settings.schedule
         most = in_flight(SCHEDULES[name](2, microbatches))
         if recompute:
-            kept_inputs = most * max((p.output_bytes for p in profile.partitions[:-1]), default=0)
+            kept_inputs = most * _widest_cut(profile)
             most = 1
+        copies = 0  # of the weights of a stage
         streamed = STREAMED.get(settings.schedule)
-        if streamed is not None:  # of the first stage, which has the most
-            most *= 1 + streamed.look_aheads(stages)[0]
-        needed = [p.memory_bytes(most) for p in profile.partitions]
+        if streamed is not None:
+            ahead = streamed.look_aheads(stages)[0]  # of the first stage, which has the most
+            weights = settings.delayed_weights if streamed.delayed else None
+            if weights == "recompute":
+                kept_inputs = ahead * _widest_cut(profile)
+            else:
+                most *= 1 + ahead
+            copies = ahead if weights == "stash" else 0
+        needed = [p.memory_bytes(most) + copies * p.gradient_bytes for p in profile.partitions]
     if limits is not None:
         if settings.schedule not in STREAMED:
             footprint = _footprint(profile, microbatches, batch, trains=trains)
@@ -266,13 +281,18 @@ def _memory(
     return needed, limits
 
 
+def _widest_cut(profile: Profile) -> int:
+    """Bytes of the largest input that a stage may have."""
+    return max((row.output_bytes for row in profile.partitions[:-1]), default=0)
+
+
 def _footprint(profile: Profile, microbatches: int, batch: int, *, trains: bool) -> Footprint:
     """What the whole batch of a replica holds."""
     rows = profile.partitions
     return Footprint(
         kept_bytes=[r.memory_bytes(0) if trains else r.parameter_bytes for r in rows],
         activation_bytes=[microbatches * r.activation_bytes if trains else 0 for r in rows],
-        crossing_bytes=microbatches * max((r.output_bytes for r in rows[:-1]), default=0),
+        crossing_bytes=microbatches * _widest_cut(profile),
         batch=batch,
         may_recompute=trains,
     )

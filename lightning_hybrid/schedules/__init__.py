@@ -7,7 +7,7 @@ from lightning_hybrid.schedules.ddg import DDG
 from lightning_hybrid.schedules.fdg import FDG
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
-from lightning_hybrid.schedules.look_ahead import LookAhead
+from lightning_hybrid.schedules.look_ahead import DelayedWeights, LookAhead
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order, looped
 from lightning_hybrid.schedules.merged import merge
 from lightning_hybrid.schedules.one_f_one_b import ONE_F_ONE_B
@@ -53,6 +53,7 @@ __all__ = [
     "MOST_ROUNDS",
     "SCHEDULES",
     "STREAMED",
+    "DelayedWeights",
     "Instruction",
     "Kind",
     "LookAhead",

@@ -20,6 +20,10 @@ from typing import Literal
 
 from lightning_hybrid.schedules.orders import Orders, Part, Work
 
+DelayedWeights = Literal["stash", "recompute", "current"]
+"""What the backward of a batch computes with under a delayed schedule: the weights of its forward,
+those of now, or those of now beside the activations of then."""
+
 
 @dataclass(frozen=True)
 class LookAhead:

@@ -27,6 +27,7 @@ def planned(
     replicas: int = 1,
     rates: Rates | None = None,
     beside: Sequence[Plan] = (),
+    **settings: Any,
 ) -> Plan:
     """Two stages of a network whose activations need more memory than its weights."""
     torch.manual_seed(0)
@@ -40,7 +41,9 @@ def planned(
         network_partitions(graph),
         leaves,
         MICROBATCHES,
-        settings=PlanSettings("gpipe", "exact", "step", 0, recompute=recompute),
+        settings=replace(
+            PlanSettings("gpipe", "exact", "step", 0, recompute=recompute), **settings
+        ),
         replicas=replicas,
         stages=2,
         backend="gloo",
@@ -84,6 +87,19 @@ def test_a_network_gets_what_those_before_it_have_left() -> None:
     second = planned(memory=2 * limit, beside=[first])
     held = [a.memory_bytes + b.memory_bytes for a, b in zip(first.rows, second.rows)]
     assert max(held) <= 2 * limit
+
+
+def test_a_delayed_schedule_holds_the_copies_of_weights_that_it_stashes() -> None:
+    current, stash, again = (
+        planned(recompute=False, schedule="fdg", delayed_weights=weights)
+        for weights in ("current", "stash", "recompute")
+    )
+    assert current.cuts == stash.cuts
+    for plain, row in zip(current.rows, stash.rows):
+        assert row.memory_bytes == plain.memory_bytes + plain.gradient_bytes  # one batch ahead
+    assert most(again) < most(current)
+    accumulated = planned(recompute=False, schedule="1f1b", delayed_weights="stash")
+    assert most(accumulated) == most(current)  # its weights do not change on the way
 
 
 def test_a_run_that_does_not_train_computes_nothing_again() -> None:
