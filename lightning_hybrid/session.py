@@ -63,8 +63,10 @@ class DriverSession:
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
-        self._changed = False  # whether weights or buffers may be others than before the run
+        self._changed = False  # whether weights or buffers are others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
+        if not run.fitting:
+            driver.weights.remember()
         self._intercept()
 
     @classmethod
@@ -222,21 +224,23 @@ class DriverSession:
         for watcher in self._watchers:
             watcher.end()
 
-    def validation_starts(self) -> None:
-        """All replicas validate with the buffers of replica 0."""
-        self._driver.interrupt()
-        self._driver.weights.broadcast_buffers()
-        for watcher in self._watchers:
-            watcher.pause()
+    def evaluation_starts(self, *, between: bool) -> None:
+        """Hooks may exchange weights and buffers before the first batch (an average of weights).
+
+        Args:
+            between: whether it is a validation, which may come between batches of training.
+        """
+        self._buffers_agree = self._run.world.mesh.coordinates.replicas == 1
+        if between:  # those hooks are to find the buffers of replica 0
+            self._driver.interrupt()
+            self._driver.weights.broadcast_buffers()
+            for watcher in self._watchers:
+                watcher.pause()
 
     def validation_ends(self) -> None:
         """Training goes on, if there is any."""
         for watcher in self._watchers:
             watcher.resume()
-
-    def evaluation_starts(self) -> None:
-        """Hooks may exchange weights and buffers before the first batch (an average of weights)."""
-        self._buffers_agree = self._run.world.mesh.coordinates.replicas == 1
 
     def evaluates(self) -> None:
         """An evaluation comes to a batch, or to its end: as under `ddp`, replicas agree by then."""
@@ -395,7 +399,7 @@ def _watchers(run: Run, driver: Driver) -> list[StepWatcher]:
     config, watchers = run.config, list[StepWatcher]()
     delayed = config.streamed is not None and config.streamed.delayed
     options = {
-        "delayed_weights": config.delayed_weights,
+        "delayed_weights": config.settings.delayed_weights,
         "gradient_shrinking": config.gradient_shrinking,
     }
     if config.log_performance or delayed:

@@ -110,18 +110,17 @@ class SteppingStrategy(ReplicaStrategy):
     def on_test_start(self) -> None:
         super().on_test_start()
         self._joined.defer_signals()
-        self._driving.evaluation_starts()
+        self._driving.evaluation_starts(between=False)
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
         self._joined.defer_signals()
-        self._driving.evaluation_starts()
+        self._driving.evaluation_starts(between=False)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._joined.defer_signals()
-        self._driving.validation_starts()
-        self._driving.evaluation_starts()
+        self._driving.evaluation_starts(between=True)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._driving.evaluates()

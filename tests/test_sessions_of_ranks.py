@@ -210,6 +210,7 @@ def test_what_was_trained_is_saved_where_workers_can_answer(
     error: BaseException, fitting: bool, salvages: bool
 ) -> None:
     driven = Driven(make_run(fitting=fitting))
+    driven.notes.clear()
     told: list[Failure] = []
     driven.driver.abort = told.append
     driven.session.fail(FAILURE, error)

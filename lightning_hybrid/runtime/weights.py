@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -55,23 +56,24 @@ class Weights:
         # what takes the place of one of these in the middle of a run is this rank's alone
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.written = False
-        self._versions = self._versions_now()
+        self._before: dict[int, int] = {}
+
+    def remember(self) -> None:
+        """Note what this rank has, so that `changed` can tell."""
+        self._before = self._checksums()
 
     @property
     def changed(self) -> bool:
-        """Whether they may be others than before the run, by its calls or by the user's code.
-
-        Not seen is a change through ``data`` of what this rank owns.
-        """
-        now = self._versions_now().items()
-        here = any(self._versions.get(identity) != number for identity, number in now)
+        """Whether they are others than when noted, by calls or by the user's code."""
+        now = self._checksums().items()
+        here = any(self._before.get(identity) != checksum for identity, checksum in now)
         return here or self.written or self._remote.changed_here
 
-    def _versions_now(self) -> dict[int, int]:
-        """Of what is no proxy, by identity."""
+    def _checksums(self) -> dict[int, int]:
+        """Of what is no proxy, by identity; no version tells of a change through ``data``."""
         with as_they_are():
             plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
-            return {id(t): version(t) for t in plain if not t.is_inference()}
+            return {id(t): _checksum(t) for t in plain if not t.is_meta}
 
     def before_forward(self, graph: NetworkGraph, *, grad: bool) -> None:
         """A forward follows: every stage must have the values that it computes with.
@@ -165,3 +167,11 @@ class Weights:
             replica_group.broadcast_buffers(state=state)
         if self._replicated.here or not self._commands.workers.ranks:
             self._replicated.rest.broadcast_buffers(state=state)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of the numbers of a tensor; of one that is not dense, how often it was written to."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return version(tensor)
+    numbers = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return crc32(numbers.view(torch.uint8).cpu().numpy().data) if tensor.numel() else 0

@@ -448,7 +448,7 @@ class GrowsItsLastLayer(Row):
 class _Evaluates(Row):
     """What an evaluation changes stays, on all ranks."""
 
-    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    shapes = EVERY
     trains = False
     idle = True
 
@@ -481,6 +481,9 @@ class AdaptsStatisticsInPredict(_Evaluates):
 class CountsInPredict(_Evaluates):
     """In buffers of the first and of the last stage, and in inference mode."""
 
+    # of several replicas, afterwards all have the buffers of the first; under `ddp` each its own
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+
     class Net(Layers):
         def __init__(self) -> None:
             super().__init__()
@@ -503,6 +506,22 @@ class CountsInPredict(_Evaluates):
         run.trainer().predict(self)
         run.trainer().fit(self)
         return {name: value.clone() for name, value in self.state_dict().items()}
+
+
+class ChangesDataInAnEvaluation(_Evaluates):
+    """Of all stages, where no version counts it."""
+
+    fast = True
+    shapes = EVERY
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(*batch), sync_dist=True)
+        for parameter in self.parameters():
+            parameter.data.mul_(0.5)
+
+    def exercise(self, run: Any) -> Any:
+        found = run.trainer().test(self, verbose=False)
+        return found, {name: value.clone() for name, value in self.state_dict().items()}
 
 
 class TrainsAtTestTime(_Evaluates):
