@@ -11,7 +11,7 @@ from lightning_hybrid.comm.tensor_specs import TensorSpec
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision that surrounds a call of the network on the driver, for the other ranks.
+    """The precision that surrounds a call or a step on the driver, for the other ranks.
 
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``.

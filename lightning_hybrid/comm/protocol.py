@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_hybrid.comm.call_key import CallKey
+from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.messages import (
     Answer,
     Header,
@@ -321,11 +321,17 @@ class ZeroGrad(OptimizerCommand):
 
 @dataclass(frozen=True)
 class Step(OptimizerCommand):
-    """Step an optimizer, with other parameter groups if there are ``groups``."""
+    """Step an optimizer.
+
+    Attributes:
+        groups: parameter groups, where they have changed.
+        precision: what surrounds this step and those after it, where it has changed.
+    """
 
     in_frame = True
     outdates = frozenset({Kind.PARAMETER})
     groups: list[Hyperparameters] | None = None
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import signals_deferred
+from lightning_hybrid.comm import Precision, signals_deferred
 from lightning_hybrid.comm.protocol import (
     ClipValues,
     GiveOptimizer,
@@ -69,6 +69,7 @@ class DrivenOptimizers:
         self._commands, self._ownership, self._gradients = commands, ownership, gradients
         self._optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
+        self._precision: Precision | None = None  # that the workers know of
         self.streamed_by = ""
         self.before_step: Callable[[], None] = lambda: None
 
@@ -165,7 +166,9 @@ class DrivenOptimizers:
     def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
         """Have the workers step."""
         self.before_step()
-        self._tell(Step(index, changed))
+        precision = Precision.current(self._device)
+        self._tell(Step(index, changed, None if precision == self._precision else precision))
+        self._precision = precision
 
     def zero_grad(self, index: int, set_to_none: bool) -> None:
         """Have the workers clear their gradients."""

@@ -1,12 +1,13 @@
 """The optimizers of a worker, which does with its share what its driver has done."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import Answer
+from lightning_hybrid.comm import Answer, Precision
 from lightning_hybrid.comm.protocol import (
     ClipValues,
     Command,
@@ -38,6 +39,7 @@ class WorkerOptimizers:
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.all: list[Optimizer] = []
         self._parameters = parameters
+        self._precision: Precision | None = None  # that of the driver
         self.names: dict[int, str] = {}
         for name, parameter in parameters.items():
             self.names.setdefault(id(parameter), name)
@@ -75,7 +77,9 @@ class WorkerOptimizers:
         optimizer = self.all[command.optimizer]
         if command.groups is not None:
             take_groups(optimizer, command.groups, self._parameters)
-        optimizer.step()
+        self._precision = command.precision or self._precision
+        with self._precision.applied() if self._precision else nullcontext():
+            optimizer.step()
 
     def _gradient_norm(self, command: GradientNorm) -> Answer:
         optimizer = self.all[command.optimizer]

@@ -203,6 +203,16 @@ class Optimistic(_Plain):
                 self.before[p] = p.grad
 
 
+class SumsNorms(_Plain):
+    """Divides by the sum of all norms so far, a number of the type that new tensors have."""
+
+    def change(self) -> None:
+        for p in self.all_trained():
+            total = self.state[p].setdefault("total", torch.zeros(()))
+            total += p.grad.norm()
+            p.sub_(p.grad / total, alpha=0.1)
+
+
 class Lookahead(Optimizer):
     """Every second step the weights go half the way back. Does not call ``Optimizer.__init__``."""
 
@@ -321,6 +331,28 @@ class ClipsInItsStepByHand(ClipsInItsStep):
 
     def on_train_batch_end(self, *_: Any) -> None:
         """The groups say nothing here."""
+
+
+class MakesNumbersInItsStep(_Optimized):
+    """Inside of `training_step`, where new tensors have 64 bits."""
+
+    fast = True
+    options: ClassVar = {"precision": "64-true"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def make(self) -> Optimizer:
+        return SumsNorms(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(*batch)
+        self.seen.append(loss.item())
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
 
 
 class ClipsInItsStepTiedWeights(TiesAcrossStages):

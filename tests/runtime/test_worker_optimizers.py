@@ -7,6 +7,7 @@ import torch
 from served import GRADIENTS, Service
 from torch import nn
 
+from lightning_hybrid.comm.call_key import Precision
 from lightning_hybrid.comm.protocol import (
     ClipValues,
     Command,
@@ -17,10 +18,11 @@ from lightning_hybrid.comm.protocol import (
     Step,
     TakeGradients,
     TakeGroups,
+    TakeOptimizers,
     Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.runtime.optimizers import groups_of
+from lightning_hybrid.runtime.optimizers import groups_of, ship
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -49,6 +51,20 @@ def test_steps_are_those_of_one_device(
     optimizer.step()
     for found, wanted in zip(service.weights().values(), parameters(optimizer)):
         assert torch.equal(found, wanted)
+
+
+def test_a_step_is_surrounded_by_the_precision_of_the_driver(service: Service) -> None:
+    twin = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(twin.parameters())
+    data = ship([optimizer], dict(twin.named_parameters()), set())
+    service.driver.send(TakeOptimizers(-1, data))
+    service.driver.send(TakeGradients(False, GRADIENTS.items()))
+    double = Precision("cpu", torch.bfloat16, autocast=False, default_dtype=torch.float64)
+    for command in (Step(0, precision=double), Step(0)):
+        service.driver.send(command)
+        for state in service.ask(GiveOptimizer(0)).value.values():
+            assert state["step"].dtype is torch.float64
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_other_groups_come_with_a_step_or_before_it(service: Service, trained: Any) -> None:
