@@ -8,7 +8,7 @@ from lightning_hybrid.comm.collectives import (
     meet,
 )
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure, told_text
+from lightning_hybrid.comm.failure import Failure, raised, told_text
 from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.link_probe import (
     LARGE_BYTES,
@@ -79,6 +79,7 @@ __all__ = [
     "probe_all_reduce",
     "probe_flops",
     "probe_pair",
+    "raised",
     "restore_handlers",
     "run_pending",
     "signals_deferred",

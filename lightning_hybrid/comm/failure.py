@@ -78,6 +78,14 @@ def told_text(error: BaseException) -> str | None:
     return None
 
 
+def raised(text: str) -> str:
+    """The line of a traceback that names the error and begins its message; else the last line."""
+    lines = text.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] + 1 :] if frames else lines[-1:]
+    return next((line for line in after if line[:1].strip()), lines[-1])
+
+
 def _pack(error: BaseException) -> bytes:
     """Empty: it cannot travel. What ends a process (Ctrl-C) ends that process alone."""
     if not isinstance(error, Exception) or isinstance(error, RemoteError):

@@ -22,6 +22,7 @@ from lightning_hybrid.comm import (
     fail_next_meeting,
     is_gone,
     is_late,
+    raised,
     told_text,
 )
 
@@ -154,7 +155,7 @@ class Watch:
             return
         print(
             f"{self._rank} is killed: it did not end within {GRACE_S:.0f} s of a failure "
-            f"elsewhere: {cause.text.strip().splitlines()[-1]}",
+            f"elsewhere: {raised(cause.text)}",
             file=sys.stderr,
             flush=True,
         )

@@ -38,6 +38,7 @@ from lightning_hybrid.comm import (
     Coordinates,
     Failure,
     connection_lost,
+    raised,
     told_text,
 )
 from lightning_hybrid.errors import HybridError, RemoteError
@@ -336,12 +337,11 @@ class _ErrorFromElsewhere:
             whole: print all of it; else another rank does, and a line reminds of it.
             at_once: do not wait for another rank to print first.
         """
-        lines = first.strip().splitlines()
         own = first.startswith(str(here))
         if whole:
             text = f"{first.strip()}\n({here} ends because of this.)"
         else:
-            short = " ".join(dict.fromkeys((lines[0], lines[-1])))
+            short = " ".join(dict.fromkeys((first.strip().splitlines()[0], raised(first))))
             text = f"{here} ends because of {'its own error' if own else 'another'}: {short}"
         cls.forget()
         sys.excepthook = cls(error, text, 0.0 if at_once else _ECHO_DELAY_S, sys.excepthook)

@@ -234,6 +234,7 @@ class Adoption:
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{count(len(partitions), 'stage')}, or name another network: "
                 f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions, leaves)}"
+                f"{'' if is_part else _part_of_another(found.name)}"
             )
         wanted = self._options.microbatches or _microbatches(leaves, stages)
         slices = [list(leaves)]
@@ -379,9 +380,21 @@ def _why_not_more(
     lines = [f"\nIt cannot be cut before {name!r}: {reason}." for name, reason in places[:3]]
     if not lines:
         users = [layer for layer in graph.layers if layer.parameters]
-        names = [f"{y.module or y.name!r} ({place_of(y.node)})" for y in users[:3]]
+        places_of_users = ((y.module or y.name, place_of(y.node)) for y in users[:3])
+        names = [f"{name!r} ({place})" if place else f"{name!r}" for name, place in places_of_users]
         lines = [f"\nIt has weights in {', '.join(names)}{', ...' * (len(users) > 3)}."]
     return "".join(lines)
+
+
+def _part_of_another(name: str) -> str:
+    """What to do about a module of a container of which only slices or parts are called."""
+    outer = name.rpartition(".")[0]
+    if not outer:
+        return ""
+    return (
+        f"\nIt was called by itself, and {outer!r}, of which it is a part, was not: a slice of a "
+        f"module (self.{outer}[:2]) is no part of the LightningModule. Call self.{outer} whole."
+    )
 
 
 def _is_normalised(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from lightning_hybrid.comm.failure import Failure, told_text
+from lightning_hybrid.comm.failure import Failure, raised, told_text
 from lightning_hybrid.errors import PlanError, RemoteError
 
 WHERE = "rank 0 (driver, replica 0, stage 1)"
@@ -104,3 +104,10 @@ def test_alike_are_equal_kinds_with_equal_messages() -> None:
     assert one.headline == other.headline
     assert one.headline != Failure.of(ValueError("b"), "rank 0").headline
     assert one.headline != Failure.of(KeyError("a"), "rank 0").headline
+
+
+@pytest.mark.parametrize("message", ["one line", "two lines:\n    and what\nto do"])
+def test_the_line_that_names_an_error_is_found_before_the_rest_of_its_message(message: str) -> None:
+    text = Failure.of(travelled(ValueError(message)), "rank 0").text
+    assert raised(text) == f"ValueError: {message.splitlines()[0]}"
+    assert raised("rank 1 is gone\nnobody knows why") == "nobody knows why"
