@@ -38,7 +38,7 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import summarize
-from suite import ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -156,7 +156,7 @@ class _RaisesLate(_Epochs):
 class SavesAfterAnException(_RaisesLate):
     """In the script; the states of all optimizers are in it."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
     def exercise(self, run: Run) -> Any:
         trainer = run.trainer()
@@ -170,14 +170,14 @@ class SavesAfterAnException(_RaisesLate):
 
 
 class SavesOnException(_RaisesLate):
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [ModelCheckpoint(folder, save_on_exception=True, filename="{step}")]
 
 
 class SavesOnlyOnException(_RaisesLate):
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [OnExceptionCheckpoint(folder)]
@@ -216,7 +216,7 @@ class UnfreezesBackbone(_Epochs):
     """Frozen at first; its parameters join the optimizer in the second epoch."""
 
     # plain `ddp` does not average what was frozen when it began: its replicas drift apart
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     idle = True  # nothing of the first stage is trained when the gradients begin to be watched
 
     def build(self) -> None:
@@ -278,7 +278,7 @@ class TunesLearningRate(_Tuned):
 
 
 class FindsBatchSize(_Tuned):
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # Lightning refuses it under `ddp`, on one device too
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -289,7 +289,7 @@ class FindsBatchSize(_Tuned):
 
 
 class TunesBatchSize(_Tuned):
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False
 
     def exercise(self, run: Run) -> Any:
@@ -318,7 +318,7 @@ class RefusesBatchSizeOfReplicas(_Tuned):
 
 
 class RefusesPruning(_Epochs):
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     refused = ("ModelPruning", "torch.nn.utils.prune")
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -467,7 +467,7 @@ class AveragesWeightsBySWAWithBatchNorm(AveragesWeightsBySWA):
     """One more pass over the data gives the averaged network its batch statistics."""
 
     # under `ddp` each replica would validate with the statistics of its own last batch
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     per_microbatch = True
     cuts: ClassVar = {2: ["net.3"]}
 

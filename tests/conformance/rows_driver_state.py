@@ -56,6 +56,7 @@ class RegistersABufferInAHook(_Scaled):
     """A buffer that the other ranks' modules lack."""
 
     equal_or_refused = ("scale",)
+    works = EVERY
 
     def on_train_start(self) -> None:
         self.net.register_buffer("scale", torch.linspace(0.5, 1, 8, dtype=torch.float64), False)
@@ -67,6 +68,7 @@ class AddsALayerInAHook(Row):
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("extra",)
+    works = (ONE_OF_TWO, ONE_OF_THREE)
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:

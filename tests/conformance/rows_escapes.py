@@ -44,7 +44,7 @@ class KeepsFeatures(Row):
 class KeepsFeaturesForItself(KeepsFeatures):
     """Only to look at: no gradient comes back by them."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = EVERY
 
     def keeper(self, name: str) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -202,6 +202,7 @@ class HooksTheNetworksBackward(Row):
     """A full backward hook on the network that is cut."""
 
     equal_or_refused = ("backward hook", "net")
+    works = EVERY
 
     def build(self) -> None:
         super().build()
@@ -525,6 +526,7 @@ class Prints(Row):
 
     fast = True
     equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
+    works = (ONE_OF_TWO, TWO_OF_TWO)
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -655,6 +657,7 @@ class ReturnsItsWeights(Row):
     """And its input, as they are, beside the output."""
 
     equal_or_refused = ("third.weight",)
+    works = EVERY
     trains = False  # gradients of the penalty arise on the driver
 
     class Net(Layers):

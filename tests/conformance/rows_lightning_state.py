@@ -72,6 +72,7 @@ class MeasuresInForward(_Own):
 
     fast = True
     equal_or_refused = ("Data-dependent branching", "fewer than 3 stages")  # the parts between
+    works = (ONE_OF_TWO, TWO_OF_TWO)
 
     def build(self) -> None:
         super().build()

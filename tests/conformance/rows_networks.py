@@ -373,7 +373,7 @@ class ReadsSequences(Row):
 class ScalesByFrequency(ReadsSequences):
     """Samples meet in the backward of the embedding alone, by how often a token is in the batch."""
 
-    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.attention"], 3: ["net.attention", "net.head"]}
 
     def build(self) -> None:
@@ -603,7 +603,7 @@ class TruncatesThroughTime(Row):
     """Pieces of a sequence one after the other, the last one shorter; states come back beside."""
 
     fast = True
-    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.out"]}
     shares = True
     captures = 3

@@ -228,6 +228,7 @@ class MeetsInTheBackward(_Between):
     """Gradients are normalised over the batch: samples meet in the backward alone."""
 
     equal_or_refused = ("DividesByTheBatch",)
+    works = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -341,6 +342,7 @@ class DifferentiatesInside(_Between):
     """`torch.func.grad` and `jacrev` within the network, by the inputs."""
 
     equal_or_refused = ("rows_operators.py",)
+    works = EVERY
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -445,6 +447,7 @@ class HasDistributions(_Between):
     """Log-probabilities, entropies, divergences; nothing is drawn."""
 
     equal_or_refused = ("kl_divergence", "fewer than 3 stages")  # the parts between
+    works = (ONE_OF_TWO, TWO_OF_TWO)
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -526,6 +529,7 @@ class TakesANumberOut(_Between):
 
     fast = True
     equal_or_refused = ("item()",)
+    works = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -577,6 +581,7 @@ class ChoosesByAMask(_Between):
     """`x[mask]`, as many rows as there are."""
 
     equal_or_refused = ("rows_operators.py",)
+    works = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -632,6 +637,7 @@ class LeavesTorch(_Between):
     """NumPy in the middle of a network, without a gradient."""
 
     equal_or_refused = ("numpy",)
+    works = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:

@@ -341,6 +341,7 @@ class ReadsAClosure(_Scaled):
 
 class ReadsTheEnvironment(_Scaled):
     equal_or_refused = ("environ",)
+    works = EVERY
 
     class Net(_Scaled.Net):
         def scale(self) -> float:
@@ -410,6 +411,7 @@ class DrawsInPython(_Whole):
 
     fast = True
     equal_or_refused = ("random", "fewer than 3 stages")  # the parts between
+    works = (ONE_OF_TWO, TWO_OF_TWO)
 
     control = False  # random numbers
 
@@ -458,6 +460,7 @@ class ReplacesALayer(Row):
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("second",)
+    works = (ONE_OF_TWO, ONE_OF_THREE)
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == 3:
@@ -471,6 +474,7 @@ class RemovesALayer(Row):
     """`nn.Identity` in its place: it gets no more gradients, and keeps its name in no state."""
 
     equal_or_refused = ("second",)
+    works = EVERY
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == 3:

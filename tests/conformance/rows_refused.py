@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from rows_networks import BuildsInConfigureModel, TiesAcrossStages
 from rows_steps import PacksWhatIsPadded
-from suite import ONE_OF_TWO, Layers, Row
+from suite import ONE_OF_THREE, ONE_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 class _Refused(Row):
     """Shared by no row: what is refused for the sake of an argument of the strategy."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # it has no such argument
 
 
@@ -26,19 +26,20 @@ class RefusedUnknownCut(_Refused):
 
 
 class RefusedTooFewCuts(_Refused):
+    shapes = (ONE_OF_TWO,)  # whose numbers the words have
     arguments: ClassVar = {"allocation": []}
     refused = ("stages(2)", "1 cut points")
 
 
 class RefusedTiedWeightsCompiled(TiesAcrossStages):
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     arguments: ClassVar = {"compile_stages": True}
     refused = ("compile_stages=True", "'first.weight'")
     control = False
 
 
 class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("'net.first.weight'", "configure_model", "__init__")
     gathered = True
 
@@ -54,7 +55,7 @@ class RefusedTwoParametersInOneMemory(Row):
     """Tied as users tie that do not know that two layers may have one parameter."""
 
     fast = True
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts: ClassVar = {2: ["net.third"]}
     # where both are in one stage they are as on one device
     equal_or_refused = ("'net.second.weight' and 'net.third.weight'", "module.a = module.b")
@@ -71,7 +72,8 @@ class RefusedTwoParametersInOneMemory(Row):
 class RefusedReentrantCheckpoint(Row):
     """This kind of activation checkpointing calls the network without gradients first."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    control = False  # `ddp` finds its parameters ready twice
     refused = ("'net' was called without gradients only", "use_reentrant=False")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class RefusedWritesIntoOneOfTwoViews(Row):
             return super().forward(x.mul_(2)) + same.mean(1, keepdim=True)
 
     fast = True
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("changes its argument", "in place", "the same memory", "tensor.clone()")
 
     def build(self) -> None:
@@ -100,7 +102,7 @@ class RefusedWritesIntoOneOfTwoViews(Row):
 class RefusedClassThatComputes(Row):
     """A class of tensors that takes part in each operation: TorchDynamo gives other numbers."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("Doubles", "__torch_function__", "as_subclass(torch.Tensor)")
 
     class Doubles(Tensor):
@@ -118,7 +120,7 @@ class RefusedClassThatComputes(Row):
 class RefusedFrozenEncoderThatPacks(Row):
     """Inside of what is to be cut: its calls in training are like those of an evaluation."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts = PacksWhatIsPadded.cuts
     # with automatic sizes it stays on the driver
     equal_or_refused = ("packs padded sequences", "enable_nested_tensor=False")
@@ -143,7 +145,7 @@ class RefusedOtherMemoryOfABuffer(Row):
             self.scale.data = self.scale.data * 0.9
             return super().forward(x * self.scale[:6])
 
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("`tensor.data = ...`", "tensor.copy_(...)")
 
     def build(self) -> None:
@@ -152,7 +154,7 @@ class RefusedOtherMemoryOfABuffer(Row):
 
 class RefusedSingleLayer(Row):
     fast = True
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts: ClassVar = {2: ["net.0"]}
     refused = ("'net'", "has 1 network partition, fewer than pipeline_parallel_size=2", "1 stage,")
 
@@ -167,7 +169,7 @@ class RefusedUnknownNetwork(_Refused):
 
 class RefusedWithoutACall(Row):
     fast = True
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # it refuses parameters that get no gradient
     refused = ("RefusedWithoutACall", "as a module")
 
@@ -180,7 +182,7 @@ class RefusedWeightBetweenGraphs(Row):
     """Python that cannot be captured reads a weight that a worker owns."""
 
     fast = True
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO,)  # none of its graphs has three stages
     refused = ("needs the numbers of 'net.second.weight'", "torch.compiler.disable")
 
     class Net(Layers):
@@ -198,7 +200,7 @@ class RefusedWeightBetweenGraphs(Row):
 
 class RefusedCreateGraph(Row):
     fast = True
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("create_graph=True", "ddp")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -211,7 +213,7 @@ class RefusedBatchedGradients(Row):
     """A jacobian in one backward: many gradients at once in the place of one."""
 
     fast = True
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("is_grads_batched=True", "vectorize=False")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -264,7 +266,7 @@ class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):
 class RefusedFusedLossScaling(Row):
     """A fused optimizer takes the loss scale into its step."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("fused=True", "fused=False")
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
@@ -277,7 +279,7 @@ class RefusedFusedLossScaling(Row):
 
 
 class RefusedSyncBatchNormCompiled(Row):
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     options: ClassVar = {"sync_batchnorm": True}
     arguments: ClassVar = {"compile_stages": True}
     refused = ("sync_batchnorm=True", "compile_stages=True")

@@ -109,7 +109,7 @@ class PacksWhatIsPadded(_Evaluated):
 class EncodesInEvaluation(PacksWhatIsPadded):
     """Evaluation alone, and without padding: layers that have no derivative there."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = EVERY
     trains = False
 
     class Net(PacksWhatIsPadded.Net):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from rows_steps import _Evaluated
-from suite import ONE_OF_TWO, Layers, Row, Run
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
 from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
@@ -381,7 +381,7 @@ class _Backwards(Sampler):
 class SamplesBackwards(Row):
     """A sampler of no known kind; Lightning divides it over the replicas, but not for one."""
 
-    shapes = (ONE_OF_TWO,)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
     control = False
 

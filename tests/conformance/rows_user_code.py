@@ -129,7 +129,7 @@ class DropsAnOutput(Row):
 
 
 class SkipsAStep(Row):
-    shapes = (ONE_OF_TWO,)  # with several replicas Lightning itself refuses
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)  # with several replicas Lightning itself refuses
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)

@@ -270,6 +270,7 @@ class DetectsObjects(_Net):
     """Anchors are matched to boxes, of which each image has another number; loss within."""
 
     equal_or_refused = ("rows_zoo.py",)
+    works = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.body.2"]}
 
     class Net(nn.Module):
@@ -324,6 +325,7 @@ class PassesMessages(_Net):
     """A graph network; no tensor has the batch's size until the pooling."""
 
     equal_or_refused = ("rows_zoo.py",)
+    works = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.layers.1"]}
 
     class Net(nn.Module):
@@ -583,6 +585,7 @@ class CompilesItsNetwork(Row):
 
     fast = True
     equal_or_refused = ("compile",)
+    works = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net._orig_mod.second"]}
 
     def build(self) -> None:
@@ -593,6 +596,7 @@ class CompilesItsNetworkInPlace(Row):
     """`net.compile()`: names stay."""
 
     equal_or_refused = ("compile",)
+    works = EVERY
 
     def build(self) -> None:
         super().build()
@@ -614,6 +618,7 @@ class CompilesItsStep(Row):
     """`training_step` is compiled, with the network's call in it."""
 
     equal_or_refused = ("compile",)
+    works = EVERY
 
     def build(self) -> None:
         super().build()
@@ -630,6 +635,7 @@ class IsCompiledAsAWhole(Row):
     """The LightningModule, by `module.compile()`: then its methods' calls are not."""
 
     equal_or_refused = ("compile",)
+    works = EVERY
 
     def build(self) -> None:
         super().build()
@@ -640,6 +646,7 @@ class WrapsInDataParallel(Row):
     """`nn.DataParallel`, left over from another script."""
 
     equal_or_refused = ("DataParallel",)
+    works = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.module.second"]}
 
     def build(self) -> None:
@@ -651,6 +658,7 @@ class ResizesABuffer(_Net):
 
     fast = True
     equal_or_refused = ("memory",)
+    works = (ONE_OF_TWO, ONE_OF_THREE)
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` cannot exchange buffers of other sizes
 
     class Net(Layers):
@@ -750,7 +758,7 @@ class EvaluatesWithoutParameters(Row):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
 
-    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    shapes = EVERY
 
     def exercise(self, run: Run) -> Any:
         trainer = run.trainer()

@@ -47,6 +47,7 @@ class TestControl(Conformance):
 
 class _Hybrid(Conformance):
     refusals = (NetworkError, PlanError)
+    settled = True
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> HybridGabraStrategy:

@@ -110,62 +110,83 @@ class Test1f1bInWindows(_Streamed):
 
 
 class _Delayed(SingleDeviceStrategy):
-    """The formula of two stages, on one device: the first has the weights of the batch before.
+    """The formula of `fdg` on one device: each stage but the last has older weights.
 
-    From its forward on until its backward; the gradient is applied to the weights of now. At the
-    start of an epoch, and after a validation or a checkpoint, it has those of now.
+    From its forward on until its backward; the gradient is applied to the weights of now. The
+    weights of a stage are those before the batch that lies as many batches back as the stage looks
+    ahead, or the first one since the start of the epoch, a validation or a checkpoint.
 
     Args:
-        cut: name of the first module of the second stage.
+        cuts: names of the first modules of the later stages.
     """
 
-    def __init__(self, cut: str) -> None:
+    def __init__(self, cuts: list[str]) -> None:
         super().__init__("cpu")
-        self._cut = cut
-        self._before: list[Tensor] | None = None  # the weights, when the last batch began
-        self._now: list[tuple[nn.Parameter, Tensor]] = []
+        self._cuts = cuts
+        self._before: list[dict[nn.Parameter, Tensor]] = []  # the weights, as each batch began
+        self._now: dict[nn.Parameter, Tensor] = {}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self._before = None
+            self._before = []
 
     def on_validation_start(self) -> None:
-        self._before = None
+        self._before = []
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._before = None
+        self._before = []
         return super().lightning_module_state_dict()
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
-        first = self._first_stage()
-        now = [parameter.detach().clone() for parameter in first]
-        for parameter, old in zip(first, self._before or now):
-            parameter.data = old.clone()
-        self._before, self._now = now, [*zip(first, now)]
+        ages = self._ages()
+        self._now = {parameter: parameter.detach().clone() for parameter in ages}
+        self._before.append(self._now)
+        for parameter, age in ages.items():
+            old = self._before[max(0, len(self._before) - 1 - age)]
+            parameter.data = old.get(parameter, self._now[parameter]).clone()
         return super().training_step(*arguments, **named)
 
     def backward(self, *arguments: Any, **named: Any) -> Tensor:
         loss = super().backward(*arguments, **named)
-        for parameter, now in self._now:
+        for parameter, now in self._now.items():
             parameter.data = now.clone()
         return loss
 
-    def _first_stage(self) -> list[nn.Parameter]:
-        named = [*self.lightning_module.named_parameters()]
-        names = [name for name, _ in named]
-        later = next(n for n, name in enumerate(names) if name.startswith(f"{self._cut}."))
-        return [parameter for _, parameter in named[:later]]
+    def _ages(self) -> dict[nn.Parameter, int]:
+        """By how many steps each parameter of all stages but the last is too old."""
+        stages, stage, found = len(self._cuts) + 1, 1, {}
+        for name, parameter in self.lightning_module.named_parameters():
+            if stage < stages and name.startswith(f"{self._cuts[stage - 1]}."):
+                stage += 1
+            if stage < stages:
+                found[parameter] = 2 * (stages - stage) - 1
+        return found
 
 
 class DelayedOnOneDevice(OneDevice):
+    of: ClassVar = 2
+
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Any:
-        return _Delayed(row.cuts[2][0])
+        return _Delayed(row.cuts[cls.of])
+
+
+class DelayedByThreeStages(DelayedOnOneDevice):
+    of = 3
 
 
 class TestFdg(_Streamed):
     """Rows about Lightning: values, weights, metrics and results are those of the formula."""
 
     schedule = "fdg"
-    reference = DelayedOnOneDevice
+    reference: ClassVar[Any] = DelayedOnOneDevice
     files = ("rows_callbacks", "rows_loggers", "rows_trainer")
+
+
+class TestFdgOfThreeStages(TestFdg):
+    stages = 3
+    reference = DelayedByThreeStages
+
+
+class Test1f1bInWindowsOfThreeStages(Test1f1bInWindows):
+    stages = 3

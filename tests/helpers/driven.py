@@ -166,6 +166,9 @@ class Ranks:
             self.results[rank] = self.workers[rank].serve()
         except Exception as error:
             self.results[rank] = error
+            # as `world.py` does: it tells the others, and then its groups end
+            self.mesh(rank).say_goodbye(Failure.of(error, f"rank {rank}"))
+            self.ranks.kill(rank)
 
 
 class Replica(Ranks):

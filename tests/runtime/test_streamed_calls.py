@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,9 +16,13 @@ from planned import planned
 from serial_schedules import in_stages, train_serially
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.pipeline import backward_pass, forward_pass
+from lightning_hybrid.pipeline.backward_pass import BackwardPass
+from lightning_hybrid.pipeline.forward_pass import ForwardPass
 from lightning_hybrid.pipeline.random_numbers import generators_of_microbatch
 from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.schedules import STREAMED
@@ -605,3 +610,70 @@ def test_an_error_in_a_forward_that_ran_ahead_is_raised_in_the_turn_of_its_batch
     with pytest.raises(ValueError, match="on purpose"):
         train(replica, coming, optimizer, after=after)
     assert done == [0, 1, 2, 3, 4]  # after 4 the next one is 5
+
+
+Stop = Callable[[], None]
+
+
+@contextmanager
+def stopped(stage: int, part: str, batch: int, stop: Stop) -> Iterator[None]:
+    """Inside, a stage stops in its forward or its backward of a batch."""
+    which: Any = ForwardPass if part == "forward" else BackwardPass
+    method = "_compute" if part == "forward" else "_run"
+    compute, numbers = getattr(which, method), count()
+
+    def stopping(self: Any, *arguments: Any) -> Any:
+        if self.own.number == stage and next(numbers) == batch:
+            stop()
+        return compute(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(which, method, stopping)
+        yield
+
+
+POINTS = [
+    pytest.param(name, window, stage, part, id=f"{name}-{stage}-{part}")
+    for name, window in (("1f1b", 4), ("fdg", 1))
+    for stage in range(3)
+    for part in ("forward", "backward")
+]
+
+
+def trained_until_the_end(replica: Replica, coming: Coming, window: int) -> None:
+    train(replica, coming, torch.optim.SGD(replica.model.parameters(), lr=0.1), window=window)
+    replica.driver.commands.ask(Check())
+
+
+@pytest.mark.parametrize(("name", "window", "stage", "part"), POINTS)
+def test_an_error_of_a_stage_at_any_point_of_two_windows_ends_all_ranks(
+    streamed: Streamed, name: str, window: int, stage: int, part: str
+) -> None:
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    for batch in (0, 1, 2, 5):
+        replica, coming = streamed(model(), name, 3, values(8), epoch=4)
+        failing = stopped(stage, part, batch, fail)
+        with failing, pytest.raises(ValueError, match="on purpose") as found:
+            trained_until_the_end(replica, coming, window)
+        replica.driver.abort(Failure.of(found.value, "rank 0"))
+        replica.close()  # nobody hangs
+        assert [type(error) for error in replica.results.values()] == [ValueError] * 2
+
+
+OF_WORKERS = [point for point in POINTS if DEVICES[3][point.values[2]]]
+
+
+@pytest.mark.parametrize(("name", "window", "stage", "part"), OF_WORKERS)
+def test_a_worker_that_is_lost_at_any_point_of_two_windows_ends_all_ranks(
+    streamed: Streamed, name: str, window: int, stage: int, part: str
+) -> None:
+    for batch in (0, 1, 2, 5):
+        replica, coming = streamed(model(), name, 3, values(8), epoch=4)
+        losing = stopped(stage, part, batch, partial(replica.ranks.kill, DEVICES[3][stage]))
+        with losing, pytest.raises(ConnectionLost) as found:
+            trained_until_the_end(replica, coming, window)
+        replica.driver.abort(Failure.of(found.value, "rank 0"))
+        replica.close()
+        assert all(isinstance(error, Exception) for error in replica.results.values())

@@ -102,6 +102,16 @@ def test_a_delayed_run_is_its_serial_model(
 
 
 @slow
+@pytest.mark.parametrize("name", STREAMED)
+def test_one_stage_is_plain_training(tmp_path: Path, name: str) -> None:
+    _, expected = train_here({**BASE, "strategy": "auto"}, tmp_path / "alone")
+    [rank] = Training(tmp_path / "one", **{**BASE, "stages": 1, "schedule": name}).run()
+    assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    for part, value in rank["weights"].items():
+        torch.testing.assert_close(value, expected["weights"][part], rtol=0, atol=1e-12)
+
+
+@slow
 def test_random_layers_draw_what_their_batch_draws(tmp_path: Path) -> None:
     """At a learning rate of 0 losses are those of fill-drain, which draws by batch."""
     config = {
