@@ -122,16 +122,17 @@ def _look_around(
 
 
 def _rates(world: Group, device: torch.device, backend: str) -> Rates:
-    """What a step takes beside computing, as all ranks see it; the optimizer's part, as this."""
+    """What a step takes beside computing, as all ranks see it; they call this together."""
     known = _UNMEASURED.get(backend)
     bandwidth, reduce_s = known[1:] if known else _reduction(world, device)
     reduce_s = _steady(reduce_s)
+    slowest_s: float = max(gather_objects(world, update_s_per_byte(device)))
     return Rates(
         message_s=_MESSAGE_S[backend] + reduce_s,
         reduce_bytes_per_s=_steady(bandwidth),
         reduce_s=reduce_s,
         ranks=world.size(),
-        update_s_per_byte=_steady(update_s_per_byte(device)),
+        update_s_per_byte=_steady(slowest_s),
         overlaps=device.type != "cpu",
     )
 
