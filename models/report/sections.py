@@ -140,7 +140,7 @@ def localisation(run: Path) -> str:
     if not (folder / "localisation.tsv").is_file():
         return ""
     rows = read_table(folder / "localisation.tsv")
-    text = html.table(rows)
+    text = html.table(_turned(rows))
     if rows and "peak_in" in rows[0]:
         text += html.note(
             "All held-out scans of the explained class. peak in: the hottest voxel lies in the "
@@ -169,6 +169,17 @@ def localisation(run: Path) -> str:
         text += "<h3>Share of the mean map by region</h3>\n" + html.table(regions)
         text += html.note("Boxes in the space of the MNI152 template: for registered scans only.")
     return text
+
+
+def _turned(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """A column for each map: there are more scores than a page is wide."""
+    of_map = ("network", "method", "layer")
+    names = [" ".join(filter(None, map(row.get, of_map))) for row in rows]
+    scores = [name for name in (rows[0] if rows else {}) if name not in of_map]
+    return [
+        {"score": score.replace("_", " ")} | {n: row[score] for n, row in zip(names, rows)}
+        for score in scores
+    ]
 
 
 def plan(run: Path) -> str:
