@@ -6,7 +6,7 @@ profiles. "First step" is from the setup hooks to the end of the first training 
 counted. The limit is 3 x one device + 10 s. Beside it stands by how much the loss of any step
 differs from one device's, relative to it; networks that draw random numbers draw others.
 
-    python benchmarks/networks_first_steps.py [--write docs/networks.md] [NAME ...]
+    python benchmarks/networks_first_steps.py [NAME ...]
 """
 
 import argparse
@@ -32,7 +32,6 @@ from lightning_hybrid._trees import tensors_in
 CASES = {name: case for cases in NETWORKS.values() for name, case in cases.items()}
 KINDS = ("one device", "two stages")
 BATCH, STEPS, LIMIT_S = 4, 3, 600
-BEGIN, END = "<!-- first steps -->\n", "<!-- end of first steps -->\n"
 HEADER = (
     "| network | one device | two stages | limit | difference of losses |\n"
     "| --- | --- | --- | --- | --- |"
@@ -100,12 +99,7 @@ def found(name: str, kind: str) -> tuple[float, list[float]] | str:
         command = [sys.executable, __file__, name, "--run", kind, "--out", str(out)]
         more = {"OMP_NUM_THREADS": "1", "LIGHTNING_HYBRID_CACHE": folder}
         done = subprocess.run(
-            command,
-            env=os.environ | more,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_S,
+            command, env=os.environ | more, capture_output=True, text=True, timeout=LIMIT_S
         )
         if not out.exists():
             lines = [line for line in done.stderr.splitlines() if "Error" in line]
@@ -128,7 +122,6 @@ def line(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="networks; default: all")
-    parser.add_argument("--write", type=Path, help="put the table into this file, at its marks")
     parser.add_argument("--run", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -137,16 +130,9 @@ def main() -> None:
     if chosen.run:
         run(chosen.names[0], chosen.run, chosen.out)
         return
-    lines = [HEADER]
     print(HEADER)
     for name in chosen.names or CASES:
-        lines.append(line(name))
-        print(lines[-1], flush=True)
-    if chosen.write:
-        before, _, rest = chosen.write.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        table = "\n".join(lines) + "\n"
-        chosen.write.write_text(before + BEGIN + table + END + after)
+        print(line(name), flush=True)
 
 
 if __name__ == "__main__":

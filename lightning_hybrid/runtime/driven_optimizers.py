@@ -166,6 +166,8 @@ class DrivenOptimizers:
     def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
         """Have the workers step."""
         self.before_step()
+        if not self._ownership.any_network:  # nobody would hear of the precision
+            return
         precision = Precision.current(self._device)
         self._tell(Step(index, changed, None if precision == self._precision else precision))
         self._precision = precision

@@ -512,7 +512,6 @@ class ChangesDataInAnEvaluation(_Evaluates):
     """Of all stages, where no version counts it."""
 
     fast = True
-    shapes = EVERY
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.loss(*batch), sync_dist=True)

@@ -84,6 +84,7 @@ def streamed() -> Iterator[Streamed]:
         inputs: Sequence[Tensor],
         epoch: int = STEPS,
         ends: Sequence[int] = (),
+        timeout_s: float = 60.0,
         **options: Any,
     ) -> tuple[Replica, Coming]:
         coming = Coming(inputs, epoch)
@@ -93,6 +94,7 @@ def streamed() -> Iterator[Streamed]:
                 inputs[0],
                 DEVICES[stages],
                 parts=1,
+                timeout_s=timeout_s,
                 schedule=schedule,
                 ends=ends,
                 batches=coming,
@@ -613,6 +615,8 @@ def test_an_error_in_a_forward_that_ran_ahead_is_raised_in_the_turn_of_its_batch
 
 
 Stop = Callable[[], None]
+NO_END_S = 3600.0
+"""Who waits for the time-out hangs, as far as the test can see (`Ranks.close`)."""
 
 
 @contextmanager
@@ -653,7 +657,7 @@ def test_an_error_of_a_stage_at_any_point_of_two_windows_ends_all_ranks(
         raise ValueError("on purpose")
 
     for batch in (0, 1, 2, 5):
-        replica, coming = streamed(model(), name, 3, values(8), epoch=4)
+        replica, coming = streamed(model(), name, 3, values(8), epoch=4, timeout_s=NO_END_S)
         failing = stopped(stage, part, batch, fail)
         with failing, pytest.raises(ValueError, match="on purpose") as found:
             trained_until_the_end(replica, coming, window)
@@ -671,7 +675,7 @@ def test_a_worker_that_is_lost_at_any_point_of_two_windows_ends_all_ranks(
     streamed: Streamed, name: str, window: int, stage: int, part: str
 ) -> None:
     for batch in (0, 1, 2, 5):
-        replica, coming = streamed(model(), name, 3, values(8), epoch=4)
+        replica, coming = streamed(model(), name, 3, values(8), epoch=4, timeout_s=NO_END_S)
         losing = stopped(stage, part, batch, partial(replica.ranks.kill, DEVICES[3][stage]))
         with losing, pytest.raises(ConnectionLost) as found:
             trained_until_the_end(replica, coming, window)
