@@ -509,13 +509,13 @@ class CountsInPredict(_Evaluates):
 
 
 class ChangesDataInAnEvaluation(_Evaluates):
-    """Of all stages, where no version counts it."""
+    """Of the last layer, which the driver has, and where no version counts it."""
 
     fast = True
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.loss(*batch), sync_dist=True)
-        for parameter in self.parameters():
+        for parameter in self.net.third.parameters():
             parameter.data.mul_(0.5)
 
     def exercise(self, run: Any) -> Any:
