@@ -86,6 +86,7 @@ class _Epochs(Row):
     def exercise(self, run: Run) -> Any:
         trainer = run.trainer()
         trainer.fit(self)
+        trainer.strategy.barrier()  # rank 0 removes the last file after the others have gone on
         return self.outcome(trainer)
 
     def outcome(self, trainer: Trainer) -> Any:
