@@ -4,7 +4,8 @@ Each run is a Trainer in processes of its own, with one thread each: three steps
 descent on batches of four, which are not divided; under ``hybrid_gabra`` with an empty cache of
 profiles. "First step" is from the setup hooks to the end of the first training step, imports not
 counted. The limit is 3 x one device + 10 s. Beside it stands by how much the loss of any step
-differs from one device's, relative to it; networks that draw random numbers draw others.
+differs from one device's, relative to it; the stages of networks that draw random numbers, as for
+dropout, draw others, and these losses are not compared.
 
     python benchmarks/networks_first_steps.py [NAME ...]
 """
@@ -45,12 +46,15 @@ class Module(LightningModule):
         super().__init__()
         self.net = case.make()
         self.losses: list[float] = []
+        self.draws = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         args, kwargs = batch
+        before = torch.get_rng_state()
         found = [t for _, t in tensors_in(self.net(*args, **kwargs)) if t.requires_grad]
         loss = torch.stack([t.square().mean() for t in found]).sum()
         self.losses.append(loss.item())
+        self.draws |= not torch.equal(torch.get_rng_state(), before)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -89,11 +93,11 @@ def run(name: str, kind: str, out: Path) -> None:
     )
     trainer.fit(module, DataLoader(numbers, batch_size=BATCH, collate_fn=batch))
     if trainer.is_global_zero:
-        out.write_text(json.dumps([clock.first_step_s, module.losses]))
+        out.write_text(json.dumps([clock.first_step_s, module.losses, module.draws]))
 
 
-def found(name: str, kind: str) -> tuple[float, list[float]] | str:
-    """Seconds of the first step and the losses; or the last line of an error."""
+def found(name: str, kind: str) -> tuple[float, list[float], bool] | str:
+    """Seconds of the first step, the losses and whether it draws; or the last line of an error."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, __file__, name, "--run", kind, "--out", str(out)]
@@ -104,8 +108,8 @@ def found(name: str, kind: str) -> tuple[float, list[float]] | str:
         if not out.exists():
             lines = [line for line in done.stderr.splitlines() if "Error" in line]
             return (lines or ["no result"])[-1]
-        first_s, losses = json.loads(out.read_text())
-        return first_s, losses
+        first_s, losses, draws = json.loads(out.read_text())
+        return first_s, losses, draws
 
 
 def line(name: str) -> str:
@@ -116,7 +120,8 @@ def line(name: str) -> str:
     limit_s = 3 * one[0] + 10
     away = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(one[1], two[1], strict=True))
     text = f"{two[0]:.1f} s" if two[0] <= limit_s else f"**{two[0]:.1f} s**"
-    return f"| {name} | {one[0]:.1f} s | {text} | {limit_s:.1f} s | {away:.0e} |"
+    difference = "draws" if one[2] else f"{away:.0e}"
+    return f"| {name} | {one[0]:.1f} s | {text} | {limit_s:.1f} s | {difference} |"
 
 
 def main() -> None:

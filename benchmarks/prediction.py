@@ -153,7 +153,7 @@ def main() -> None:
     if not found:  # not rank 0
         return
     report(found)
-    command(["fit-model", str(arguments.out)])
+    command(["fit-model", str(arguments.out), "--intrinsic", "predicted_s"])
 
 
 if __name__ == "__main__":

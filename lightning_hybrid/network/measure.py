@@ -24,6 +24,9 @@ from lightning_hybrid.network.stage import Stage, cut
 from lightning_hybrid.network.stage_check import fresh
 from lightning_hybrid.tensors import value_of
 
+ENOUGH_S = 0.1
+"""What has been measured for that long is not repeated: its length is known well enough."""
+
 Clock = Callable[[], float]
 Advance = Callable[[int, int], None]
 """Hears how much is done, and how much there is to do."""
@@ -65,7 +68,8 @@ def measure(
         graph: the captured network.
         partitions: its partitions.
         leaves: the tensors of `NetworkGraph.bind` for one micro-batch.
-        repeats: measurements after one that warms up; their median counts.
+        repeats: measurements after one that warms up, fewer where they take `ENOUGH_S` together;
+            their median counts.
         device: where to measure; by default where the inputs are. Partitions go there one by one.
         advance: called before each partition with its number, from 1, and that of all.
     """
@@ -189,11 +193,25 @@ def _timed(
     except RuntimeError:
         if learns:
             raise
+
+    def once() -> tuple[float, float]:
+        return _round(stage, tensors, values, numbers, [], clock)
+
     # an evaluation may use what has no derivative, as torch's encoder layers do
     with torch.no_grad():
-        rounds = [_round(stage, tensors, values, numbers, [], clock) for _ in range(1 + repeats)]
-    forward_s = statistics.median(forward_s for forward_s, _ in rounds[1:])
+        once()  # warms up
+        forward_s, _ = _medians(once, repeats)
     return _Times(forward_s, forward_s, forward_s), 0
+
+
+def _medians(once: Callable[[], tuple[float, ...] | None], repeats: int) -> list[float]:
+    """Of what is measured several times, value by value; empty where there is nothing to see."""
+    found: list[tuple[float, ...]] = []
+    while len(found) < repeats and sum(map(sum, found)) < ENOUGH_S:
+        if (times := once()) is None:
+            return []
+        found.append(times)
+    return [statistics.median(column) for column in zip(*found)]
 
 
 def _timed_both_ways(
@@ -218,14 +236,12 @@ def _timed_both_ways(
             raise
         once(parameters)  # torch.func goes together with no such hooks: its memory is not counted
     saved = held.forget()
-    rounds = [once(parameters) for _ in range(repeats)]
-    forwards, backwards = (statistics.median(column) for column in zip(*rounds))
+    forwards, backwards = _medians(lambda: once(parameters), repeats)
     if not parameters or stage.layers[0] == 0:  # one kind of gradient alone
         halves = (0.0, backwards) if parameters else (backwards, 0.0, backwards, 0.0)
         return _Times(forwards, *halves), saved
-    for_inputs = min(statistics.median(once([])[1] for _ in range(repeats)), backwards)
-    parts = [_parts(stage, tensors, values, numbers, clock) for _ in range(repeats)]
-    apart = [statistics.median(column) for column in zip(*filter(None, parts))]
+    for_inputs = min(_medians(lambda: once([]), repeats)[1], backwards)
+    apart = _medians(lambda: _parts(stage, tensors, values, numbers, clock), repeats)
     return _Times(forwards, for_inputs, backwards - for_inputs, *apart), saved
 
 

@@ -1,3 +1,4 @@
+import itertools
 import sys
 from typing import Any
 
@@ -39,6 +40,20 @@ def test_measuring_leaves_no_trace() -> None:
     assert torch.equal(network.fc.bias.grad, torch.ones(2))
     assert network.conv1.weight.grad is None
     assert not x.requires_grad
+
+
+@pytest.mark.parametrize(("tick_s", "rounds"), [(1e-6, 5), (0.06, 1), (0.03, 2)])
+def test_what_takes_long_is_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tick_s: float, rounds: int
+) -> None:
+    ticks = itertools.count()
+    module = sys.modules["lightning_hybrid.network.measure"]
+    monkeypatch.setattr(module, "clock_of", lambda device: lambda: tick_s * next(ticks))
+    x = torch.ones(2, 4)
+    graph = graph_of(nn.Linear(4, 4), x)
+    profile = measure(graph, network_partitions(graph), [x], repeats=5)
+    assert next(ticks) == 4 * (1 + rounds)  # begin and end of a forward and of a backward
+    assert profile.partitions[0].forward_s == pytest.approx(tick_s)
 
 
 def test_measured_profile_is_for_the_given_microbatch() -> None:
