@@ -57,8 +57,6 @@ class Module(LightningModule):
 class Divided(Module):
     """The same on as many samples a step, however many replicas share them.
 
-    Where the sizes are chosen this is looked at before, with one replica: on the whole batch.
-
     Args:
         network: the network.
         shape: of an input.

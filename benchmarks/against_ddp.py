@@ -9,8 +9,8 @@ machine hits all alike:
   with 2 and 3 micro-batches, cut where ``hybrid 1x2, M`` is (its plan is asked for beforehand),
   each stage with its own optimizer; no Trainer. It takes micro-batches of equal size only.
 * ``hybrid RxS, M``: fixed shapes: two stages with 1, 2 and 3 micro-batches, and two replicas.
-* ``automatic``: `HybridGabraStrategy()` as it is, sizes `"auto"`. They are chosen for the whole
-  batch in each replica; then a loader shares it out over the replicas that there are.
+* ``automatic``: `HybridGabraStrategy()` as it is, sizes `"auto"`; the loader shares the batch out
+  over the replicas that there are.
 
 All train on the same number of samples a step, with SGD and momentum: each of R replicas takes one
 R-th of them. Shown are medians over all steps of all rounds, with the 10th and the 90th percentile,

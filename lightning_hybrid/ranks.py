@@ -5,6 +5,7 @@ Sizes, ranks, barriers and broadcasts are here; what a run does is in
 """
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -14,6 +15,8 @@ from lightning_hybrid._lightning import (
     CHOSEN_MODULE,
     DDPStrategy,
     TorchElasticEnvironment,
+    fabric,
+    pytorch,
     reset_seed,
 )
 from lightning_hybrid._lightning_private import ask_strategy_whether_distributed
@@ -60,6 +63,8 @@ class ReplicaStrategy(DDPStrategy):
         super().__init__(**lightning)
         self._config = config
         self._world: World | NoWorld = NoWorld()
+        self._told_replicas: int | None = None
+        """What the user's code has heard of the world's size before there were sizes."""
 
     def __repr__(self) -> str:
         """With the package: a Trainer of the other one shows this when it is given the strategy."""
@@ -98,8 +103,14 @@ class ReplicaStrategy(DDPStrategy):
 
     @property
     def world_size(self) -> int:
-        # Lightning's handler of SIGTERM would wait for the other drivers
-        return 1 if self._world.phase is Phase.ALONE else self.num_replicas
+        world = self._world
+        if world.phase is Phase.ALONE:
+            return 1  # Lightning's handler of SIGTERM would wait for the other drivers
+        if world.phase is Phase.CHOOSING:
+            return world.supposed_replicas
+        if self._sizes_are_open and not world.has_coordinates and not _asked_by_lightning():
+            self._told_replicas = self.num_replicas
+        return self.num_replicas
 
     @property
     def is_distributed(self) -> bool:
@@ -241,3 +252,16 @@ def given(value: T | None, name: str) -> T:
             "validate, test or predict begins. Give the strategy to a Trainer first."
         )
     return value
+
+
+def _asked_by_lightning() -> bool:
+    """Whether the world's size is asked for by the Trainer, which names files by it.
+
+    Callbacks of Lightning's keep what they are told, as those of users do.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code.co_name == "world_size" and frame.f_back is not None:  # the Trainer's property
+        frame = frame.f_back
+    name = str(frame.f_globals.get("__name__", ""))
+    own, callbacks = (f"{pytorch.__name__}.{room}" for room in ("", "callbacks."))
+    return name.startswith((own, f"{fabric.__name__}.")) and not name.startswith(callbacks)

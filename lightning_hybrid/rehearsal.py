@@ -9,8 +9,9 @@ and generators stay what they are, and so does what the script prints and draws.
 import copy
 import io
 import pickle
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, redirect_stdout
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -35,7 +36,7 @@ from lightning_hybrid._lightning_private import (
     training_source,
 )
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.runtime import LookAhead
+from lightning_hybrid.runtime import LookAhead, Seen
 
 _SHARED_BYTES = 2**20
 """A tensor or array of more than this is data that is read; a smaller one may be a counter."""
@@ -45,6 +46,20 @@ class CannotRehearse(HybridError):
     """Nothing can be known of the network before the run; the message says why."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What is known of a training step before the run.
+
+    Attributes:
+        networks: those that were called, in the order of their first calls.
+        divided: tells into how many parts the user's code divides the batch of one replica when
+            there are several; 1: each takes as much as one alone.
+    """
+
+    networks: Sequence[Seen]
+    divided: Callable[[int], int]
+
+
 @contextmanager
 def rehearsal(
     trainer: Trainer,
@@ -52,7 +67,8 @@ def rehearsal(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
-) -> Iterator[LookAhead]:
+    supposing: Callable[[int], AbstractContextManager[None]],
+) -> Iterator[Rehearsed]:
     """What the networks of a module do in a training step; inside, they may be measured.
 
     Args:
@@ -61,17 +77,27 @@ def rehearsal(
         names: of the modules that are networks; None: they are found.
         device: of this rank.
         precision: Lightning's; inside, it surrounds what is computed.
+        supposing: inside of it the user's code finds so many replicas.
 
     Raises:
         CannotRehearse: no network was seen.
     """
+
+    def divided(replicas: int) -> int:
+        sizes = []
+        for count in (1, replicas):
+            with supposing(count), redirect_stdout(io.StringIO()):
+                sizes.append(_batch_size(trainer, copied))
+        alone, one_of_several = sizes
+        return max(1, round(alone / one_of_several)) if alone and one_of_several else 1
+
     states = random_states()
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            looked = _look(trainer, module, names, device, precision)
+            copied, looked = _look(trainer, module, names, device, precision)
             with closing(looked), precision.train_step_context():
-                yield looked
+                yield Rehearsed(networks=looked.seen, divided=divided)
     finally:
         set_random_states(states)
 
@@ -82,7 +108,7 @@ def _look(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
-) -> LookAhead:
+) -> tuple[LightningModule, LookAhead]:
     # what the user's code raises here, it would raise in the run, where it belongs
     problems = []
     for attempt in (_train_on_a_batch, _call_on_the_example):
@@ -99,7 +125,7 @@ def _look(
                         raise
                     problems.append(_told(error))  # after the network's call: enough was seen
             if looked.seen:
-                return looked
+                return copied, looked
             problems += looked.problems or ["no call of a module with parameters was seen"]
         except Exception as error:
             problems.append(_told(error))
@@ -133,14 +159,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 def _train_on_a_batch(
     trainer: Trainer, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
-    source, datamodule = training_source(trainer), None
-    if isinstance(source, LightningDataModule):
-        datamodule = _shared_copy(source)
-        loaders = datamodule.train_dataloader()
-    elif isinstance(source, LightningModule):
-        loaders = copied.train_dataloader()
-    else:
-        loaders = _shared_copy(source)
+    loaders, datamodule = _train_loaders(trainer, copied)
     batch = precision.convert_input(_first_batch(loaders))
     for hook, arguments in (
         ("on_before_batch_transfer", (0,)),
@@ -155,6 +174,30 @@ def _train_on_a_batch(
         raise CannotRehearse("its training_step takes a dataloader_iter")
     numbered = is_param_in_hook_signature(step, "batch_idx", min_args=2)
     step(batch, 0) if numbered else step(batch)
+
+
+def _train_loaders(
+    trainer: Trainer, copied: LightningModule
+) -> tuple[Any, LightningDataModule | None]:
+    """Copies of the loaders, and of the data module that makes them, if one does."""
+    source = training_source(trainer)
+    if isinstance(source, LightningDataModule):
+        datamodule = _shared_copy(source)
+        return datamodule.train_dataloader(), datamodule
+    if isinstance(source, LightningModule):
+        return copied.train_dataloader(), None
+    return _shared_copy(source), None
+
+
+def _batch_size(trainer: Trainer, copied: LightningModule) -> int:
+    """Samples of a batch by what the loaders say of themselves; 0: they do not."""
+    try:
+        loaders, _ = _train_loaders(trainer, copied)
+    except Exception:  # what is made for one replica may refuse to be made for several
+        return 0
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    sizes = [getattr(loader, "batch_size", None) for loader in combined.flattened]
+    return sum(size for size in sizes if isinstance(size, int))
 
 
 def _call_on_the_example(

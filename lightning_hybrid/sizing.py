@@ -7,7 +7,7 @@ one chain, in which the network is found at its first call.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lightning_hybrid.network import cached, fits, measure, why_whole
 from lightning_hybrid.planning import ASSUMED_TENSORS, Machine, Parts, Search, Sizes, choose
 from lightning_hybrid.progress import StartProgress, display_of
 from lightning_hybrid.rehearsal import rehearsal
-from lightning_hybrid.runtime import LookAhead, Seen
+from lightning_hybrid.runtime import Seen
 from lightning_hybrid.world import World
 
 
@@ -59,10 +59,10 @@ class SizeChooser:
         sizes = None
         if world.coordinates.rank == 0:
             with world.choosing():
-                sizes = self._choose_or_say_why(deferred)
+                sizes = self._choose_or_say_why(world, deferred)
         return world.broadcast(sizes)
 
-    def _choose_or_say_why(self, deferred: bool) -> Sizes | None:
+    def _choose_or_say_why(self, world: World, deferred: bool) -> Sizes | None:
         reason = None
         if self._trainer.state.fn != TrainerFn.FITTING:
             reason = "sizes are chosen for training, and this run does not train"
@@ -70,7 +70,7 @@ class SizeChooser:
             reason = "a network that is made in configure_model is whole on no rank"
         else:
             try:
-                return self._choose()
+                return self._choose(world)
             except HybridError as error:
                 reason = str(error)
             except Exception as error:  # a network may fail to run by itself in any way it likes
@@ -83,21 +83,25 @@ class SizeChooser:
         )
         return None
 
-    def _choose(self) -> Sizes:
+    def _choose(self, world: World) -> Sizes:
         config, trainer = self._config, self._trainer
         self._progress.begin("looking at a training step")
         module, precision = trainer.lightning_module, trainer.precision_plugin
         try:
-            with rehearsal(trainer, module, config.names, self._device, precision) as looked:
+            with rehearsal(
+                trainer, module, config.names, self._device, precision, world.supposing
+            ) as step:
+                looked = step.networks
                 choice = choose(
                     self._machine,
                     [
                         _Measured(
                             seen, self._device, self._progress, compiled=config.compile_stages
                         )
-                        for seen in looked.seen
+                        for seen in looked
                     ],
-                    batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked.seen),
+                    batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
+                    divided=step.divided,
                     asked=config.microbatches,
                     splits=_splits(looked),
                     allowed=self._allowed,
@@ -120,9 +124,9 @@ class SizeChooser:
         )
 
 
-def _splits(looked: LookAhead) -> Callable[[int], bool]:
+def _splits(looked: Sequence[Seen]) -> Callable[[int], bool]:
     """Tells whether batches may go through all networks in so many micro-batches."""
-    calls = [(seen.graph, seen.leaves) for seen in looked.seen]
+    calls = [(seen.graph, seen.leaves) for seen in looked]
     whole = any(
         (graph.batch_of(leaves) or 1) > 1 and why_whole(graph, leaves, 2) is not None
         for graph, leaves in calls

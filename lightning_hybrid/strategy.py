@@ -26,6 +26,7 @@ from lightning_hybrid._lightning import (
     Precision,
     Trainer,
     TrainerStatus,
+    rank_zero_info,
 )
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint
 from lightning_hybrid.building import move_module
@@ -241,6 +242,12 @@ class HybridGabraStrategy(SavingStrategy):
         machine = look_around(
             world.everyone.world, self.root_device, backend, self._config.capacity
         )
+        if self._told_replicas is not None:
+            rank_zero_info(
+                f"The number of replicas is {self._told_replicas}: trainer.world_size was asked "
+                "before sizes were chosen, and what was made of the answer must stay true. Ask in "
+                "train_dataloader or in a later hook, or give data_parallel_size."
+            )
         chooser = SizeChooser(trainer, self._config, machine, self.root_device, self._may_have)
         sizes = chooser.on_all_ranks(world, deferred=self._building.deferred)
         if sizes is not None:
@@ -252,6 +259,8 @@ class HybridGabraStrategy(SavingStrategy):
 
     def _may_have(self, replicas: int, stages: int) -> bool:
         """Whether these sizes may be chosen."""
+        if self._told_replicas not in (None, replicas):
+            return False
         return callbacks_allow(self._module.trainer, replicas, stages)
 
     def _plan_network(self, run: Run, *arguments: Any, **how: Any) -> Plan:

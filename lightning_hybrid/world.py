@@ -65,10 +65,12 @@ class World:
     Attributes:
         everyone: all ranks.
         phase: whom a barrier speaks to now.
+        supposed_replicas: how many there are to the user's code in phase CHOOSING.
     """
 
     def __init__(self, everyone: Everyone) -> None:
         self.everyone, self.phase = everyone, Phase.TOGETHER
+        self.supposed_replicas = 1
         self._joined: Joined | None = None
         self._watch = Watch(str(self.coordinates), everyone.store)
 
@@ -186,6 +188,15 @@ class World:
         self.phase = Phase.TOGETHER  # after an error it stays, and the others are told
 
     @contextmanager
+    def supposing(self, replicas: int) -> Iterator[None]:
+        """Inside, in phase CHOOSING, the user's code finds so many replicas."""
+        self.supposed_replicas = replicas
+        try:
+            yield
+        finally:
+            self.supposed_replicas = 1
+
+    @contextmanager
     def _alone(self) -> Iterator[None]:
         before, self.phase = self.phase, Phase.ALONE
         try:
@@ -235,6 +246,8 @@ class NoWorld:
     """Before the first run of a process there are no groups: it knows nobody."""
 
     phase = Phase.APART
+    has_coordinates = False
+    supposed_replicas = 1
 
     def barrier(self) -> None:
         """Nobody to wait for."""

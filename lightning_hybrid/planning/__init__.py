@@ -1,6 +1,7 @@
 """Which shape: the plan, the simulator that times it, and the search that finds it."""
 
 from lightning_hybrid.planning.automatic_choices import AUTO
+from lightning_hybrid.planning.chosen_sizes import Sizes
 from lightning_hybrid.planning.cluster import (
     TOLERANCE,
     Cluster,
@@ -22,7 +23,7 @@ from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.search import Method
 from lightning_hybrid.planning.shapes import CostsOf, Shape, fastest, plan_of, rank_shapes
-from lightning_hybrid.planning.sizes import Machine, Search, Sizes, choose
+from lightning_hybrid.planning.sizes import Machine, Search, choose
 from lightning_hybrid.planning.speedup import speedup
 
 __all__ = [

@@ -1,9 +1,10 @@
 """How many replicas, of how many stages, with how many micro-batches: the shortest time of a batch.
 
 Every replica takes a batch of its own, as under DDP, so that R replicas train on R batches in a
-step. What is compared is therefore the predicted time of a step divided by its replicas: that of an
-epoch, up to a constant. (N devices, R replicas of S devices each, R S = N, M micro-batches, B
-samples in the batch of a replica.)
+step; or the user's code divides the batch by the number of replicas, and they train on one. What is
+compared is therefore the predicted time of a step for each of its batches: that of an epoch, up to
+a constant. (N devices, R replicas of S devices each, R S = N, M micro-batches, B samples in the
+batch of a replica alone.)
 
 A network is measured only at the sizes of micro-batches that may win: from what it takes at size B,
 the time of any other size is estimated as proportional (which is optimistic on a device that likes
@@ -17,6 +18,7 @@ from typing import Literal
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.automatic_choices import plan_by_schedule, plan_within_memory
+from lightning_hybrid.planning.chosen_sizes import Candidate, Choice, Sizes
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
 from lightning_hybrid.planning.memory import remaining
 from lightning_hybrid.planning.parts import Parts
@@ -34,27 +36,6 @@ from lightning_hybrid.planning.would_fit import (
 WORTHWHILE = 0.95
 """Stages are taken only where they are predicted to take at most this share of the time of
 replicas alone: a prediction is off by some percent, and replicas change nothing in the numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The sizes of a run.
-
-    Attributes:
-        replicas: number of replicas.
-        stages: number of devices of a replica.
-        microbatches: number of slices of a replica's batch.
-    """
-
-    replicas: int
-    stages: int
-    microbatches: int
-
-    def __str__(self) -> str:
-        if self.stages == 1:
-            return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
-        slices = f"{self.microbatches} micro-batch{'es' if self.microbatches > 1 else ''}"
-        return f"{self.replicas} x {self.stages} stages, {slices}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,71 +58,6 @@ class Machine:
         """The devices as so many replicas of so many devices."""
         cluster = make_cluster(self.devices, replicas, stages, self.capacity)
         return replace(cluster, rates=self.rates)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """Sizes, and what a step is predicted to take with them.
-
-    Attributes:
-        sizes: replicas, stages and micro-batches.
-        step_s: predicted seconds of a step, all networks together.
-        recompute: whether stages run their forward again for the backward, since it does not fit
-            otherwise.
-    """
-
-    sizes: Sizes
-    step_s: float
-    recompute: bool = False
-
-    @property
-    def batch_s(self) -> float:
-        """Seconds for each of the batches that the replicas take in a step."""
-        return self.step_s / self.sizes.replicas
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What was chosen, and what was not.
-
-    Attributes:
-        best: the shortest time of a batch; replicas alone have an advance, see `WORTHWHILE`.
-        others: the best of each other number of stages, the shortest first; estimates where those
-            are far behind.
-        alone_s: predicted seconds of a batch on one of the devices.
-    """
-
-    best: Candidate
-    others: tuple[Candidate, ...]
-    alone_s: float
-
-    def describe(self) -> str:
-        """What was chosen, what it is predicted to take, and the runners-up."""
-        best = self.best
-        lines = [
-            f"Chosen for {best.sizes.replicas * best.sizes.stages} devices: {best.sizes}. "
-            f"{_predicted(best)}"
-        ]
-        lines += [f"Next: {other.sizes}. {_predicted(other)}" for other in self.others[:2]]
-        if self.alone_s < best.batch_s:
-            lines.append(
-                f"One device alone is predicted to take {_seconds(self.alone_s)} for a batch, less "
-                "than any use of several: consider Trainer(devices=1)."
-            )
-        return "\n".join(lines)
-
-
-def _predicted(candidate: Candidate) -> str:
-    text = f"Predicted step: {_seconds(candidate.step_s)}"
-    if candidate.recompute:
-        text = f"Activations are computed again, as it does not fit otherwise. {text}"
-    if candidate.sizes.replicas == 1:
-        return f"{text}."
-    return f"{text} for {candidate.sizes.replicas} batches, {_seconds(candidate.batch_s)} each."
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +87,7 @@ def choose(
     networks: Sequence[Callable[[int], Parts]],
     *,
     batch: int,
+    divided: Callable[[int], int] = lambda replicas: 1,
     asked: int | None = None,
     splits: Callable[[int], bool] = lambda microbatches: True,
     allowed: Callable[[int, int], bool] = lambda replicas, stages: True,
@@ -181,7 +98,8 @@ def choose(
     Args:
         machine: the devices.
         networks: per network, what gives its parts for a number of micro-batches; it may measure.
-        batch: samples in the batch of a replica.
+        batch: samples in the batch of a replica that is alone.
+        divided: into how many parts that is divided when there are so many replicas.
         asked: number of micro-batches that the user wants; None: it is chosen too.
         splits: whether batches may be split into so many micro-batches, more than one.
         allowed: whether numbers of replicas and stages may be taken.
@@ -190,9 +108,10 @@ def choose(
     Raises:
         PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
     """
-    prediction = _Prediction(machine, networks, asked or 1, batch, search or Search())
+    batches = _Batches(samples=batch, divided=cache(divided), splits=splits)
+    prediction = _Prediction(machine, networks, asked or 1, batches, search or Search())
     count = len(machine.devices)
-    possible = [s for s in _sizes(count, batch, asked, splits) if allowed(s.replicas, s.stages)]
+    possible = [s for s in _sizes(count, batches, asked) if allowed(s.replicas, s.stages)]
     if not possible:
         raise PlanError(f"no numbers of replicas and stages of {count} devices are allowed here")
     known, guesses = _compared(prediction, possible)
@@ -236,18 +155,36 @@ def _rated(candidate: Candidate) -> float:
     return candidate.batch_s * (WORTHWHILE if candidate.sizes.stages == 1 else 1.0)
 
 
-def _sizes(
-    devices: int, batch: int, asked: int | None, splits: Callable[[int], bool]
-) -> list[Sizes]:
+@dataclass(frozen=True, kw_only=True)
+class _Batches:
+    """What replicas take in a step.
+
+    Attributes:
+        samples: in the batch of a replica that is alone.
+        divided: into how many parts that is divided when there are so many replicas.
+        splits: whether batches may be split into so many micro-batches, more than one.
+    """
+
+    samples: int
+    divided: Callable[[int], int]
+    splits: Callable[[int], bool]
+
+    def of(self, replicas: int) -> int:
+        """Samples in the batch of each of so many replicas."""
+        return max(1, self.samples // self.divided(replicas))
+
+
+def _sizes(devices: int, batches: _Batches, asked: int | None) -> list[Sizes]:
     """All sizes that use all devices."""
     found = []
     for stages in (s for s in range(1, devices + 1) if devices % s == 0):
         numbers = [asked or 1]
         if asked is None and stages > 1:
             # slices of two samples at least, if that can be: single ones may take a slow path
+            batch = batches.of(devices // stages)
             limit = max(batch // 2, min(batch, 2))
             tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
-            numbers = [1, *filter(splits, tried)]
+            numbers = [1, *filter(batches.splits, tried)]
         found += [Sizes(replicas=devices // stages, stages=stages, microbatches=m) for m in numbers]
     return found
 
@@ -259,7 +196,7 @@ class _Prediction:
         machine: the devices.
         networks: see :func:`choose`.
         whole: micro-batches of one stage, which takes its batches as the user wants, else whole.
-        batch: samples in the batch of a replica.
+        batches: what replicas take in a step.
         search: how plans are made.
     """
 
@@ -268,10 +205,10 @@ class _Prediction:
         machine: Machine,
         networks: Sequence[Callable[[int], Parts]],
         whole: int,
-        batch: int,
+        batches: _Batches,
         search: Search,
     ) -> None:
-        self._machine, self._whole, self._search, self._batch = machine, whole, search, batch
+        self._machine, self._whole, self._search, self._batches = machine, whole, search, batches
         self._networks = [cache(network) for network in networks]
         self._short: list[Fit] = []
 
@@ -281,12 +218,14 @@ class _Prediction:
         Raises:
             PlanError: the devices cannot hold them.
         """
-        parts = [network(sizes.microbatches) for network in self._networks]
-        return self._candidate(parts, sizes)
+        slices = sizes.microbatches * self._batches.divided(sizes.replicas)
+        if slices > sizes.microbatches and not self._batches.splits(slices):
+            return self.estimated(sizes)
+        return self._candidate([network(slices) for network in self._networks], sizes)
 
     def estimated(self, sizes: Sizes) -> Candidate:
         """The same, from what they take whole."""
-        share = self._whole / sizes.microbatches
+        share = self._whole / (sizes.microbatches * self._batches.divided(sizes.replicas))
         return self._candidate(
             [network(self._whole).scaled(share) for network in self._networks], sizes
         )
@@ -309,6 +248,7 @@ class _Prediction:
         return Candidate(
             sizes=sizes,
             step_s=sum(plan.step_s for plan in plans),
+            divided=self._batches.divided(sizes.replicas),
             recompute=any(plan.recompute for plan in plans),
         )
 
@@ -351,7 +291,8 @@ class _Prediction:
             return plan_within_memory(recompute, plan_with)
         except PlanError:
             if limits is not None:
-                self._short += _fits(parts, sizes, limits, recompute, self._batch)
+                batch = self._batches.of(sizes.replicas)
+                self._short += _fits(parts, sizes, limits, recompute, batch)
             raise
 
     def _plan_with(

@@ -109,6 +109,25 @@ class Data(LightningDataModule):
         return DataLoader(self.samples, batch_size=4, shuffle=True)
 
 
+class Divided(Data):
+    """Replicas share a batch of 32: no two networks of width 1024 average gradients for that."""
+
+    def train_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        return DataLoader(self.samples, batch_size=32 // self.trainer.world_size, shuffle=True)
+
+
+class DividedInSetup(Data):
+    """What it hears in `setup` is what it trains with."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.batch_size = 32 // self.trainer.world_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True)
+
+
 class Hooks(Callback):
     """Counts what the Trainer calls."""
 
@@ -161,7 +180,7 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         from lightning_hybrid import HybridGabraStrategy
 
         strategy = HybridGabraStrategy(*strategy, **job.get("arguments", {}))
-    data = Data(samples)
+    data = {"divided": Divided, "in setup": DividedInSetup}.get(job.get("loader"), Data)(samples)
     loaders: dict[str, Any] = {"datamodule": data}
     if job.get("loader") == "plain":
         loaders = {"train_dataloaders": DataLoader(samples, batch_size=4, shuffle=True)}
@@ -181,7 +200,7 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    before = (trainer.world_size, trainer.global_rank)
+    before = (trainer.world_size, trainer.global_rank) if job.get("asks before") else None
     if job.get("predicts first"):
         trainer.predict(module, DataLoader(torch.ones(4, width), batch_size=4))
         seed_everything(3, verbose=False)

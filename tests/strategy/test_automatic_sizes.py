@@ -23,6 +23,9 @@ JOBS = [
     {"name": "cut points", "network": "tiny", "strategy": OPEN}
     | {"arguments": {"allocation": ["net.1"]}},
     {"name": "predicts first", "network": "tiny", "strategy": OPEN, "predicts first": True},
+    {"name": "asks before", "network": "tiny", "strategy": OPEN, "asks before": True},
+    {"name": "in setup", "network": "tiny", "strategy": OPEN, "loader": "in setup"},
+    {"name": "divided", "network": "wide", "strategy": OPEN, "loader": "divided"},
     {"name": "fails", "network": "fails", "strategy": OPEN},
     {"name": "after a failure", "network": "tiny", "strategy": OPEN},
 ]
@@ -139,6 +142,17 @@ def test_a_rank_that_fails_before_sizes_are_known_ends_the_run_everywhere(ranks:
 
 
 @pytest.mark.conformance
-def test_before_a_run_nobody_knows_the_sizes(ranks: Ranks) -> None:
-    """A process is then what it is in a chain of all: one replica, and a rank of its own."""
-    assert [rank["tiny"]["before"] for rank in ranks] == [(1, 0), (1, 1)]
+@pytest.mark.parametrize("job", ["asks before", "in setup"])
+def test_the_number_of_replicas_that_was_told_before_sizes_were_chosen_stays_true(
+    ranks: Ranks, job: str
+) -> None:
+    """The tiny network would get two; a process is told that it is in a chain of all."""
+    assert [rank["asks before"]["before"] for rank in ranks] == [(1, 0), (1, 1)]
+    assert ranks[0][job]["shape"] == (1, 0)
+    assert "trainer.world_size was asked before" in said(ranks, job)
+
+
+@pytest.mark.conformance
+def test_a_batch_that_replicas_share_counts_once(ranks: Ranks) -> None:
+    assert "for 2 batches" in said(ranks, "tiny")
+    assert "for 2 batches" not in said(ranks, "divided")
