@@ -29,6 +29,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from lightning_hybrid._torch.absent_names import ABSENT_NAMES
+from lightning_hybrid._torch.cached_functions import CACHED_FUNCTIONS
 from lightning_hybrid._torch.containers import CONTAINERS, TABLES
 from lightning_hybrid._torch.exchanged import Exchanged, exchanged_methods
 
@@ -128,7 +129,9 @@ _guarded_keys = Exchanged(
     lambda: setattr(_dictionaries, "install_dict_contains_guard", _guard_key),
 )
 
-_corrected = exchanged_methods((*ABSENT_NAMES, *CONTAINERS), _is_capturing, TABLES)
+_corrected = exchanged_methods(
+    (*ABSENT_NAMES, *CACHED_FUNCTIONS, *CONTAINERS), _is_capturing, TABLES
+)
 
 _guards: Any = torch._dynamo.guards
 _measure_guards: Any = _guards.profile_guard_manager

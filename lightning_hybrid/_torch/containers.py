@@ -52,12 +52,12 @@ def _draw(own: Any, self: Any, tx: Any, name: str, *arguments: Any) -> Any:
     return own(self, tx, name, *arguments)
 
 
-def refuse_to_follow(what: str) -> None:
+def refuse_to_follow(what: str, why: str | None = None) -> None:
     """End the capture at this place of the user's code, as one that TorchDynamo cannot follow."""
     unimplemented(
         gb_type="Captured wrongly",
         context=what,
-        explanation=f"`{what}` of an object that was there before the call is not followed.",
+        explanation=why or f"`{what}` of an object that was there before the call is not followed.",
         hints=[],
     )
 

@@ -1,5 +1,6 @@
 """Python that changes while a run lasts, and that the network's own code reads."""
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -381,6 +382,47 @@ class ReadsAProperty(_Scaled):
 
     def change(self, step: int) -> None:
         self.clock.ticks.now = step
+
+
+class KeepsResults(Row):
+    """A function that keeps its results draws and counts, each once."""
+
+    fast = True
+    equal_or_refused = ("fewer than 3 stages",)  # the parts between
+    works = (ONE_OF_TWO, TWO_OF_TWO)
+    control = False  # random numbers
+
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return self.third(torch.tanh(self.second(x)) + x * self.table(x.shape[1]))
+
+        @functools.cache  # noqa: B019
+        def table(self, width: int) -> Tensor:
+            self.calls += 1
+            return torch.full((width,), random.random(), dtype=torch.float64)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def on_train_start(self) -> None:
+        random.seed(3)
+
+    def on_train_end(self) -> None:
+        self.seen.append([self.net.calls, random.random()])
+
+
+class KeepsANormOfItsWeights(KeepsResults):
+    """A function that keeps its results looks at weights once, as they are then."""
+
+    class Net(KeepsResults.Net):
+        @functools.cache  # noqa: B019
+        def table(self, width: int) -> Tensor:
+            return self.second.weight.detach().norm() / width
 
 
 class Mode(Enum):
