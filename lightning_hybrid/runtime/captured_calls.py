@@ -98,8 +98,6 @@ class CapturedCalls:
                 self._kept.setdefault(found.name, why)
         except CannotFollow as error:
             reason = str(error)
-        if not found.whole:  # a part of it has run already
-            raise NetworkError(f"{found.shown} cannot be called in this way, since {reason}")
         self._announcements.say(
             found,
             "runs on the driver in some calls, on whole batches and on weights that are fetched "
@@ -192,6 +190,13 @@ class CapturedCalls:
                 f"{found.shown} was captured as several graphs, and the Python between two of them "
                 f"computes with a weight that a stage on another rank owns: {error}. Compute with "
                 "it inside a module, or let the network be one graph. It is none because of\n"
+                f"{found.reason}"
+            ) from error
+        except CannotFollow as error:  # parts of it have run
+            raise NetworkError(
+                f"{found.shown} was captured as several graphs, and one that was not among them "
+                f"when it was cut does not go with its stages: {error}. Compute before the fit what "
+                "does not need the input, or let the network be one graph. It is none because of\n"
                 f"{found.reason}"
             ) from error
         except NotCaptured as error:  # parts of it may have run

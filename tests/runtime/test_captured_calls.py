@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import NotCaptured
+from lightning_hybrid.network import CannotFollow, NotCaptured
 from lightning_hybrid.pipeline import Synchronised
 from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.runtime import captured_calls
@@ -95,6 +95,10 @@ def cannot(*_: Any) -> Any:
     raise NotCaptured("a print in train.py:3")
 
 
+def cannot_follow(*_: Any) -> Any:
+    raise CannotFollow("it takes no tensor")
+
+
 def packs(*_: Any) -> Any:
     raise NotCaptured("it packs what is padded", by_its_kind=True)
 
@@ -129,6 +133,13 @@ def test_a_kind_of_call_that_proxies_would_change_is_refused_where_something_is_
 def test_a_chain_of_which_a_part_has_run_does_not_run_again() -> None:
     calls = Calls(cannot, whole=False)
     with pytest.raises(NetworkError, match=r"(?s)cannot be captured:.*train.py:3.*network='...'"):
+        calls()
+    assert calls.notes == ["one stream"]
+
+
+def test_a_graph_of_a_chain_that_comes_later_and_has_no_place_in_its_stages_is_refused() -> None:
+    calls = Calls(cannot_follow, whole=False)
+    with pytest.raises(NetworkError, match=r"(?s)several graphs.*it takes no tensor.*it prints"):
         calls()
     assert calls.notes == ["one stream"]
 
