@@ -195,9 +195,9 @@ class CapturedCalls:
         except CannotFollow as error:  # parts of it have run
             raise NetworkError(
                 f"{found.shown} was captured as several graphs, and one that was not among them "
-                f"when it was cut does not go with its stages: {error}. Compute before the fit what "
-                "does not need the input, or let the network be one graph. It is none because of\n"
-                f"{found.reason}"
+                f"when it was cut does not go with its stages: {error}. Compute before the fit "
+                "what does not need the input, or let the network be one graph. It is none "
+                f"because of\n{found.reason}"
             ) from error
         except NotCaptured as error:  # parts of it may have run
             raise NetworkError(
