@@ -29,6 +29,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from lightning_hybrid._torch.absent_names import ABSENT_NAMES
+from lightning_hybrid._torch.being_compiled import QUESTIONS
 from lightning_hybrid._torch.cached_functions import CACHED_FUNCTIONS
 from lightning_hybrid._torch.containers import CONTAINERS, TABLES
 from lightning_hybrid._torch.exchanged import Exchanged, exchanged_methods
@@ -130,7 +131,7 @@ _guarded_keys = Exchanged(
 )
 
 _corrected = exchanged_methods(
-    (*ABSENT_NAMES, *CACHED_FUNCTIONS, *CONTAINERS), _is_capturing, TABLES
+    (*ABSENT_NAMES, *CACHED_FUNCTIONS, *CONTAINERS, *QUESTIONS), _is_capturing, TABLES
 )
 
 _guards: Any = torch._dynamo.guards

@@ -425,6 +425,22 @@ class KeepsANormOfItsWeights(KeepsResults):
             return self.second.weight.detach().norm() / width
 
 
+class AsksWhetherItIsCompiled(Row):
+    """Which no code of one device is."""
+
+    fast = True
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            if torch.compiler.is_compiling() or torch._dynamo.is_compiling():
+                x = 2 * x
+            return self.third(torch.tanh(self.second(x)) + x)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
 class Mode(Enum):
     WARM = "warm"
     FULL = "full"
