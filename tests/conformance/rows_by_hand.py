@@ -409,7 +409,7 @@ class ChoosesWhatGetsGradients(_Manual):
     """`backward(inputs=...)`, and gradients of all weights, put together by hand (PCGrad)."""
 
     fast = True
-    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` averages nothing of `autograd.grad`
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
