@@ -71,7 +71,7 @@ class MeasuresInForward(_Own):
     """The metric object is updated within `forward`, once per call."""
 
     fast = True
-    equal_or_refused = ("fewer than 3 stages",)  # the parts between
+    equal_or_refused = ("Data-dependent branching", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
 
     def build(self) -> None:
