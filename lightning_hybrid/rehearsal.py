@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -40,6 +41,10 @@ from lightning_hybrid.runtime import LookAhead, Seen
 
 _SHARED_BYTES = 2**20
 """A tensor or array of more than this is data that is read; a smaller one may be a counter."""
+
+Maker = Callable[[LightningModule], Any]
+"""Gives what makes the train loaders, for a copy of the module: that, a copy of the data module, or
+copies of the loaders."""
 
 
 class CannotRehearse(HybridError):
@@ -82,20 +87,28 @@ def rehearsal(
     Raises:
         CannotRehearse: no network was seen.
     """
+    source = training_source(trainer)
+    shared = cache(lambda: _shared_copy(source))
+
+    def maker(copied: LightningModule) -> Any:
+        return copied if isinstance(source, LightningModule) else shared()
+
+    @cache
+    def batch_size(replicas: int) -> int:
+        with supposing(replicas), redirect_stdout(io.StringIO()):
+            return _batch_size(maker(copied))
 
     def divided(replicas: int) -> int:
-        sizes = []
-        for count in (1, replicas):
-            with supposing(count), redirect_stdout(io.StringIO()):
-                sizes.append(_batch_size(trainer, copied))
-        alone, one_of_several = sizes
+        if replicas == 1 or not isinstance(source, LightningModule | LightningDataModule):
+            return 1
+        alone, one_of_several = batch_size(1), batch_size(replicas)
         return max(1, round(alone / one_of_several)) if alone and one_of_several else 1
 
     states = random_states()
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            copied, looked = _look(trainer, module, names, device, precision)
+            copied, looked = _look(trainer, module, names, device, precision, maker)
             with closing(looked), precision.train_step_context():
                 yield Rehearsed(networks=looked.seen, divided=divided)
     finally:
@@ -108,6 +121,7 @@ def _look(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
+    maker: Maker,
 ) -> tuple[LightningModule, LookAhead]:
     # what the user's code raises here, it would raise in the run, where it belongs
     problems = []
@@ -119,7 +133,7 @@ def _look(
             looked = LookAhead(copied, names)
             with redirect_stdout(io.StringIO()), precision.train_step_context():
                 try:
-                    attempt(trainer, copied, device, precision)
+                    attempt(maker, copied, device, precision)
                 except Exception as error:
                     if not looked.seen:
                         raise
@@ -157,10 +171,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _train_on_a_batch(
-    trainer: Trainer, copied: LightningModule, device: torch.device, precision: Precision
+    maker: Maker, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
-    loaders, datamodule = _train_loaders(trainer, copied)
-    batch = precision.convert_input(_first_batch(loaders))
+    source = maker(copied)
+    datamodule = source if isinstance(source, LightningDataModule) else None
+    batch = precision.convert_input(_first_batch(_train_loaders(source)))
     for hook, arguments in (
         ("on_before_batch_transfer", (0,)),
         ("transfer_batch_to_device", (device, 0)),
@@ -176,23 +191,15 @@ def _train_on_a_batch(
     step(batch, 0) if numbered else step(batch)
 
 
-def _train_loaders(
-    trainer: Trainer, copied: LightningModule
-) -> tuple[Any, LightningDataModule | None]:
-    """Copies of the loaders, and of the data module that makes them, if one does."""
-    source = training_source(trainer)
-    if isinstance(source, LightningDataModule):
-        datamodule = _shared_copy(source)
-        return datamodule.train_dataloader(), datamodule
-    if isinstance(source, LightningModule):
-        return copied.train_dataloader(), None
-    return _shared_copy(source), None
+def _train_loaders(source: Any) -> Any:
+    makes = isinstance(source, LightningModule | LightningDataModule)
+    return source.train_dataloader() if makes else source
 
 
-def _batch_size(trainer: Trainer, copied: LightningModule) -> int:
+def _batch_size(source: Any) -> int:
     """Samples of a batch by what the loaders say of themselves; 0: they do not."""
     try:
-        loaders, _ = _train_loaders(trainer, copied)
+        loaders = _train_loaders(source)
     except Exception:  # what is made for one replica may refuse to be made for several
         return 0
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
@@ -201,7 +208,7 @@ def _batch_size(trainer: Trainer, copied: LightningModule) -> int:
 
 
 def _call_on_the_example(
-    trainer: Trainer, copied: LightningModule, device: torch.device, precision: Precision
+    maker: Maker, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
     example = copied.example_input_array
     if example is None:

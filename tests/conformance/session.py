@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SILENCE_S = 240.0
 """After that long without a finished row a group is taken to hang."""
+LETTING_GO_S = 1.0
+"""As long does a process that ends leave its connections and the store to the others."""
 FOLLOW_S = 12.0
 """As long may the other ranks take to notice that one has failed."""
 
@@ -49,6 +51,7 @@ def main(folder: Path) -> None:
         (place / f"writing{rank}").rename(place / f"rank{rank}.pt")
         if not _may_go_on(suite, rows[name], record):
             sys.stdout.flush()
+            time.sleep(LETTING_GO_S)  # as at the end of a script: others may still hear of a row
             os._exit(0)
 
 

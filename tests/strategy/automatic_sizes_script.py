@@ -110,7 +110,7 @@ class Data(LightningDataModule):
 
 
 class Divided(Data):
-    """Replicas share a batch of 32: no two networks of width 1024 average gradients for that."""
+    """Replicas share a batch of 32."""
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None

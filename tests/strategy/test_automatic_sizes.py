@@ -155,4 +155,5 @@ def test_the_number_of_replicas_that_was_told_before_sizes_were_chosen_stays_tru
 @pytest.mark.conformance
 def test_a_batch_that_replicas_share_counts_once(ranks: Ranks) -> None:
     assert "for 2 batches" in said(ranks, "tiny")
+    assert "2 replicas. Predicted step" in said(ranks, "divided")  # chosen, or next
     assert "for 2 batches" not in said(ranks, "divided")
