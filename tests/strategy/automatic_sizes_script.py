@@ -23,6 +23,7 @@ from lightning.pytorch import (
     Trainer,
     seed_everything,
 )
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -195,7 +196,7 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         max_steps=STEPS,
         logger=CSVLogger(folder, name=job["name"], flush_logs_every_n_steps=1),
         log_every_n_steps=1,
-        callbacks=[hooks],
+        callbacks=[hooks, ThroughputMonitor(len)] if job.get("monitors") else [hooks],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -225,7 +226,7 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             "calls": dict(hooks.calls),
             "reads": samples.reads,
             "opened": data.opened,
-            "logged": {n: v.item() for n, v in trainer.logged_metrics.items()},
+            "logged": {n: float(v) for n, v in trainer.logged_metrics.items()},
             "csv": metrics.read_text() if trainer.is_global_zero else "",
             "draws": (torch.rand(2).tolist(), random.random(), float(np.random.rand())),
         },

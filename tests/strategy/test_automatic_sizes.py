@@ -25,6 +25,7 @@ JOBS = [
     {"name": "predicts first", "network": "tiny", "strategy": OPEN, "predicts first": True},
     {"name": "asks before", "network": "tiny", "strategy": OPEN, "asks before": True},
     {"name": "in setup", "network": "tiny", "strategy": OPEN, "loader": "in setup"},
+    {"name": "monitored", "network": "tiny", "strategy": OPEN, "monitors": True},
     {"name": "divided", "network": "wide", "strategy": OPEN, "loader": "divided"},
     {"name": "fails", "network": "fails", "strategy": OPEN},
     {"name": "after a failure", "network": "tiny", "strategy": OPEN},
@@ -142,7 +143,7 @@ def test_a_rank_that_fails_before_sizes_are_known_ends_the_run_everywhere(ranks:
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("job", ["asks before", "in setup"])
+@pytest.mark.parametrize("job", ["asks before", "in setup", "monitored"])
 def test_the_number_of_replicas_that_was_told_before_sizes_were_chosen_stays_true(
     ranks: Ranks, job: str
 ) -> None:
