@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -65,10 +65,11 @@ def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
             refused[place] = reason
     stops = [*starts[1:], len(graph.layers)]
     names: set[str] = set()
+    parameters = {name: place for place, (name, _) in enumerate(graph.network.named_parameters())}
     partitions = []
     for start, stop in zip(starts, stops):
         inside = {place: reason for place, reason in refused.items() if start < place < stop}
-        partitions.append(_partition(graph, cuts, start, stop, inside, names))
+        partitions.append(_partition(graph, cuts, start, stop, inside, names, parameters))
     return tuple(partitions)
 
 
@@ -181,6 +182,7 @@ def _partition(
     stop: int,
     refused: dict[int, str],
     names: set[str],
+    parameters: Mapping[str, int],
 ) -> NetworkPartition:
     layers = graph.layers[start:stop]
     used = set().union(*(layer.parameters for layer in layers))
@@ -196,7 +198,7 @@ def _partition(
         stop,
         tuple(layer.name for layer in layers),
         tuple(layer.module for layer in layers),
-        tuple(n for n, _ in graph.network.named_parameters() if n in used),
+        tuple(sorted(used & parameters.keys(), key=parameters.__getitem__)),
         sum(layer_flops(graph, layer) for layer in layers),
         cuts.bytes(stop),
         tuple((_label(graph, place, stop), reason) for place, reason in refused.items()),

@@ -1,7 +1,7 @@
 """Random networks with the habits of users' code, and what one device makes of them.
 
-A seed gives a :class:`Recipe`; a recipe gives a :class:`~suite.Row`; and :func:`one_device` trains
-it in plain PyTorch, with neither a Trainer nor a strategy.
+A seed, or Hypothesis, gives a :class:`Recipe`; a recipe gives a :class:`~suite.Row`; and
+:func:`one_device` trains it in plain PyTorch, with neither a Trainer nor a strategy.
 """
 
 import copy
@@ -324,11 +324,20 @@ class Recipe:
 
 
 def recipe(seed: int) -> Recipe:
-    """The network of a seed: 4 to 7 blocks, of which some have habits."""
-    draw = random.Random(seed)
+    """The network of a seed."""
+    return drawn(random.Random(seed), layouts=seed >= OTHER_LAYOUTS)
+
+
+def drawn(draw: random.Random, *, layouts: bool) -> Recipe:
+    """A network of 4 to 7 blocks, of which some have habits.
+
+    Args:
+        draw: what decides.
+        layouts: whether some blocks are of `LAID_OUT`.
+    """
     count = draw.randint(4, 7)
     groups = [PLAIN, PLAIN, REGIONS, PYTHON, PYTHON]
-    if seed >= OTHER_LAYOUTS:
+    if layouts:
         groups += [LAID_OUT, LAID_OUT]
     if draw.random() < 0.3:
         groups.append(RANDOM)
@@ -428,24 +437,24 @@ class Net(nn.Module, Runs):
 
 
 class Fuzzed(Row, Runs):
-    """The LightningModule around a recipe; `seed` chooses it."""
+    """The LightningModule around a recipe; `seed` chooses its data."""
 
     seed: ClassVar[int] = 0
+    made: ClassVar[Recipe]
     options: ClassVar = {"max_steps": STEPS}
     microbatches = 2
 
     def build(self) -> None:
-        made = recipe(self.seed)
         owner = weakly(self)
-        if made.whole:
-            self.make(made, owner)
+        if self.made.whole:
+            self.make(self.made, owner)
         else:
             self.net = Net()  # type: ignore[assignment]
-            self.net.make(made, owner)
+            self.net.make(self.made, owner)
 
     @classmethod
     def parts(cls) -> tuple[int, ...]:  # type: ignore[override]
-        return recipe(cls.seed).parts
+        return cls.made.parts
 
     @property
     def host(self) -> Any:
@@ -520,12 +529,23 @@ def weakly(module: Row) -> Callable[[], Any]:
 
 def fuzzed(seed: int) -> type[Fuzzed]:
     """The row of a seed."""
-    made = recipe(seed)
+    return row_of(recipe(seed), f"Seed{seed}", seed)
+
+
+def row_of(made: Recipe, name: str, seed: int = 0) -> type[Fuzzed]:
+    """The row of a recipe.
+
+    Args:
+        made: the recipe.
+        name: of the row.
+        seed: of its data.
+    """
     prefix = "" if made.whole else "net."
     early, late = (f"{prefix}blocks.{block}" for block in made.cuts)
     refusal = ("checkpoint", "fuzz.py") if made.escapes else ()
-    own = {"seed": seed, "cuts": {2: [late], 3: [early, late]}, "equal_or_refused": refusal}
-    return type(f"Seed{seed}", (Fuzzed,), own)
+    cuts = {2: [late], 3: [early, late]}
+    own = {"seed": seed, "made": made, "cuts": cuts, "equal_or_refused": refusal}
+    return type(name, (Fuzzed,), own)
 
 
 # ---------------------------------------------------------------- one device

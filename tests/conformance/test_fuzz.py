@@ -1,11 +1,23 @@
-"""Random networks under stages, against plain PyTorch on one device."""
+"""Random networks under stages, against plain PyTorch on one device.
 
-from collections.abc import Callable, Sequence
+Most are of numbered seeds. Hypothesis draws others, and makes a network that fails as small as it
+can: for a longer look, run its tests with a larger ``max_examples`` and without ``derandomize``.
+"""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 import pytest
 from comparison import differences
-from fuzz import OTHER_LAYOUTS, STEPS, Fuzzed, fuzzed, one_device, recipe
+from fuzz import OTHER_LAYOUTS, STEPS, Fuzzed, Recipe, drawn, fuzzed, one_device, row_of
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from session import Session
 from suite import Conformance, Record, Row, assert_no_error, assert_refused, was_refused
 
 from lightning_hybrid import HybridGabraStrategy
@@ -40,7 +52,17 @@ class _Fuzz(Conformance):
         self, row: type[Row], records: Callable[[type[Conformance], type[Row]], list[Record]]
     ) -> None:
         assert issubclass(row, Fuzzed)
-        ranks = records(type(self), row)
+
+        def of(suite: type[Conformance]) -> list[Record]:
+            return records(suite, row)
+
+        self.compare(row, of)
+
+    def compare(
+        self, row: type[Fuzzed], records: Callable[[type[Conformance]], list[Record]]
+    ) -> None:
+        """Hold what the ranks of a suite have recorded against plain PyTorch."""
+        ranks = records(type(self))
         if self.stages > 1 and was_refused(ranks, row):
             assert_refused(ranks, row)
             return
@@ -52,7 +74,7 @@ class _Fuzz(Conformance):
         said = " ".join(ranks[0]["said"])
         if all(found) and "is cut where it divides best" in said:  # a part of it
             assert self.reference is not None
-            found = [_differences_from(records(self.reference, row), ranks, row, self.stages)]
+            found = [_differences_from(records(self.reference), ranks, row, self.stages)]
         elif all(found) and "whole" in said:  # calls that cannot be split are not
             found = [_differences(ranks, row, self.stages, _as_it_went(ranks, row, self.stages))]
         assert not all(found), "\n".join(found[0][:10])
@@ -109,7 +131,7 @@ class TestFuzzControl(_Fuzz):
 
     @classmethod
     def rows(cls) -> list[type[Fuzzed]]:  # type: ignore[override]
-        return [r for r in cls.catalogue() if not any(k.draws for k in recipe(r.seed).kinds)]
+        return [r for r in cls.catalogue() if not any(k.draws for k in r.made.kinds)]
 
 
 class FuzzOneDevice(_Fuzz):
@@ -158,3 +180,78 @@ class TestFuzzLayouts(_Fuzz):
     stages = 2
     reference = FuzzLayoutsOneDevice
     seeds = range(OTHER_LAYOUTS, OTHER_LAYOUTS + 40)
+
+
+# ---------------------------------------------------------------- drawn by Hypothesis
+
+RECIPE = "FUZZ_RECIPE"
+"""The environment of the processes of such a row: its recipe."""
+
+
+class _Drawn(_Fuzz):
+    """One network at a time; its processes know it by their environment."""
+
+    @classmethod
+    def catalogue(cls) -> list[type[Fuzzed]]:  # type: ignore[override]
+        text = os.environ.get(RECIPE)
+        return [] if text is None else [row_of(pickle.loads(bytes.fromhex(text)), "Drawn")]
+
+    @classmethod
+    def rows(cls) -> list[type[Fuzzed]]:  # type: ignore[override]
+        return []
+
+    def check(self, made: Recipe) -> None:
+        note(str(made))
+        with _in_environment(made), TemporaryDirectory() as folder:
+            [row] = self.catalogue()
+
+            def records(suite: type[Conformance]) -> list[Record]:
+                place = Path(folder, suite.__name__)
+                return Session(suite, [row.__name__], place).records[row.__name__]
+
+            self.compare(row, records)
+
+
+@contextmanager
+def _in_environment(made: Recipe) -> Iterator[None]:
+    os.environ[RECIPE] = pickle.dumps(made).hex()
+    try:
+        yield
+    finally:
+        del os.environ[RECIPE]
+
+
+class DrawnOneDevice(_Drawn):
+    @classmethod
+    def make_strategy(cls, row: type[Row]) -> str:  # type: ignore[override]
+        return "auto"
+
+
+recipes = st.builds(drawn, st.randoms(use_true_random=False), layouts=st.booleans())
+
+
+class DrawnTwoStages(_Drawn):
+    stages = 2
+    reference = DrawnOneDevice
+
+
+class DrawnThreeStages(_Drawn):
+    stages = 3
+    reference = DrawnOneDevice
+
+
+drawn_by_hypothesis = settings(max_examples=12, derandomize=True, deadline=None)
+
+
+@pytest.mark.conformance
+@drawn_by_hypothesis
+@given(recipes)
+def test_drawn_networks_train_as_on_one_device_under_two_stages(made: Recipe) -> None:
+    DrawnTwoStages().check(made)
+
+
+@pytest.mark.conformance
+@drawn_by_hypothesis
+@given(recipes)
+def test_drawn_networks_train_as_on_one_device_under_three_stages(made: Recipe) -> None:
+    DrawnThreeStages().check(made)
