@@ -536,9 +536,40 @@ class KeepsGradients(_Optimized):
         self.kept = gradient
 
 
+class StepsByProdigy(_Optimized):
+    """Of the package: it estimates its step size from all parameters."""
+
+    needs = "prodigyopt"
+
+    def make(self) -> Optimizer:
+        from prodigyopt import Prodigy
+
+        found: Optimizer = Prodigy(self.parameters(), lr=1.0, safeguard_warmup=True)
+        return found
+
+
+class StepsWithoutASchedule(_Optimized):
+    """Of the package: weights are others in evaluation than in training."""
+
+    needs = "schedulefree"
+
+    def make(self) -> Optimizer:
+        from schedulefree import AdamWScheduleFree
+
+        found: Optimizer = AdamWScheduleFree(self.parameters(), lr=0.05, warmup_steps=2)
+        return found
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().optimizer.train()
+
+    def on_train_epoch_end(self) -> None:
+        self.optimizers().optimizer.eval()
+
+
 class SearchesLines(_Optimized):
     """LBFGS."""
 
+    # its search looks at a replica's own loss, so `ddp` hangs: a replica evaluates more often
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     tolerance = 1e-7  # its line search makes more of the last digit
 

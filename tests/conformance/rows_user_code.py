@@ -141,6 +141,7 @@ class ReadsStatisticsOfABatchThatIsSkipped(Row):
 
     fast = True
     microbatches = 1
+    # replicas have running statistics of their own until something reads them (see the docs)
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     options: ClassVar[dict[str, Any]] = {"max_steps": -1, "max_epochs": 2}
     cuts: ClassVar[dict[int, list[str]]] = {2: ["net.3"], 3: ["net.3", "net.6"]}
