@@ -6,7 +6,7 @@ from itertools import chain
 
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_hybrid._lightning import (
     Accelerator,
@@ -92,15 +92,27 @@ def callbacks_allow(trainer: Trainer, replicas: int, stages: int) -> bool:
     return True
 
 
-def refuse_optimizers(optimizers: Iterable[Optimizer], stages: int, *, scaled: bool) -> None:
-    """Optimizers that would decide by stage whether a step is skipped.
+def refuse_optimizers(
+    optimizers: Iterable[Optimizer], replicas: int, stages: int, *, scaled: bool
+) -> None:
+    """Optimizers that would decide by rank whether a step is skipped, or how often it evaluates.
 
     Args:
         optimizers: the user's.
+        replicas: how many.
         stages: number of devices of a replica.
         scaled: whether the loss is scaled.
     """
     for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS) and replicas > 1:
+            search = optimizer.param_groups[0]["line_search_fn"]
+            if search is not None:
+                raise PlanError(
+                    f"{type(optimizer).__name__}(line_search_fn={search!r}) searches by the loss "
+                    "of its own replica's batch, so one replica would evaluate more often than "
+                    "another one and wait for it for ever, as under DDP. Use "
+                    "data_parallel_size=1, or line_search_fn=None."
+                )
         if scaled and unscales_by_itself(optimizer) and stages > 1:
             raise PlanError(
                 f"{type(optimizer).__name__}(fused=True) takes the loss scale into its step, "

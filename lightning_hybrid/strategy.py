@@ -230,7 +230,7 @@ class HybridGabraStrategy(SavingStrategy):
         if run.fitting:
             self.setup_optimizers(trainer)
             scaled = bool(scalers_of(self.precision_plugin))
-            refuse_optimizers(self.optimizers, self._shape()[1], scaled=scaled)
+            refuse_optimizers(self.optimizers, *self._shape(), scaled=scaled)
             if self._config.streamed is not None and self._config.streamed.plain_sgd:
                 refuse_all_but_plain_sgd(self.optimizers, self._config.streamed.name)
         self.setup_precision_plugin()

@@ -223,6 +223,44 @@ def _first_of_stages(
     return [partitions[find_boundary(partitions, point, prefix)].name for point in points]
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What devices hold.
+
+    Attributes:
+        needed: bytes per partition.
+        most: passes of which a partition holds the activations at once.
+        kept_inputs: bytes of inputs of stages that a device keeps beside.
+    """
+
+    needed: list[int]
+    most: int = 1
+    kept_inputs: int = 0
+
+
+def _held(
+    profile: Profile, microbatches: int, settings: PlanSettings, stages: int, *, recompute: bool
+) -> _Held:
+    """What devices hold in training."""
+    # that of all exact schedules is the same
+    name = "gpipe" if settings.schedule == AUTO else settings.schedule
+    most, kept_inputs = in_flight(SCHEDULES[name](2, microbatches)), 0
+    if recompute:
+        most, kept_inputs = 1, most * _widest_cut(profile)
+    copies = 0  # of the weights of a stage
+    streamed = STREAMED.get(settings.schedule)
+    if streamed is not None:
+        ahead = streamed.look_aheads(stages)[0]  # of the first stage, which has the most
+        weights = settings.delayed_weights if streamed.delayed else None
+        if weights == "recompute":
+            kept_inputs = ahead * _widest_cut(profile)
+        else:
+            most *= 1 + ahead
+        copies = ahead if weights == "stash" else 0
+    needed = [p.memory_bytes(most) + copies * p.gradient_bytes for p in profile.partitions]
+    return _Held(needed, most, kept_inputs)
+
+
 def _memory(
     profile: Profile,
     microbatches: int,
@@ -235,50 +273,34 @@ def _memory(
     batch: int,
 ) -> tuple[list[int] | None, tuple[int, ...] | None]:
     """What each partition holds, and what the devices may take, as far as that is known."""
-    most, kept_inputs = 1, 0
-    tried: list[Fit] = []
     if not trains:
-        needed = [p.parameter_bytes for p in profile.partitions]
+        held = _Held([p.parameter_bytes for p in profile.partitions])
     elif not profile.is_measured:
         return None, None
     else:
-        # that of all exact schedules is the same
-        name = "gpipe" if settings.schedule == AUTO else settings.schedule
-        most = in_flight(SCHEDULES[name](2, microbatches))
-        if recompute:
-            kept_inputs = most * _widest_cut(profile)
-            most = 1
-        copies = 0  # of the weights of a stage
-        streamed = STREAMED.get(settings.schedule)
-        if streamed is not None:
-            ahead = streamed.look_aheads(stages)[0]  # of the first stage, which has the most
-            weights = settings.delayed_weights if streamed.delayed else None
-            if weights == "recompute":
-                kept_inputs = ahead * _widest_cut(profile)
-            else:
-                most *= 1 + ahead
-            copies = ahead if weights == "stash" else 0
-        needed = [p.memory_bytes(most) + copies * p.gradient_bytes for p in profile.partitions]
-    if limits is not None:
-        if settings.schedule not in STREAMED:
-            footprint = _footprint(profile, microbatches, batch, trains=trains)
-            ways = (
-                Way(stages=stages, microbatches=microbatches, recompute=again)
-                for again in ([True, False] if recompute else [False])
-            )
-            tried = [Fit(way=way, footprint=footprint, limits=limits) for way in ways]
-        limits = tuple(max(0, limit - kept_inputs) for limit in limits)
-        searched = isinstance(settings.allocation, str)
-        check_memory(
-            profile,
-            needed,
-            limits,
-            most,
-            recompute=recompute,
-            tried=tried,
-            contiguous=searched and settings.contiguous and settings.schedule != "looped",
+        held = _held(profile, microbatches, settings, stages, recompute=recompute)
+    if limits is None:
+        return held.needed, None
+    tried: list[Fit] = []
+    if settings.schedule not in STREAMED:
+        footprint = _footprint(profile, microbatches, batch, trains=trains)
+        ways = (
+            Way(stages=stages, microbatches=microbatches, recompute=again)
+            for again in ([True, False] if recompute else [False])
         )
-    return needed, limits
+        tried = [Fit(way=way, footprint=footprint, limits=limits) for way in ways]
+    limits = tuple(max(0, limit - held.kept_inputs) for limit in limits)
+    searched = isinstance(settings.allocation, str)
+    check_memory(
+        profile,
+        held.needed,
+        limits,
+        held.most,
+        recompute=recompute,
+        tried=tried,
+        contiguous=searched and settings.contiguous and settings.schedule != "looped",
+    )
+    return held.needed, limits
 
 
 def _widest_cut(profile: Profile) -> int:

@@ -569,7 +569,6 @@ class StepsWithoutASchedule(_Optimized):
 class SearchesLines(_Optimized):
     """LBFGS."""
 
-    # its search looks at a replica's own loss, so `ddp` hangs: a replica evaluates more often
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     tolerance = 1e-7  # its line search makes more of the last digit
 

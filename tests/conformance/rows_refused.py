@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from rows_networks import BuildsInConfigureModel, TiesAcrossStages
+from rows_optimizers import SearchesLines
 from rows_steps import PacksWhatIsPadded
-from suite import ONE_OF_THREE, ONE_OF_TWO, Layers, Row
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -49,6 +50,12 @@ class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = self.Net().double()
+
+
+class RefusedLineSearchInReplicas(SearchesLines):
+    shapes = (TWO_OF_TWO,)
+    refused = ("line_search_fn='strong_wolfe'", "data_parallel_size=1")
+    control = False
 
 
 class RefusedTwoParametersInOneMemory(Row):
