@@ -57,6 +57,10 @@ class RefusedLineSearchInReplicas(SearchesLines):
     refused = ("line_search_fn='strong_wolfe'", "data_parallel_size=1")
     control = False
 
+    def make(self) -> torch.optim.Optimizer:
+        # without a search, since `ddp`, which does not refuse it, would wait for ever
+        return torch.optim.LBFGS(self.parameters(), max_iter=0, line_search_fn="strong_wolfe")
+
 
 class RefusedTwoParametersInOneMemory(Row):
     """Tied as users tie that do not know that two layers may have one parameter."""
