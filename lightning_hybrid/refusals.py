@@ -105,13 +105,13 @@ def refuse_optimizers(
     """
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS) and replicas > 1:
-            search = optimizer.param_groups[0]["line_search_fn"]
+            search = optimizer.param_groups[0].get("line_search_fn")
             if search is not None:
                 raise PlanError(
                     f"{type(optimizer).__name__}(line_search_fn={search!r}) searches by the loss "
                     "of its own replica's batch, so one replica would evaluate more often than "
                     "another one and wait for it for ever, as under DDP. Use "
-                    "data_parallel_size=1, or line_search_fn=None."
+                    "data_parallel_size=1."
                 )
         if scaled and unscales_by_itself(optimizer) and stages > 1:
             raise PlanError(
