@@ -68,17 +68,17 @@ def be_slow(by: str) -> None:
 
 
 @contextmanager
-def slow_group() -> Iterator[str]:
+def slow_group(period_us: int = PERIOD_US) -> Iterator[str]:
     """A control group with half of a processor; else a busy neighbour on core 1."""
     v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
     group = GROUP_V2 if v2 else GROUP_V1
     try:
         group.mkdir(exist_ok=True)
         if v2:
-            (group / "cpu.max").write_text(f"{PERIOD_US // 2} {PERIOD_US}")
+            (group / "cpu.max").write_text(f"{period_us // 2} {period_us}")
         else:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(PERIOD_US // 2))
+            (group / "cpu.cfs_period_us").write_text(str(period_us))
+            (group / "cpu.cfs_quota_us").write_text(str(period_us // 2))
     except OSError:
         neighbour = subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while 1: 0"])
         try:

@@ -6,8 +6,9 @@ speed. A start is the survey of the devices alone, in two new processes of one t
 run does before it plans.
 
 * *bursty*: one process computes for 0.1 to 0.5 s, sleeps for 0.2 to 0.6 s, and so on, at random.
-* *half quota*: rank 1 has half of a processor, by a control group of its own (Linux, as root); or,
-  where that cannot be made or with ``--by signals``, it is stopped for every other 5 ms.
+* *half quota*: rank 1 has half of a processor, by a control group of its own (Linux, as root) with
+  the period of 100 ms that container engines set; or, where that cannot be made or with ``--by
+  signals``, it is stopped for every other 5 ms.
 
     python benchmarks/starts.py [--starts 20] [--by group|signals]
 """
@@ -35,6 +36,7 @@ from lightning_hybrid.process import Meeting, gather, survey
 
 CPU = torch.device("cpu")
 STOPPED_S = 0.005
+PERIOD_US = 100_000
 PATIENCE_S = 120
 FORK = multiprocessing.get_context("fork")  # what is imported is imported once
 
@@ -122,7 +124,7 @@ def halves(by: str) -> Iterator[tuple[str | None, bool]]:
     if by == "signals":
         yield None, True
         return
-    with slow_group() as group:
+    with slow_group(PERIOD_US) as group:
         given = group != "neighbour"  # which stands for: no group can be made here
         yield (group if given else None), not given
 

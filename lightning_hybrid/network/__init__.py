@@ -12,6 +12,7 @@ from lightning_hybrid.network.partition import NetworkPartition, find_boundary, 
 from lightning_hybrid.network.profile import PartitionProfile, Profile, count
 from lightning_hybrid.network.source_places import place_now, place_of
 from lightning_hybrid.network.split_backward import (
+    CANNOT_BE_SPLIT,
     HookWatch,
     WeightPart,
     input_part,
@@ -36,6 +37,7 @@ from lightning_hybrid.network.watched_calls import (
 )
 
 __all__ = [
+    "CANNOT_BE_SPLIT",
     "CannotFollow",
     "Capture",
     "HookWatch",

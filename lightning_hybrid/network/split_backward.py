@@ -32,6 +32,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid._torch.autograd import fails_apart
 
+CANNOT_BE_SPLIT = "it has an autograd.Function, or a weight that is used twice, one after the other"
+"""Why :func:`input_part` splits no backward."""
+
 
 def operations_behind(outputs: Sequence[Any]) -> list[Node]:
     """The operations of the user's (``autograd.Function``) that outputs were computed with."""

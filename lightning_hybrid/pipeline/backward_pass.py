@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm import Arriving, Pattern
 from lightning_hybrid.comm.protocol import Backward
-from lightning_hybrid.network import WeightPart, input_part
+from lightning_hybrid.network import CANNOT_BE_SPLIT, WeightPart, input_part
 from lightning_hybrid.pipeline.calls import Call, Gradients, Recipe, Values
 from lightning_hybrid.pipeline.early_receives import Ahead
 from lightning_hybrid.pipeline.random_numbers import (
@@ -150,6 +150,7 @@ class BackwardPass:
                     found, self._put_off[microbatch] = parts
                     by_value = iter(found)
                     return [next(by_value) if value.requires_grad else None for value in values]
+                self.own.go_back_in_one(CANNOT_BE_SPLIT)
             torch.autograd.backward(roots, starts, retain_graph=keep)
             result = [value.grad for value in values]
             for value in wanted:

@@ -41,8 +41,7 @@ class OwnedStage:
         is_last: whether it is the network's last stage.
         label: what tells it from other stages of the rank in a trace.
         early: its forwards that run before their turn.
-        splits: whether its backward is split; not any more once a forward has hooked what it
-            computes.
+        splits: whether its backward is split; not any more once one could not be.
     """
 
     number: int
@@ -61,10 +60,14 @@ class OwnedStage:
             return
         with HookWatch() as watch:
             yield
-        self.splits = not watch.seen
         if watch.seen:
-            warnings.warn(
-                f"Stage {self.number} goes back in one from now on, as under schedule='gpipe': its "
-                "forward hooks what it computes (register_hook, retain_grad, grad_fn).",
-                stacklevel=2,
-            )
+            self.go_back_in_one("its forward hooks what it computes (register_hook, retain_grad)")
+
+    def go_back_in_one(self, reason: str) -> None:
+        """Do not split the backward any more, and say why."""
+        self.splits = False
+        warnings.warn(
+            f"Stage {self.number} goes back in one from now on, as under schedule='gpipe': "
+            f"{reason}.",
+            stacklevel=2,
+        )

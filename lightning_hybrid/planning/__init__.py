@@ -8,7 +8,7 @@ from lightning_hybrid.planning.cluster import (
     Device,
     given_speeds,
     make_cluster,
-    unequal_twins,
+    want_second_look,
     with_second_look,
 )
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
@@ -63,7 +63,7 @@ __all__ = [
     "plan_page",
     "rank_shapes",
     "speedup",
-    "unequal_twins",
     "update_s_per_byte",
+    "want_second_look",
     "with_second_look",
 ]

@@ -169,7 +169,20 @@ def unequal_twins(devices: Sequence[Device]) -> list[list[int]]:
     These are of one host, with the same model, cores, threads and quota. What makes them differ is
     mostly other work that came and went while they were measured.
     """
-    kinds = [(d.host, d.name, d.cores, d.threads, d.quota) for d in devices]
+    return _unequal(devices, [(d.host, d.name, d.cores, d.threads, d.quota) for d in devices])
+
+
+def want_second_look(devices: Sequence[Device]) -> bool:
+    """Whether a short look was not enough to tell how fast devices are.
+
+    Either twins seem unequal, or a quota makes them so: how much of it a short look has met is
+    chance.
+    """
+    return bool(_unequal(devices, [(d.host, d.name, d.cores, d.threads) for d in devices]))
+
+
+def _unequal(devices: Sequence[Device], kinds: Sequence[object]) -> list[list[int]]:
+    """The ranks of each kind, where they were measured as if they were not alike."""
     twins = [[r for r, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)]
     return [ranks for ranks in twins if not _alike([devices[rank] for rank in ranks])]
 

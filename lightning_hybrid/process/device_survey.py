@@ -32,8 +32,8 @@ from lightning_hybrid.planning import (
     look_at,
     make_cluster,
     measure_speed,
-    unequal_twins,
     update_s_per_byte,
+    want_second_look,
     with_second_look,
 )
 
@@ -72,7 +72,7 @@ def _devices(world: Group, device: torch.device, given: Sequence[float] | None) 
         return gather_objects(world, look_at(device))
     meet(world)  # those on one host must feel each other
     devices = gather_objects(world, look_at(device, measure_speed(device)))
-    if not unequal_twins(devices):
+    if not want_second_look(devices):
         return devices
     meet(world)
     again = gather_objects(world, look_at(device, measure_speed(device, long=True)))

@@ -76,11 +76,11 @@ class ChosenGradients:
             run, outputs, starts, keep, create_graph, accumulate_grad=accumulate_grad, **options
         )
         chosen = {id(tensor) for tensor in inputs}
+        nested = is_in_backward()  # stages take gradients of their weights there, layer by layer
         # in nearly every step nothing is chosen, and all weights need not be looked at
-        candidates = self._networks if chosen else ()
+        candidates = self._networks if chosen and not nested else ()
         networks = [n for n in candidates if not chosen.isdisjoint(map(id, n.weights()))]
-        nested = is_in_backward()  # stages take gradients of their weights there
-        if not networks or nested:
+        if not networks:
             # gradients of other tensors alone are nothing that weights hear of
             with nullcontext() if nested or chosen or not accumulate_grad else self._hooks():
                 return run(inputs, *unused)

@@ -15,6 +15,7 @@ from lightning_hybrid.planning.cluster import (
     measured_speeds,
     order_ranks,
     unequal_twins,
+    want_second_look,
     with_second_look,
 )
 
@@ -68,6 +69,19 @@ def test_devices_that_need_not_be_equal_are_what_they_were_measured_as() -> None
         slow = replace(cpus([50])[0], **different)
         assert unequal_twins([*cpus([100]), slow]) == []
     assert unequal_twins(cpus([100, 90])) == []  # that is noise
+
+
+def test_a_short_look_is_not_enough_for_twins_that_differ_nor_for_a_quota() -> None:
+    limited = replace(cpus([50])[0], quota="5000 10000")
+    assert want_second_look(cpus([100, 50]))
+    assert want_second_look([*cpus([100]), limited])
+    assert not want_second_look([*cpus([100]), replace(limited, units_per_s=90)])
+    assert not want_second_look([*cpus([100]), replace(cpus([50])[0], host="b")])
+    slower = replace(limited, units_per_s=35)
+    assert measured_speeds(with_second_look([*cpus([100]), slower], [*cpus([100]), limited])) == (
+        1.0,
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,29 @@ def test_gradients_that_come_later_are_refused(network: Any) -> None:
     network.placement.schedule = "pipedream"
     with pytest.raises(NetworkError, match=r"of network 'net' arise some steps later.*'pipedream'"):
         torch.autograd.grad(2 * network.weight, network.weight)
+
+
+class Inner(torch.autograd.Function):
+    """Takes gradients of weights in its own backward, as a stage does whose backward is split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            weight = torch.ones((), requires_grad=True)
+            (2 * weight).backward(inputs=[weight])
+        return gradient * weight.grad
+
+
+def test_stages_that_take_gradients_layer_by_layer_ask_no_network_for_its_weights(
+    network: Any,
+) -> None:
+    asked: list[None] = []
+    network.weights = lambda: asked.append(None) or []
+    x = torch.ones((), requires_grad=True)
+    Inner.apply(x).backward()
+    assert x.grad == 2
+    assert not asked

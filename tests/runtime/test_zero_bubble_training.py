@@ -213,7 +213,8 @@ def test_a_stage_that_cannot_be_split_goes_back_at_once_and_is_exact(
     module = Model(nn.Sequential(*[layer() for _ in range(2)])).double()
     value, reference = inputs(3).double(), deepcopy(module)
     replica = split(module, value, 2, 3)
-    assert whole_backwards(replica, value) == 0
+    with pytest.warns(UserWarning, match="Stage 1 goes back in one .* autograd.Function, or a wei"):
+        assert whole_backwards(replica, value) == 0
     one_device(reference, value, 3)
     found = gradients(replica)
     for name, parameter in reference.net.named_parameters():
