@@ -5,14 +5,14 @@ ResNet-18 with the same recipe and epochs; the printed and the modern recipe of 
 same network on shuffled labels; progressive against stable MCI with and without the weights of
 AD/NC. Localisation of the first, beside the network of shuffled labels and an untrained one.
 
-At 4 mm, half width and ten epochs, about 25 minutes a seed on one thread; with --full at 2 mm, full
-width and 50 epochs, the printed recipe with its batches of 6: days on two cores, so for a GPU,
-which is taken if there is one.
+At 4 mm, half width and ten epochs, about 17 minutes a seed on two slow threads; with --full at
+2 mm, full width and 50 epochs, the printed recipe with its batches of 6: days on two cores, so for
+a GPU, which is taken if there is one.
 
-Each run leaves a file in --out, so that a stopped study goes on; two shells with different --seeds
-share the work of two cores. Seeds change weights and order; cohort and split stay.
+Each run leaves a file in --out, so that a stopped study goes on. Seeds change weights and order;
+cohort and split stay.
 
-    OMP_NUM_THREADS=1 python benchmarks/l1_study.py --seeds 1 2 3
+    OMP_NUM_THREADS=2 python benchmarks/l1_study.py --seeds 1 2 3
 """
 
 import argparse
