@@ -32,7 +32,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid._torch.autograd import fails_apart
 
-CANNOT_BE_SPLIT = "it has an autograd.Function, or a weight that is used twice, one after the other"
+CANNOT_BE_SPLIT = (
+    "it has an autograd.Function, a weight that is used twice, one after the other, or group "
+    "normalisation in channels-last"
+)
 """Why :func:`input_part` splits no backward."""
 
 

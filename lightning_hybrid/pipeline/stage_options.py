@@ -61,7 +61,9 @@ class OwnedStage:
         with HookWatch() as watch:
             yield
         if watch.seen:
-            self.go_back_in_one("its forward hooks what it computes (register_hook, retain_grad)")
+            self.go_back_in_one(
+                "its forward hooks what it computes (register_hook, retain_grad, grad_fn)"
+            )
 
     def go_back_in_one(self, reason: str) -> None:
         """Do not split the backward any more, and say why."""

@@ -213,7 +213,7 @@ def test_a_stage_that_cannot_be_split_goes_back_at_once_and_is_exact(
     module = Model(nn.Sequential(*[layer() for _ in range(2)])).double()
     value, reference = inputs(3).double(), deepcopy(module)
     replica = split(module, value, 2, 3)
-    with pytest.warns(UserWarning, match="Stage 1 goes back in one .* autograd.Function, or a wei"):
+    with pytest.warns(UserWarning, match="Stage 1 goes back in one .* autograd.Function, a weight"):
         assert whole_backwards(replica, value) == 0
     one_device(reference, value, 3)
     found = gradients(replica)
