@@ -9,6 +9,7 @@ from lightning_hybrid.comm.collectives import (
 )
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure, raised, told_text
+from lightning_hybrid.comm.guard import Guard
 from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.link_probe import (
     LARGE_BYTES,
@@ -53,6 +54,7 @@ __all__ = [
     "Failure",
     "Group",
     "GroupHandle",
+    "Guard",
     "Header",
     "Heartbeat",
     "Links",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.replica_channels import Lines
+from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
 from lightning_hybrid.comm.transport import Transfer, Wire, connection_lost
 
 TIMEOUT_S = 30.0
@@ -169,15 +169,13 @@ class MemoryLines(Lines):
         super().__init__(coordinates)
         self._replica = replica
 
-    def wires(self, devices: Sequence[int]) -> Mapping[int, tuple[Wire, Wire]]:
+    def wires(self, devices: Sequence[int]) -> Mapping[int, EdgeWires]:
         here, found = self.coordinates.pp_rank, {}
         for edge, ends in enumerate(zip(devices, (*devices[1:], devices[0]))):
             if here in ends and ends[0] != ends[1]:
                 there = ends[1 - ends.index(here)]
-                found[edge] = (
-                    self._replica.wire(("activations", *devices, edge), here, there),
-                    self._replica.wire(("gradients", *devices, edge), here, there),
-                )
+                names = ((kind, *devices, edge) for kind in EdgeWires._fields)
+                found[edge] = EdgeWires(*(self._replica.wire(n, here, there) for n in names))
         return found
 
     def wire(self, pp_rank: int, tag: int) -> Wire:

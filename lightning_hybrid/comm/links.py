@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.messages import Word
 from lightning_hybrid.comm.replica_channels import Lines
-from lightning_hybrid.comm.tensor_specs import TensorSpec, memory_of
+from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
 from lightning_hybrid.comm.transport import Transfer, Wire
 from lightning_hybrid.errors import HybridError
 
@@ -67,20 +67,38 @@ class PeerLink:
         out: for tensors that go there.
         back: for tensors that come from there. Two wires, since two directions on one NCCL
             communicator wait for each other.
-        device: where received tensors live.
+        host: both ways, for tensors on the CPU where ``device`` is another one.
+        device: where received tensors live that are not on the CPU.
     """
 
-    def __init__(self, words: Channel, out: Wire, back: Wire, device: torch.device) -> None:
-        self._words, self._out, self._back, self._device = words, out, back, device
+    def __init__(
+        self, words: Channel, out: Wire, back: Wire, host: Wire, device: torch.device
+    ) -> None:
+        self._words, self._out, self._back = words, out, back
+        self._host, self._device = host, device
         self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
-        laid_out = [memory_of(spec.laid_out(tensor)) for tensor, spec in zip(tensors, specs)]
-        self._sent.append([(self._out.send(memory), memory) for memory in laid_out])
+        laid_out = [bytes_of(spec.laid_out(tensor)) for tensor, spec in zip(tensors, specs)]
+        self._sent.append(
+            [
+                (self._wire(spec, self._out).send(memory), memory)
+                for memory, spec in zip(laid_out, specs)
+                if memory.numel()
+            ]
+        )
 
     def post(self, specs: Sequence[TensorSpec]) -> Arriving:
         tensors = [spec.empty(self._device) for spec in specs]
-        return _Posted(tensors, [self._back.receive(memory_of(tensor)) for tensor in tensors])
+        transfers = [
+            self._wire(spec, self._back).receive(bytes_of(tensor))
+            for tensor, spec in zip(tensors, specs)
+            if tensor.numel()
+        ]
+        return _Posted(tensors, transfers)
+
+    def _wire(self, spec: TensorSpec, of_the_device: Wire) -> Wire:
+        return self._host if spec.on_cpu and self._device.type != "cpu" else of_the_device
 
     def flush(self, left: int = 0) -> None:
         while len(self._sent) > left:
@@ -174,7 +192,7 @@ def link_stages(lines: Lines, devices: Sequence[int], device: torch.device) -> d
     Args:
         lines: of this rank.
         devices: ``pp_rank`` of each stage.
-        device: where received tensors live.
+        device: where received tensors live that are not on the CPU.
 
     Returns:
         The links of each stage that is here, in the order of the stages.
@@ -191,11 +209,11 @@ def link_stages(lines: Lines, devices: Sequence[int], device: torch.device) -> d
         if ends[0] == ends[1]:
             after[edge], before[following] = LocalLink.pair()
             continue
-        activations, gradients = wires[edge]
+        activations, gradients, host = wires[edge]
         if ends[0] == here:
             words = lines.channel(ends[1], tag=1 + edge)
-            after[edge] = PeerLink(words, activations, gradients, device)
+            after[edge] = PeerLink(words, activations, gradients, host, device)
         else:
             words = lines.channel(ends[0], tag=1 + edge)
-            before[following] = PeerLink(words, gradients, activations, device)
+            before[following] = PeerLink(words, gradients, activations, host, device)
     return {stage: Links(before[stage], after[stage]) for stage in sorted(after)}

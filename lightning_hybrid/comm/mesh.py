@@ -18,34 +18,61 @@ import torch.distributed as dist
 from lightning_hybrid._torch.distributed import set_timeout
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.network_interface import chosen_interface
-from lightning_hybrid.comm.replica_channels import Lines
-from lightning_hybrid.comm.transport import Group, GroupWire, Wire
+from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
+from lightning_hybrid.comm.transport import (
+    UNKNOWN_PEER,
+    ConnectionLost,
+    Group,
+    GroupWire,
+    Wire,
+    start,
+    wait,
+)
 
+CPU = torch.device("cpu")
 # One rank may prepare data for hours while the others wait for it before a run.
 NO_TIMEOUT = timedelta(days=3650)
 _LEAVING_S = 2.0
+_TAGS_OF_A_PLACEMENT = 2**12
+"""More than a placement has edges: tags below that are for words."""
 
 
 class GroupHandle:
     """A process group that can be given up while others still refer to it.
 
     gloo wakes nobody when a group is shut down or aborted, but the sockets of a group that is
-    destroyed are closed, and that wakes every peer.
+    destroyed are closed, and that wakes every peer. NCCL waits for its peers in a shutdown, and
+    ends what waits on the device in an abort.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._lost: ConnectionLost | None = None
 
     def __getattr__(self, name: str) -> Any:
+        if self._lost is not None:
+            raise self._lost
         if self._group is None:
             raise RuntimeError("This rank has left the run, which has failed: it talks to nobody.")
         return getattr(self._group, name)
 
     def close(self) -> None:
-        """Shut the group down and give it up."""
+        """Shut the group down, together with its other ranks, and give it up."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    def abort(self, lost: ConnectionLost | None = None) -> None:
+        """Give the group up at once, whatever is under way in it; from any thread.
+
+        Args:
+            lost: what its operations raise from now on.
+        """
         if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+            self._lost = lost
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
 
 def make_group(
@@ -85,6 +112,7 @@ class Mesh(Lines):
         backend: of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
         timeout: of all groups but ``world``.
         name: of the mesh, another one for each that the store sees.
+        device: of this rank's stages.
 
     Attributes:
         world: gloo over all ranks, for barriers before and after a run. It is not the mesh's own:
@@ -103,63 +131,86 @@ class Mesh(Lines):
         backend: str,
         timeout: timedelta,
         name: str = "mesh",
+        device: torch.device = CPU,
     ) -> None:
         super().__init__(coordinates)
         self.store, self.world = store, world
         self.backend, self.timeout = backend, timeout
         self._store = dist.PrefixStore(name, store)
+        self._device = device
         self._groups: list[GroupHandle] = []
+        self._on_device: list[GroupHandle] = []
         self._statistics: Group = None
         dp_rank, pp_rank = coordinates.dp_rank, coordinates.pp_rank
         ranks, replicas = coordinates.ranks_per_replica, coordinates.replicas
         self.control = self._group(f"control{dp_rank}", pp_rank, ranks, "gloo")
-        self.data_parallel = self._group(f"data{pp_rank}", dp_rank, replicas, backend)
+        self.data_parallel = self._replica_group("data")
         self.drivers: Group = None
         if coordinates.is_driver:
             self.drivers = self._group("drivers", dp_rank, replicas, "gloo")
-        self._rings: dict[tuple[int, ...], Mapping[int, tuple[Wire, Wire]]] = {}
+        self._rings: dict[tuple[int, ...], Mapping[int, EdgeWires]] = {}
         self.wires(coordinates.chain)
 
-    def wires(self, devices: Sequence[int]) -> Mapping[int, tuple[Wire, Wire]]:
+    def wires(self, devices: Sequence[int]) -> Mapping[int, EdgeWires]:
         """See :meth:`Lines.wires`.
 
         The groups of a chain exist from the beginning. Others are made when they are asked for;
         each rank makes its edges in rising order, so that no two ranks wait for each other. An edge
-        has two groups, since two directions on one NCCL communicator wait for each other.
+        has two groups, since two directions on one NCCL communicator wait for each other. A byte
+        goes over each of them here: NCCL makes a communicator in the first operation, in which each
+        end waits for the other one. In a pass ends come in another order, and might do so in a
+        circle.
         """
         devices, here = tuple(devices), self.coordinates
         if devices in self._rings:
             return self._rings[devices]
         placement = "-".join(map(str, devices))
-        wires: dict[int, tuple[Wire, Wire]] = {}
+        wires: dict[int, EdgeWires] = {}
+        first_tag = (1 + len(self._rings)) * _TAGS_OF_A_PLACEMENT
         for edge, ends in enumerate(zip(devices, (*devices[1:], devices[0]))):
             if here.pp_rank in ends and ends[0] != ends[1]:
                 me = ends.index(here.pp_rank)  # the sender of the activations is 0
                 peer = str(here.at(ends[1 - me]))
                 name = f"{here.dp_rank}.{placement}.{edge}"
-                activations = self._group(f"activations{name}", me, 2, self.backend)
-                gradients = self._group(f"gradients{name}", me, 2, self.backend)
-                wires[edge] = (
+                activations = self._device_group(f"activations{name}", me, 2)
+                gradients = self._device_group(f"gradients{name}", me, 2)
+                wires[edge] = EdgeWires(
                     GroupWire(activations, 1 - me, peer),
                     GroupWire(gradients, 1 - me, peer),
+                    self.wire(ends[1 - me], first_tag + edge),
                 )
+                byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                for wire, sends in ((wires[edge].activations, me == 0), (wires[edge].gradients, me)):
+                    (wire.send(byte) if sends else wire.receive(byte)).wait()
         self._rings[devices] = wires
         return wires
 
     def wire(self, pp_rank: int, tag: int) -> Wire:
         return GroupWire(self.control, pp_rank, str(self.coordinates.at(pp_rank)), tag)
 
-    def _group(self, name: str, rank: int, size: int, backend: str) -> Group:
+    def _group(self, name: str, rank: int, size: int, backend: str) -> GroupHandle:
         group = make_group(self._store, name, rank, size, backend, self.timeout)
         self._groups.append(group)
+        return group
+
+    def _device_group(self, name: str, rank: int, size: int) -> GroupHandle:
+        """A group for tensors on the device of the stages."""
+        group = self._group(name, rank, size, self.backend)
+        self._on_device.append(group)
+        return group
+
+    def _replica_group(self, name: str) -> GroupHandle:
+        """The ranks with this `pp_rank`, which have met in it."""
+        here = self.coordinates
+        group = self._device_group(f"{name}{here.pp_rank}", here.dp_rank, here.replicas)
+        met = torch.zeros(1, device=self._device)
+        wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
         return group
 
     def statistics(self) -> Group:
         """A group like `data_parallel`, for batch normalisation; made on first use."""
         if self._statistics is None:
-            here = self.coordinates
-            name = f"statistics{here.pp_rank}"
-            self._statistics = self._group(name, here.dp_rank, here.replicas, self.backend)
+            self._statistics = self._replica_group("statistics")
         return self._statistics
 
     def init_default_group(self, backend: str, device: torch.device) -> None:
@@ -182,22 +233,35 @@ class Mesh(Lines):
         return self
 
     def shutdown(self) -> None:
-        """Close every group of ours but `world`; the default group is Lightning's to destroy."""
+        """Close every group of ours but `world`; all ranks do so, in the same order.
+
+        The default group is Lightning's to destroy.
+        """
         for group in self._groups:
             group.close()
         self._groups.clear()
 
-    def leave(self) -> None:
-        """After a failure of this rank: wake the ranks of other replicas that wait for it.
+    def abort(self, lost: ConnectionLost | None = None) -> None:
+        """End what waits for other ranks on the device; from any thread.
 
-        They wait in collectives: of the drivers, or of a data-parallel group. (Ranks of the same
-        replica are told, since they listen.)
+        Args:
+            lost: what the operations of these groups raise from now on.
         """
-        groups = [group for group in (self.drivers, self.data_parallel, self._statistics) if group]
+        for group in self._on_device:
+            group.abort(lost)
+        if dist.is_initialized() and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()
+
+    def leave(self) -> None:
+        """After a failure of this rank: wake the ranks that wait for tensors or collectives of it.
+
+        (Ranks of the same replica that wait for messages are told, since they listen.)
+        """
 
         def close() -> None:
-            for group in groups:
-                group.close()
+            self.abort()
+            if self.drivers is not None:
+                self.drivers.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -3,12 +3,27 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.messages import Leaving
 from lightning_hybrid.comm.transport import Wire
+
+
+class EdgeWires(NamedTuple):
+    """The wires between two stages on different ranks.
+
+    Attributes:
+        activations: for tensors on the device, from the stage to the next one.
+        gradients: likewise, from the next one.
+        host: for tensors on the CPU where the device is another one, both ways.
+    """
+
+    activations: Wire
+    gradients: Wire
+    host: Wire
 
 
 class Lines(ABC):
@@ -26,11 +41,11 @@ class Lines(ABC):
         self._channels: dict[tuple[int, int], Channel] = {}
 
     @abstractmethod
-    def wires(self, devices: Sequence[int]) -> Mapping[int, tuple[Wire, Wire]]:
+    def wires(self, devices: Sequence[int]) -> Mapping[int, EdgeWires]:
         """The wires of the ring driver -> stage 0 -> ... -> last stage = driver, for a placement.
 
-        Edge k leads from stage k to the next one, or from the last to stage 0. It has a wire for
-        activations and one for gradients. All ranks of a replica call this together.
+        Edge k leads from stage k to the next one, or from the last to stage 0. All ranks of a
+        replica call this together.
 
         Args:
             devices: ``pp_rank`` of each stage.

@@ -19,12 +19,15 @@ class TensorSpec:
         dtype: element type.
         requires_grad: whether the sender wants its gradient back.
         strides: of a tensor whose numbers fill its memory; ``None``: those of a contiguous one.
+        on_cpu: whether it is on the CPU, where it stays whatever the device of the stages is: a
+            state of a generator, sequence lengths, a Python number.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
     strides: tuple[int, ...] | None = None
+    on_cpu: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, *, gradient: bool = True) -> "TensorSpec":
@@ -37,10 +40,13 @@ class TensorSpec:
         strides = (
             None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         )
-        return cls(tuple(tensor.shape), tensor.dtype, gradient and tensor.requires_grad, strides)
+        wants = gradient and tensor.requires_grad
+        on_cpu = tensor.device.type == "cpu"
+        return cls(tuple(tensor.shape), tensor.dtype, wants, strides, on_cpu)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor of this spec, uninitialised."""
+        """A tensor of this spec, uninitialised; on ``device``, unless it stays on the CPU."""
+        device = torch.device("cpu") if self.on_cpu else device
         if self.strides is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
@@ -60,6 +66,9 @@ class TensorSpec:
         return self.empty(tensor.device).copy_(tensor)
 
 
-def memory_of(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor that is laid out by a spec, in the order in which they lie."""
-    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that is laid out by a spec, byte by byte.
+
+    So it travels over any backend: NCCL refuses 16-bit integers and complex numbers.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_hybrid._torch.distributed import unrecorded
 from lightning_hybrid.comm.lost_peers import is_late
-from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.errors import HybridError, RemoteError
 
 Group = Any
 """A process group used by its own methods; those of gloo and NCCL have no public common type."""
@@ -113,12 +113,26 @@ def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
 
     Raises:
         ConnectionLost: ``peer`` is gone.
+        HybridError: the backend does not take the tensor. What ``peer`` waits for never comes, so
+            that this rank must leave the run.
     """
     try:
         with unrecorded():
             work: dist.Work = call(*arguments)
+    except ConnectionLost:
+        raise
     except RuntimeError as error:
         raise connection_lost(peer, error) from None
+    except Exception as error:  # of any kind: ValueError and TypeError are NCCL's
+        sent = [
+            f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"
+            for t in (arguments[0] if arguments else ())
+            if isinstance(t, Tensor)
+        ]
+        raise HybridError(
+            f"The backend has refused a transfer between this rank and {peer}: {error} "
+            f"({', '.join(sent)}). This is an error in lightning_hybrid."
+        ) from error
     return work
 
 

@@ -42,7 +42,10 @@ def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a layer on ``device`` may draw from, as byte tensors."""
+    """The states of the generators that a layer on ``device`` may draw from, as byte tensors.
+
+    They are on the CPU, and to ask a GPU's generator for its state waits for no kernel.
+    """
     with _one_at_a_time:
         states = [torch.get_rng_state()]
         if device.type == "cuda":
@@ -59,9 +62,9 @@ def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
 def set_random_state(states: list[Tensor], device: torch.device) -> None:
     """Go on from ``states``, as :func:`random_state` gave them."""
     with _one_at_a_time:
-        torch.set_rng_state(states[0].cpu())
+        torch.set_rng_state(states[0])
         if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1].cpu(), device)
+            torch.cuda.set_rng_state(states[1], device)
 
 
 @contextmanager

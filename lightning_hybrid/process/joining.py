@@ -89,7 +89,8 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     if known is not None:
         known.world.close()
     if _Process.store is None:
-        atexit.register(time.sleep, LETTING_GO_S)
+        atexit.register(_end)
+        atexit.register(time.sleep, LETTING_GO_S)  # before the groups are closed
         _Process.store = make_store(meeting)
     _Process.generation += 1
     store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
@@ -128,7 +129,7 @@ def join(
         coordinates = replace(coordinates, order=cluster.order)
     _Process.generation += 1
     name = f"mesh{_Process.generation}"
-    mesh = Mesh(coordinates, everyone.store, everyone.world, backend, timeout, name)
+    mesh = Mesh(coordinates, everyone.store, everyone.world, backend, timeout, name, device)
     if cluster is not None:
         cluster = measure_links(mesh, cluster, device)
     _Process.joined, _Process.key = Joined(mesh, cluster), key
@@ -144,10 +145,17 @@ def _leave_mesh() -> None:
         _Process.joined, _Process.key = None, ()
 
 
+def _end() -> None:
+    """At the end of the process: close the groups, as torch asks for (NCCL complains, else)."""
+    _leave_mesh()
+    if _Process.everyone is not None:
+        _Process.everyone.world.close()
+        _Process.everyone = None
+
+
 def forget() -> None:
     """After a failure the links hold half-sent messages: the next run makes new ones."""
     _Process.failed = True
     if _Process.joined is not None and _Process.key:
         _Process.key = ()
-        if _Process.joined.mesh.coordinates.replicas > 1:
-            _Process.joined.mesh.leave()
+        _Process.joined.mesh.leave()

@@ -7,7 +7,7 @@ step: what was changed here travels before a command, and what it changes there 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from lightning_hybrid.comm import Answer, Heartbeat, Mesh, signals_deferred
+from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferred
 from lightning_hybrid.comm.protocol import Command, TakeWeights
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.pipeline import Engine
@@ -34,6 +34,7 @@ class Workers:
         self._heartbeat: Heartbeat | None = None
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
+        self._guard = Guard.where_needed(mesh)
         self._in_pass = False  # workers may be waiting for a stage of this rank
         self.passing_now, self.in_step = False, True
         self.before_weights_change: Callable[[], None] = lambda: None
@@ -93,10 +94,12 @@ class Workers:
         for channel in self._channels.values():
             channel.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Tell the workers no more that this rank is alive."""
         if self._heartbeat is not None:
             self._heartbeat.close()
+        if self._guard is not None:
+            self._guard.close(failed=failed)
 
 
 class Commands:

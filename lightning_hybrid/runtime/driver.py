@@ -315,7 +315,7 @@ class Driver:
 
     def abort(self, failure: Failure) -> None:
         """Tell the workers that this replica has failed: all that are still there."""
-        self._workers.close()
+        self._workers.close(failed=True)
         self._mesh.say_goodbye(failure)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from lightning_hybrid.comm import (
     Answer,
     ConnectionLost,
     Failure,
+    Guard,
     Heartbeat,
     Mesh,
     link_stages,
@@ -131,11 +132,16 @@ class Worker:
             ConnectionLost: the driver was lost.
         """
         self._heartbeat = Heartbeat([self._channel], self._mesh.timeout)
+        guard, failed = Guard.where_needed(self._mesh), True
         with signals_ignored():
             try:
-                return self._serve()
+                results = self._serve()
+                failed = False
+                return results
             finally:
                 self._heartbeat.close()
+                if guard is not None:
+                    guard.close(failed=failed)
                 self._trace.write()
                 for network in self._networks:
                     network.engine.replica_group.close()

@@ -23,10 +23,10 @@ FAILURE = Failure.of(ValueError("on purpose"), "rank 1")
 
 
 def link(ranks: Any) -> tuple[Link, Link]:
-    words, along, against = ranks.pair(), ranks.pair(), ranks.pair()
+    words, along, against, host = (ranks.pair() for _ in range(4))
     return (
-        PeerLink(Channel(words[0]), along[0], against[0], CPU),
-        PeerLink(Channel(words[1]), against[1], along[1], CPU),
+        PeerLink(Channel(words[0]), along[0], against[0], host[0], CPU),
+        PeerLink(Channel(words[1]), against[1], along[1], host[1], CPU),
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.tensor_specs import TensorSpec, memory_of
+from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
 
 CPU = torch.device("cpu")
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 def test_memory_made_from_a_spec_takes_the_tensor() -> None:
     tensor = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     spec = TensorSpec.of(tensor)
-    assert spec == TensorSpec((2, 3), torch.bfloat16, requires_grad=True)
+    assert spec == TensorSpec((2, 3), torch.bfloat16, requires_grad=True, on_cpu=True)
     for made in (spec.empty(CPU), spec.zeros(CPU)):
         assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
     assert not spec.zeros(CPU).any()
@@ -35,7 +35,7 @@ def test_memory_made_from_a_spec_takes_the_tensor() -> None:
 def test_the_numbers_arrive_in_the_order_that_they_have_in_memory(tensor: Tensor) -> None:
     spec = TensorSpec.of(tensor)
     there = spec.empty(CPU)
-    memory_of(there).copy_(memory_of(spec.laid_out(tensor)))
+    bytes_of(there).copy_(bytes_of(spec.laid_out(tensor)))
     assert torch.equal(there, tensor)
     assert there.stride() == tensor.clone().stride() or not tensor.numel()
 

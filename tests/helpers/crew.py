@@ -30,6 +30,7 @@ class Crew:
             coordinates=Coordinates(0, 1, count + 1),
             channel=lambda rank: pairs[rank][0],
             timeout=timedelta(minutes=10),
+            backend="gloo",
         )
         self.workers = Workers(mesh)
 

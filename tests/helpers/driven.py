@@ -157,6 +157,7 @@ class Ranks:
             wires=lines.wires,
             say_goodbye=lines.say_goodbye,
             timeout=timedelta(minutes=10),
+            backend="gloo",
             data_parallel=ALONE,
             drivers=ALONE,
         )

@@ -30,7 +30,10 @@ class Service:
         torch.manual_seed(0)
         self.module: Any = module or nn.Linear(3, 2)
         mesh: Any = SimpleNamespace(
-            coordinates=Coordinates(1, 1, 2), channel=lambda _: there, timeout=timedelta(minutes=1)
+            coordinates=Coordinates(1, 1, 2),
+            channel=lambda _: there,
+            timeout=timedelta(minutes=1),
+            backend="gloo",
         )
         reports = {"name": lambda: "said", "broken": lambda: 1 / 0}
         self.worker = Worker(self.module, mesh, torch.device("cpu"), StageOptions(), None, reports)
