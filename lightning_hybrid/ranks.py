@@ -209,7 +209,7 @@ class ReplicaStrategy(DDPStrategy):
         )
         world.take_coordinates(joined)
         self.set_world_ranks()  # ranks may have got other coordinates
-        world.open(self.root_device)
+        world.open()
 
     @property
     def _joined(self) -> World:

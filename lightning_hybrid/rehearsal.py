@@ -124,16 +124,16 @@ def _look(
     maker: Maker,
 ) -> tuple[LightningModule, LookAhead]:
     # what the user's code raises here, it would raise in the run, where it belongs
-    problems = []
+    problems, place = [], _with_room_for(module, device)
     for attempt in (_train_on_a_batch, _call_on_the_example):
         try:
             stand_in = copy.copy(trainer)
             stand_in.loggers = [DummyLogger()] if trainer.loggers else []
-            copied = _copied(module, trainer, stand_in).to(device)
+            copied = _copied(module, trainer, stand_in).to(place)
             looked = LookAhead(copied, names)
             with redirect_stdout(io.StringIO()), precision.train_step_context():
                 try:
-                    attempt(maker, copied, device, precision)
+                    attempt(maker, copied, place, precision)
                 except Exception as error:
                     if not looked.seen:
                         raise
@@ -144,6 +144,14 @@ def _look(
         except Exception as error:
             problems.append(_told(error))
     raise CannotRehearse(problems[0])
+
+
+def _with_room_for(module: nn.Module, device: torch.device) -> torch.device:
+    """Where a step of the whole network runs: on the CPU, unless a GPU has twice its size free."""
+    if device.type != "cuda":
+        return device
+    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    return device if 2 * size <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
 
 
 def _told(error: Exception) -> str:

@@ -30,7 +30,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint
 from lightning_hybrid.building import move_module
-from lightning_hybrid.comm import Failure, restore_handlers
+from lightning_hybrid.comm import Failure, backend_on, restore_handlers
 from lightning_hybrid.config import Config, Count, ScheduleName
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Parted, Results, look_around
@@ -116,7 +116,8 @@ class HybridGabraStrategy(SavingStrategy):
         cluster_environment: see there.
         checkpoint_io: see there.
         precision_plugin: see there.
-        process_group_backend: for tensors between ranks; by default gloo on CPUs, NCCL on CUDA.
+        process_group_backend: for tensors between ranks: ``"gloo"`` on CPUs, ``"nccl"`` on CUDA, or
+            ``"cpu:gloo,cuda:nccl"``. By default the one for the device.
         timeout: of tensors between ranks.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
 
@@ -238,7 +239,8 @@ class HybridGabraStrategy(SavingStrategy):
     def _choose_sizes(self, trainer: Trainer) -> None:
         """Sizes were left to us, and the network is built: choose them, and take coordinates."""
         world = self._joined
-        backend = given(self._process_group_backend, "process_group_backend")
+        named = given(self._process_group_backend, "process_group_backend")
+        backend = backend_on(self.root_device, named)
         machine = look_around(
             world.everyone.world, self.root_device, backend, self._config.capacity
         )

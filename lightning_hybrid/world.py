@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -113,13 +112,9 @@ class World:
         """Where this rank stands; sizes and a survey of the devices may change it."""
         return (self._joined.mesh if self._joined else self.everyone).coordinates
 
-    def open(self, device: torch.device) -> None:
-        """Make the group of the drivers.
-
-        Args:
-            device: of this rank.
-        """
-        self.mesh.init_default_group(self.mesh.backend, device)
+    def open(self) -> None:
+        """Make the group of the drivers."""
+        self.mesh.init_default_group()
 
     def barrier(self) -> None:
         """Wait for all ranks, in phase TOGETHER.

@@ -21,7 +21,7 @@ from lightning_hybrid.comm.link_probe import (
 )
 from lightning_hybrid.comm.links import Arriving, Links, link_stages
 from lightning_hybrid.comm.lost_peers import is_gone, is_late
-from lightning_hybrid.comm.mesh import GroupHandle, Mesh, make_world
+from lightning_hybrid.comm.mesh import GroupHandle, Mesh, backend_on, make_world
 from lightning_hybrid.comm.messages import Answer, Header, Pattern, Status
 from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
 from lightning_hybrid.comm.signals import (
@@ -31,7 +31,7 @@ from lightning_hybrid.comm.signals import (
     signals_deferred,
     signals_ignored,
 )
-from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
 from lightning_hybrid.comm.transport import (
     ANOTHER_REPLICA,
     UNKNOWN_PEER,
@@ -65,8 +65,10 @@ __all__ = [
     "Spread",
     "Status",
     "TensorSpec",
+    "backend_on",
     "bound_to",
     "broadcast_object",
+    "bytes_of",
     "choose_interface",
     "chosen_interface",
     "connection_lost",

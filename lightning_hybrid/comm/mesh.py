@@ -28,6 +28,7 @@ from lightning_hybrid.comm.transport import (
     start,
     wait,
 )
+from lightning_hybrid.errors import PlanError
 
 CPU = torch.device("cpu")
 # One rank may prepare data for hours while the others wait for it before a run.
@@ -97,6 +98,29 @@ def make_group(
     return GroupHandle(dist.ProcessGroupNCCL(store, rank, size, options))
 
 
+def backend_on(device: torch.device, name: str) -> str:
+    """The backend for tensors of a device.
+
+    Args:
+        device: of a rank.
+        name: what ``process_group_backend`` is: of one backend, or of one for each kind of device,
+            as in ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        PlanError: it is another one than can be used.
+    """
+    pairs = (pair.partition(":") for pair in name.replace(" ", "").lower().split(","))
+    named = {kind if backend else device.type: backend or kind for kind, _, backend in pairs}
+    wanted = {"cpu": "gloo", "cuda": "nccl"}.get(device.type)
+    if wanted is None or named.get(device.type) != wanted:
+        raise PlanError(
+            f"process_group_backend={name!r} names {named.get(device.type, 'no backend')} for "
+            f"tensors on {device.type!r}. Between stages and replicas tensors of CPUs travel by "
+            "gloo, those of CUDA devices by nccl: leave the argument out."
+        )
+    return wanted
+
+
 def make_world(store: dist.Store, rank: int, size: int) -> GroupHandle:
     """The group of all ranks, for what comes before and after a run, however long it takes."""
     return make_group(store, "world", rank, size, "gloo", NO_TIMEOUT)
@@ -109,12 +133,13 @@ class Mesh(Lines):
         coordinates: this rank.
         store: one store for all ranks.
         world: the group of all ranks; see :func:`make_world`.
-        backend: of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
+        backend: of tensors on the device, as :func:`backend_on` takes it.
         timeout: of all groups but ``world``.
         name: of the mesh, another one for each that the store sees.
         device: of this rank's stages.
 
     Attributes:
+        backend: of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
         world: gloo over all ranks, for barriers before and after a run. It is not the mesh's own:
             it is there before any rank has coordinates.
         control: gloo over the ranks of one replica; commands, answers, words.
@@ -135,7 +160,8 @@ class Mesh(Lines):
     ) -> None:
         super().__init__(coordinates)
         self.store, self.world = store, world
-        self.backend, self.timeout = backend, timeout
+        self.backend, self.timeout = backend_on(device, backend), timeout
+        self._named = backend
         self._store = dist.PrefixStore(name, store)
         self._device = device
         self._groups: list[GroupHandle] = []
@@ -179,11 +205,16 @@ class Mesh(Lines):
                     GroupWire(gradients, 1 - me, peer),
                     self.wire(ends[1 - me], first_tag + edge),
                 )
-                byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-                for wire, sends in ((wires[edge].activations, me == 0), (wires[edge].gradients, me)):
-                    (wire.send(byte) if sends else wire.receive(byte)).wait()
+                self._meet(wires[edge], sends_activations=me == 0)
         self._rings[devices] = wires
         return wires
+
+    def _meet(self, wires: EdgeWires, *, sends_activations: bool) -> None:
+        """Let a byte go over an edge, with the rank at its other end."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        forth, back = wires.activations, wires.gradients
+        for wire, sends in ((forth, sends_activations), (back, not sends_activations)):
+            (wire.send(byte) if sends else wire.receive(byte)).wait()
 
     def wire(self, pp_rank: int, tag: int) -> Wire:
         return GroupWire(self.control, pp_rank, str(self.coordinates.at(pp_rank)), tag)
@@ -213,19 +244,19 @@ class Mesh(Lines):
             self._statistics = self._replica_group("statistics")
         return self._statistics
 
-    def init_default_group(self, backend: str, device: torch.device) -> None:
+    def init_default_group(self) -> None:
         """Make the default group of several drivers, by public API; nothing on a worker."""
         here = self.coordinates
         if not here.is_driver or here.replicas == 1 or dist.is_initialized():
             return
         with chosen_interface():
             dist.init_process_group(
-                backend,
+                self._named,
                 store=dist.PrefixStore("default", self._store),
                 rank=here.dp_rank,
                 world_size=here.replicas,
                 timeout=self.timeout,
-                device_id=None if device.type == "cpu" else device,
+                device_id=None if self._device.type == "cpu" else self._device,
             )
 
     def __deepcopy__(self, memo: object) -> "Mesh":

@@ -305,9 +305,10 @@ class NetworkGraph:
 
     @property
     def device(self) -> torch.device:
-        """Where the network was captured."""
+        """Where the network was captured; beside tensors on a GPU some may be on the CPU."""
         examples = (node.meta.get("example_value") for node in self.place)
-        return next((e.device for e in examples if isinstance(e, Tensor)), torch.device("cpu"))
+        devices = (e.device for e in examples if isinstance(e, Tensor))
+        return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
     @cached_property
     def uncuttable(self) -> str | None:

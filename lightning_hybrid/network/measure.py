@@ -70,17 +70,22 @@ def measure(
         leaves: the tensors of `NetworkGraph.bind` for one micro-batch.
         repeats: measurements after one that warms up, fewer where they take `ENOUGH_S` together;
             their median counts.
-        device: where to measure; by default where the inputs are. Partitions go there one by one.
+        device: where to measure; by default where the network was captured. Partitions go there one
+            by one.
         advance: called before each partition with its number, from 1, and that of all.
     """
-    device = device or next((leaf.device for leaf in leaves), torch.device("cpu"))
+    device = device or graph.device
     forked = [device] if device.type == "cuda" else []
     with (
         torch.inference_mode(False),
         torch.random.fork_rng(devices=forked),
         torch.enable_grad(),
     ):
-        return _measure(graph, partitions, leaves, repeats, device, advance)
+        try:
+            return _measure(graph, partitions, leaves, repeats, device, advance)
+        finally:
+            if device.type != "cpu":  # the stages, and NCCL, want the memory
+                torch.accelerator.empty_cache()
 
 
 def _measure(
@@ -95,7 +100,10 @@ def _measure(
     scale = batch / (graph.batch or batch)
     cuts = Cuts(graph)
     numbers = graph.values_of_numbers(graph.sizes(leaves))
-    values = [_outside_inference(leaf).to(device) for leaf in fresh(graph, leaves)]
+    values = [
+        leaf if leaf.device.type == "cpu" != graph.device.type else leaf.to(device)
+        for leaf in map(_outside_inference, fresh(graph, leaves))
+    ]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
     known: dict[Hashable, tuple[_Times, int]] = {}
     profiles = []

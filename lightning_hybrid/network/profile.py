@@ -35,6 +35,8 @@ class PartitionProfile:
             rest needs; None: counted only, or the backward cannot be split.
         weight_apart_s: likewise of its weight part.
         optimizer_bytes: size of the state that the optimizer keeps; see `Profile.with_optimizer`.
+        bucket_bytes: size of the copies of its gradients that replicas average; see
+            `Profile.averaged`.
     """
 
     name: str
@@ -49,6 +51,7 @@ class PartitionProfile:
     input_apart_s: float | None
     weight_apart_s: float | None
     optimizer_bytes: int = 0
+    bucket_bytes: int = 0
 
     @property
     def forward(self) -> float:
@@ -75,12 +78,13 @@ class PartitionProfile:
         return self.input_apart_s, self.weight_apart_s
 
     def memory_bytes(self, in_flight: int) -> int:
-        """Held while it trains: parameters, gradients, optimizer state, activations.
+        """Held while it trains: parameters, gradients, buckets, optimizer state, activations.
 
         Args:
             in_flight: micro-batches that have gone forward and not yet backward.
         """
-        kept = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        gradients = self.gradient_bytes + self.bucket_bytes
+        kept = self.parameter_bytes + gradients + self.optimizer_bytes
         return kept + in_flight * self.activation_bytes
 
 
@@ -117,6 +121,12 @@ class Profile:
             self,
             partitions=tuple(dataclasses.replace(row, optimizer_bytes=size) for row, size in rows),
         )
+
+    def averaged(self) -> Self:
+        """The same where several replicas average their gradients, in copies of them."""
+        rows = self.partitions
+        copies = (dataclasses.replace(row, bucket_bytes=row.gradient_bytes) for row in rows)
+        return dataclasses.replace(self, partitions=tuple(copies))
 
     def to_json(self) -> str:
         """The profile as JSON."""

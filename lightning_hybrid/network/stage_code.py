@@ -51,6 +51,20 @@ class _Nested:
     code: GraphCode
 
 
+@dataclass(frozen=True)
+class _Constant:
+    """A tensor that a graph holds.
+
+    Attributes:
+        tensor: on the CPU.
+        stays: whether it was there where the graph was captured on another device: operations that
+            take lengths or sizes as tensors want them there.
+    """
+
+    tensor: Tensor
+    stays: bool
+
+
 class _Here:
     """Stands for the device of the rank that runs the code."""
 
@@ -247,7 +261,8 @@ def _travelling(value: Any, device: torch.device) -> Any:
         }
         return _Nested(GraphCode.of(value.graph, inside, device))
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        stays = value.device.type == "cpu" != device.type
+        return _Constant(value.detach().cpu(), stays)
     return value
 
 
@@ -271,7 +286,9 @@ def _arrived(value: Any, device: torch.device) -> Any:
                 owner = getattr(owner, part)
             setattr(owner, last, inner)
         return fx.GraphModule(root, graph)
-    return value.to(device) if isinstance(value, Tensor) else value
+    if isinstance(value, _Constant):
+        return value.tensor if value.stays else value.tensor.to(device)
+    return value
 
 
 # ---------------------------------------------------------------- names of functions

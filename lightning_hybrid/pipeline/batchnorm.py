@@ -198,7 +198,7 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """
     count = x.numel() // x.shape[1]
     variance, mean = torch.var_mean(x, _axes(x), correction=0)
-    mine = torch.cat([mean, variance, mean.new_tensor([count])])
+    mine = torch.cat([mean, variance, mean.new_full((1,), count)])
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     work = start(group.allgather, [parts], [mine], peer=ANOTHER_REPLICA)
     wait(work, ANOTHER_REPLICA)

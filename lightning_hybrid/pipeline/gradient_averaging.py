@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.tensors import copy_each
-from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, bytes_of, start, wait
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.tensors import is_deferred
 
@@ -188,8 +188,7 @@ class ReplicaGroup:
         if self._size == 1:
             return
         self.broadcast_buffers()
-        for parameter in self._parameters:
-            _broadcast(self._group, [parameter.detach()])
+        _broadcast(self._group, self._parameters)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -212,7 +211,7 @@ class ReplicaGroup:
                 break
             bucket.fill(1 / self._size)
             work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
-            if self._trace.on:
+            if self._trace.on and bucket.flat.device.type == "cpu":
                 work.get_future().add_done_callback(self._recorder(number))
             self._sent.append(work)
 
@@ -249,9 +248,28 @@ def state_buffers(module: nn.Module) -> list[Tensor]:
 
 
 def _broadcast(group: Group, tensors: Sequence[Tensor]) -> None:
-    works = [start(group.broadcast, [tensor], peer=ANOTHER_REPLICA) for tensor in tensors]
-    for work in works:
-        wait(work, ANOTHER_REPLICA)
+    """Give every rank the numbers of the first, many in one message.
+
+    As bytes, since NCCL takes neither every type nor every order in memory. (Those of large numbers
+    come first, so that all of them lie at multiples of their size.)
+    """
+    waiting: list[Tensor] = []
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
+        if waiting and sum(t.nbytes for t in waiting) + tensor.nbytes > BUCKET_BYTES:
+            _broadcast_together(group, waiting)
+            waiting = []
+        waiting.append(tensor)
+    if waiting:
+        _broadcast_together(group, waiting)
+
+
+def _broadcast_together(group: Group, tensors: Sequence[Tensor]) -> None:
+    flat = torch.cat([bytes_of(tensor.detach().contiguous()) for tensor in tensors])
+    wait(start(group.broadcast, [flat], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+    if group.rank() != 0:
+        for tensor, part in zip(tensors, flat.split([tensor.nbytes for tensor in tensors])):
+            # (autograd need not know: nothing that it keeps is of this step)
+            tensor.data.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_module(module: nn.Module, group: Group) -> None:

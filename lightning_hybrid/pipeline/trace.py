@@ -1,5 +1,8 @@
 """A record of what a rank did when, in the format that ``chrome://tracing`` and Perfetto show.
 
+On CPUs. On a GPU a span is the time in which the host queues the work, and not that of the work
+itself, which ``torch.profiler`` shows; all-reduces are left out there.
+
 Switched on by ``LIGHTNING_HYBRID_TRACE=DIR`` in the environment: each rank then writes
 ``DIR/rank<N>.json`` when its run ends. Off, a span costs one comparison.
 """

@@ -109,12 +109,30 @@ def make_cluster(
         stages=stages,
         speeds=speeds,
         memory_bytes=tuple(
-            # the ranks of a host share its memory
-            amount // sharers if (amount := d.memory_bytes) is not None and d.threads else amount
-            for d, sharers in zip(devices, on_host)
+            _may_take(device, sharers, _communicators(replicas, stages))
+            for device, sharers in zip(devices, on_host)
         ),
         order=order_ranks(speeds, replicas, stages),
     )
+
+
+COMMUNICATOR_BYTES = 100 * 2**20
+"""What a communicator of NCCL takes of a GPU, as its users report. There are none yet where devices
+are asked for their free memory."""
+
+
+def _communicators(replicas: int, stages: int) -> int:
+    """How many a rank has: two for each of its two edges, two with the other replicas."""
+    return (4 if stages > 1 else 0) + (2 if replicas > 1 else 0)
+
+
+def _may_take(device: Device, sharers: int, communicators: int) -> int | None:
+    """What a rank may take of the memory that its device has left."""
+    if device.memory_bytes is None:
+        return None
+    if device.threads:  # the ranks of a host share its memory
+        return device.memory_bytes // sharers
+    return max(0, device.memory_bytes - communicators * COMMUNICATOR_BYTES)
 
 
 def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:

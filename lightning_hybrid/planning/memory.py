@@ -150,8 +150,10 @@ def _spelled(partitions: Sequence[PartitionProfile], held: int) -> str:
     def total(name: str) -> str:
         return gigabytes(sum(getattr(p, f"{name}_bytes") for p in partitions))
 
+    buckets = f"{total('bucket')} to average them, " if partitions[0].bucket_bytes else ""
     return (
         f"{gigabytes(sum(p.memory_bytes(held) for p in partitions))} (parameters "
-        f"{total('parameter')}, gradients {total('gradient')}, optimizer {total('optimizer')}, "
+        f"{total('parameter')}, gradients {total('gradient')}, {buckets}"
+        f"optimizer {total('optimizer')}, "
         f"activations {total('activation')} for each of {held} micro-batches held)"
     )

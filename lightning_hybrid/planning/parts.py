@@ -65,6 +65,11 @@ class Parts:
             weight_part_s=self.weight_part_s,
         )
 
+    def averaged(self) -> "Parts":
+        """The same where several replicas average their gradients, in copies of them."""
+        kept = zip(self.kept_bytes, self.gradient_bytes)
+        return replace(self, kept_bytes=tuple(size + copy for size, copy in kept))
+
     def scaled(self, share: float) -> "Parts":
         """An estimate for a micro-batch of this share of the samples."""
         names = ("forward_s", "backward_s", "cut_bytes", "activation_bytes")

@@ -138,6 +138,7 @@ def make_plan(
     )
     if optimizers is not None and profile.is_measured:
         profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
+        profile = profile if replicas == 1 else profile.averaged()
     room = partial(
         _memory,
         profile,

@@ -188,8 +188,8 @@ def measure_links(mesh: Mesh, cluster: Cluster, device: torch.device) -> Cluster
     All ranks call it together.
 
     The best of a few times counts, since a busy machine only ever makes one longer, and a power
-    of two at that, so that a plan does not change from run to run. Over gloo only: NCCL makes a
-    communicator at the first use of a link, in an order that all neighbours must agree on.
+    of two at that, so that a plan does not change from run to run. Over gloo only: transfers of
+    NCCL end on the device, for which nobody waits here.
     """
     if mesh.coordinates.ranks_per_replica == 1:
         return cluster

@@ -114,7 +114,7 @@ def join(
     Args:
         everyone: all ranks.
         coordinates: this rank.
-        backend: ``"gloo"`` or ``"nccl"``, for tensors between stages and between replicas.
+        backend: for tensors between stages and between replicas, as ``process_group_backend``.
         timeout: of those tensors' links.
         device: of this rank.
         survey: looks at the devices of all ranks, and may give ranks other coordinates.

@@ -20,15 +20,21 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 def gradient_norms(
     optimizer: Optimizer, names: Mapping[int, str], order: float = 2.0
 ) -> dict[str, Tensor]:
-    """Norm of each gradient that this rank has, by parameter name, on the CPU."""
-    return {
+    """Norm of each gradient that this rank has, by parameter name, on the CPU.
+
+    They come from a GPU in one copy, for which the host waits once.
+    """
+    norms = {
         names.get(id(parameter), f"unnamed{id(parameter)}"): torch.linalg.vector_norm(
             parameter.grad, order
-        ).cpu()
+        )
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.grad is not None
     }
+    device = next((norm.device for norm in norms.values()), None)
+    together = [norm.to(device) for norm in norms.values()]
+    return dict(zip(norms, torch.stack(together).cpu().unbind() if together else ()))
 
 
 def clip_factor(

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from nccl_rules import StrictReplica
 from pipelines import ALONE, CPU
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.in_memory import MemoryReplica
 from lightning_hybrid.network import Capture, NetworkGraph, cut, make_stages, network_partitions
 from lightning_hybrid.network.stage_check import run
 from lightning_hybrid.network.watched_calls import own_forward
@@ -123,7 +123,7 @@ class Ranks:
         batches: Batches | None = None,
     ) -> None:
         self.model = model
-        self.ranks = MemoryReplica(workers + 1, timeout_s)
+        self.ranks = StrictReplica(workers + 1, timeout_s)
         self.modules = {rank: deepcopy(model) for rank in range(1, workers + 1)}
         self.results: dict[int, Any] = {}
         self.workers = {

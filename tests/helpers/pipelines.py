@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from nccl_rules import StrictReplica
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.call_key import CallKey, Precision
-from lightning_hybrid.comm.in_memory import MemoryReplica
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.tensor_specs import TensorSpec
@@ -49,6 +49,8 @@ class Pipeline:
         timeout_s: how long a rank waits for another one.
         schedule: its name.
         split: numbers of the stages whose backward is split.
+        device: of the stages; ``meta`` stands for one that is not the CPU, and whose numbers no
+            host can read.
 
     Attributes:
         replica: its ranks.
@@ -64,29 +66,32 @@ class Pipeline:
         *,
         schedule: str = "gpipe",
         split: Sequence[int] = (),
+        device: torch.device = CPU,
     ) -> None:
-        self.replica = MemoryReplica(max(devices) + 1, timeout_s)
+        self.replica = StrictReplica(max(devices) + 1, timeout_s, device)
         self.engines: dict[int, Engine] = {}
         self.errors: dict[int, Exception] = {}
         self._traffic: dict[CallKey, dict[int, list[Traffic]]] = {}
         self._numbers = 0
-        for device in sorted(set(devices)):
-            own: Any = {n: stages[n] for n, owner in enumerate(devices) if owner == device}
-            self.engines[device] = Engine(
+        for rank in sorted(set(devices)):
+            own: Any = {n: stages[n] for n, owner in enumerate(devices) if owner == rank}
+            self.engines[rank] = Engine(
                 own,
                 devices,
-                self.replica.lines[device].coordinates,
-                link_stages(self.replica.lines[device], devices, CPU),
-                ReplicaGroup([], [], ALONE, Trace(device, "")),
-                CPU,
+                self.replica.lines[rank].coordinates,
+                link_stages(self.replica.lines[rank], devices, device),
+                ReplicaGroup([], [], ALONE, Trace(rank, "")),
+                device,
                 schedule,
                 0,
-                Trace(device, ""),
+                Trace(rank, ""),
                 StageOptions(),
                 split,
             )
 
-    def open(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Call]:
+    def open(
+        self, parts: Sequence[Sequence[Tensor]], *, uses_rng: bool = False
+    ) -> dict[int, Call]:
         """A call with these inputs per micro-batch, on each rank."""
         specs = tuple(tuple(TensorSpec.of(value) for value in part) for part in parts)
         numbers = tuple(() for _ in parts)
@@ -98,7 +103,7 @@ class Pipeline:
         self._numbers += 1
         return {
             device: Call(
-                self._numbers, 0, key, exchange, False, known[device], [{} for _ in engine.owned]
+                self._numbers, 0, key, exchange, uses_rng, known[device], [{} for _ in engine.owned]
             )
             for device, engine in self.engines.items()
         }

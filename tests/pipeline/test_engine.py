@@ -1,5 +1,6 @@
 """A pipeline of two to four stages in one process: its numbers, and what happens when one fails."""
 
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,8 +18,8 @@ from pipelines import (
 )
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.transport import ConnectionLost
-from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.comm.transport import ConnectionLost, start
+from lightning_hybrid.errors import HybridError, RemoteError
 
 
 @pytest.mark.parametrize("devices", PLACEMENTS)
@@ -124,3 +125,83 @@ def test_a_rank_that_does_not_answer_is_late() -> None:
     with pytest.raises(ConnectionLost, match="rank 1") as found:
         pipeline.engines[0].forward(calls[0], parts)
     assert found.value.late
+
+
+META = torch.device("meta")
+
+
+class Companion(nn.Module):
+    """A stage that passes a tensor beside its activations: its own, or what it was given."""
+
+    checkpointed = False
+
+    def __init__(self, make: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.layer, self.make = nn.Linear(4, 4, dtype=torch.float64, device=META), make
+        self.seen: list[Tensor] = []
+
+    def forward(self, values: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        first, *others = values
+        self.seen += others
+        first = nn.functional.dropout(self.layer(first))
+        return [first, *([self.make(first)] if self.make else others)]
+
+
+@pytest.mark.parametrize("devices", PLACEMENTS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda x: torch.arange(3), id="lengths on the CPU"),
+        pytest.param(lambda x: torch.rand(3), id="drawn on the CPU"),
+        pytest.param(lambda x: x.detach().to(torch.int16), id="int16"),
+        pytest.param(lambda x: x.detach().to(torch.complex64), id="complex"),
+        pytest.param(lambda x: x.t()[1:], id="in another order"),
+        pytest.param(lambda x: x[:0], id="empty"),
+    ],
+)
+def test_on_another_device_what_nccl_refuses_passes_every_stage(
+    devices: tuple[int, ...], make: Callable[[Tensor], Tensor]
+) -> None:
+    """States of generators too. The numbers of this device no host can have read."""
+    stages = [Companion(make), *(Companion() for _ in devices[1:])]
+    pipeline = Pipeline(stages, devices, device=META)
+    parts = [[torch.empty(2, 4, dtype=torch.float64, device=META)] for _ in range(3)]
+    for _ in range(2):
+        calls = pipeline.open(parts, uses_rng=True)
+        outputs = pipeline.forward(calls, parts)
+        pipeline.backward(calls, [[2 * first.detach(), None] for first, _ in outputs])
+    sent = make(outputs[0][0])
+    for stage in stages[1:]:
+        assert {(value.device, value.dtype, value.shape) for value in stage.seen} == {
+            (sent.device, sent.dtype, sent.shape)
+        }
+        assert stage.layer.weight.grad is not None
+    seen = [stage.seen for stage in stages[1:]]
+    if sent.device.type == "cpu":
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen[0], seen[-1]))
+        assert torch.equal(seen[0][0], sent) or sent.is_floating_point()
+
+
+def test_a_tensor_that_the_backend_refuses_ends_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("Tensors must be CUDA and dense")
+
+    pipeline, parts = Pipeline(chain(3), (1, 2, 0), timeout_s=60), slices()
+    wire = pipeline.engines[1].owned[0].links.next._out  # type: ignore[attr-defined]
+    monkeypatch.setattr(wire, "send", lambda tensor: start(refuse, [tensor], peer=wire.peer))
+    calls = pipeline.open(parts)
+
+    def rank(device: int) -> None:
+        try:
+            pipeline.engines[device].forward(calls[device], () if device else parts)
+        except RuntimeError:
+            pipeline.replica.kill(device)  # it leaves, as `World.leave` does
+            raise
+
+    with pytest.raises(RuntimeError):
+        pipeline.together(rank)
+    error = pipeline.errors[1]
+    assert type(error) is HybridError
+    for word in ("rank 2", "Tensors must be CUDA and dense", "torch.uint8 of shape", "on cpu"):
+        assert word in str(error)
+    assert {*pipeline.errors} == {0, 1, 2}
