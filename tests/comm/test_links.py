@@ -1,15 +1,19 @@
 """What a stage may count on of the link to its neighbour, over gloo, in memory and on one rank."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from ranks import together
+from nccl_rules import StrictWire
+from ranks import NAMES, together
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.in_memory import MemoryWire
 from lightning_hybrid.comm.links import Link, LocalLink, PeerLink
 from lightning_hybrid.comm.messages import Answer, Header, Pattern, Status
 from lightning_hybrid.comm.tensor_specs import TensorSpec
@@ -17,7 +21,7 @@ from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.errors import HybridError
 
 Wires = Callable[..., Any]
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 SPEC = TensorSpec((2,), torch.float32)
 FAILURE = Failure.of(ValueError("on purpose"), "rank 1")
 
@@ -28,6 +32,57 @@ def link(ranks: Any) -> tuple[Link, Link]:
         PeerLink(Channel(words[0]), along[0], against[0], host[0], CPU),
         PeerLink(Channel(words[1]), against[1], along[1], host[1], CPU),
     )
+
+
+def strict_link(device: torch.device) -> tuple[Link, Link]:
+    """Between two ranks whose stages are on that device, over wires with NCCL's rules."""
+    words, host = (MemoryWire.pair(NAMES) for _ in range(2))
+    along, against = (StrictWire.pair(MemoryWire.pair(NAMES), 30, device) for _ in range(2))
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    for sender, receiver in (along, against[::-1]):  # as where the mesh is made
+        together(partial(sender.send, byte), partial(receiver.receive, byte))
+    return (
+        PeerLink(Channel(words[0]), along[0], against[0], host[0], device),
+        PeerLink(Channel(words[1]), against[1], along[1], host[1], device),
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).to(torch.int16).view(2, 3),
+        torch.view_as_complex(torch.rand(3, 2)),
+        torch.rand(4, 3).t(),
+        torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor(3.5, dtype=torch.float16),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",
+)
+def test_numbers_of_every_type_and_order_pass_where_nccl_carries_them(tensor: Tensor) -> None:
+    here, there = strict_link(CPU)
+    specs = [TensorSpec.of(tensor), SPEC]
+    for a, b in ((here, there), (there, here)):
+        a.send([tensor, torch.ones(2)], specs)
+        found, after = b.post(specs).wait()
+        a.flush()
+        assert torch.equal(found, tensor)
+        assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+        assert after.tolist() == [1, 1]
+
+
+def test_what_is_on_the_cpu_goes_past_the_wires_of_another_device_and_stays_there() -> None:
+    here, there = strict_link(META)
+    sent = [torch.ones(2, device=META), torch.get_rng_state(), torch.tensor([3, 1])]
+    specs = [TensorSpec.of(tensor) for tensor in sent]
+    here.send(sent, specs)
+    found = there.post(specs).wait()
+    here.flush()
+    assert [tensor.device for tensor in found] == [META, CPU, CPU]
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], sent[1:]))
+    zeros = [spec.zeros(META) for spec in specs]  # what a rank sends that has failed
+    assert [tensor.device for tensor in zeros] == [META, CPU, CPU]
 
 
 def message(number: int) -> list[torch.Tensor]:

@@ -7,19 +7,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nccl_rules import USUAL, strict
 from ranks import together
 
+from lightning_hybrid.comm import mesh as module
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.mesh import Mesh, make_world
+from lightning_hybrid.comm.mesh import Mesh, backend_on, make_world
 from lightning_hybrid.comm.messages import Answer, Message, Status
 from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.comm.tensor_specs import TensorSpec
-from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.comm.transport import ConnectionLost, start
+from lightning_hybrid.errors import PlanError, RemoteError
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((1,), torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _rules_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "make_group", strict(USUAL))
 
 
 @pytest.fixture
@@ -106,3 +114,71 @@ def test_ranks_with_the_same_stages_share_a_group(meshes: Any) -> None:
     )
     assert [value.item() for value in values] == [2, 4, 2, 4]
     assert [mesh.drivers is not None for mesh in ranks] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("devices", [(1, 2, 0), (1, 2, 1, 0), (0, 1, 2, 0), (2, 0, 1, 2, 1, 0)])
+def test_edges_have_met_where_they_are_made_and_nobody_waits_in_a_pass(
+    meshes: Any, devices: tuple[int, ...]
+) -> None:
+    """NCCL's first operation on an edge waits for the other end: here this one comes alone."""
+    ranks = meshes(1, 3)
+    found = together(*(lambda m=mesh: link_stages(m, devices, CPU) for mesh in ranks))
+    links = {stage: both for of_rank in found for stage, both in of_rank.items()}
+    sent = [torch.tensor([1.0])]
+    for stage in range(len(devices)):
+        links[stage].next.send(sent, [SPEC])
+        links[stage].previous.send(sent, [SPEC])
+    for stage in range(len(devices)):
+        assert links[stage].previous.post([SPEC]).wait() == sent
+        assert links[stage].next.post([SPEC]).wait() == sent
+
+
+def test_what_waits_on_the_device_can_be_ended_and_says_who_is_lost(meshes: Any) -> None:
+    driver, worker = meshes(1, 2)
+    wires = driver.wires((1, 0))
+    lost = ConnectionLost("Lost rank 1. It is gone", "rank 1")
+    driver.abort(lost)
+    for act in (
+        lambda: wires[0].activations.receive(torch.empty(1)),
+        lambda: wires[1].activations.send(torch.empty(1)),
+        lambda: start(lambda: driver.data_parallel.allreduce([torch.ones(1)]), peer="a rank"),
+    ):
+        with pytest.raises(ConnectionLost) as found:
+            act()
+        assert found.value is lost
+    driver.channel(1).send(Check())  # words still pass
+    worker.channel(0).receive(Check)
+
+
+def test_a_rank_that_leaves_wakes_who_waits_for_its_tensors(meshes: Any) -> None:
+    driver, worker = meshes(1, 2)
+    arriving = driver.wires((1, 0))[0].activations.receive(torch.empty(1))
+    worker.leave()
+    with pytest.raises(ConnectionLost, match="rank 1"):
+        arriving.wait()
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "backend"),
+    [
+        ("cpu", "gloo", "gloo"),
+        ("cuda", "nccl", "nccl"),
+        ("cuda", "cpu:gloo,cuda:nccl", "nccl"),
+        ("cpu", "cpu:gloo, CUDA:NCCL", "gloo"),
+    ],
+)
+def test_backends_may_be_named_for_each_kind_of_device(
+    device: str, name: str, backend: str
+) -> None:
+    assert backend_on(torch.device(device), name) == backend
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("cuda", "gloo"), ("cuda", "cpu:gloo"), ("cpu", "mpi"), ("cpu", "nccl"), ("xpu", "xccl")],
+)
+def test_a_backend_that_carries_no_tensors_of_the_device_is_refused_by_name(
+    device: str, name: str
+) -> None:
+    with pytest.raises(PlanError, match=f"process_group_backend='{name}' names .* '{device}'"):
+        backend_on(torch.device(device), name)

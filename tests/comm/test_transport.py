@@ -9,6 +9,7 @@ from ranks import together
 from torch._C._profiler import _ExperimentalConfig
 
 from lightning_hybrid.comm.transport import ConnectionLost, connection_lost, start
+from lightning_hybrid.errors import HybridError
 
 Wires = Callable[..., Any]
 SHORT_S = 0.2
@@ -107,6 +108,19 @@ def test_an_error_in_a_collective_names_no_peer() -> None:
     assert lost.peer is None
     assert "Broken pipe" in str(lost)
     assert "#0" not in str(lost)
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_a_tensor_that_a_backend_refuses_is_named_and_no_peer_is_lost(
+    kind: type[Exception],
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise kind("Tensors must be CUDA and dense")
+
+    with pytest.raises(HybridError, match="rank 1: Tensors must be CUDA") as found:
+        start(refuse, [torch.zeros(2, 3, dtype=torch.int16)], peer="rank 1")
+    assert "torch.int16 of shape (2, 3) on cpu" in str(found.value)
+    assert not isinstance(found.value, ConnectionLost)
 
 
 @pytest.mark.parametrize("all_threads", [False, True])

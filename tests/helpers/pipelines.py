@@ -89,9 +89,7 @@ class Pipeline:
                 split,
             )
 
-    def open(
-        self, parts: Sequence[Sequence[Tensor]], *, uses_rng: bool = False
-    ) -> dict[int, Call]:
+    def open(self, parts: Sequence[Sequence[Tensor]], *, uses_rng: bool = False) -> dict[int, Call]:
         """A call with these inputs per micro-batch, on each rank."""
         specs = tuple(tuple(TensorSpec.of(value) for value in part) for part in parts)
         numbers = tuple(() for _ in parts)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from nccl_rules import StrictGroup
 from ranks import gloo_groups, together
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.comm.mesh import GroupHandle
@@ -27,7 +29,7 @@ NOBODY: Any = SimpleNamespace(size=lambda: 2)  # a collective with it would be a
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[list[Any]]:
-    handles = [GroupHandle(group) for group in gloo_groups(30)]
+    handles = [GroupHandle(StrictGroup(group)) for group in gloo_groups(30)]
     yield handles
     for handle in handles:
         handle.close()
@@ -183,6 +185,27 @@ def test_of_half_precision_the_statistics_are_taken_in_float32(groups: list[Any]
     assert parts[0].grad.dtype == torch.bfloat16
     torch.testing.assert_close(torch.cat(found), expected.bfloat16(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(layers[0].running_var, reference.running_var)
+
+
+class NoHost(TorchFunctionMode):
+    """Complains where a device would wait for numbers of the host, or the host for the device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        assert func not in (torch.tensor, Tensor.new_tensor, Tensor.cpu, Tensor.item), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_host_waits_for_a_device_in_it(groups: list[Any]) -> None:
+    layers = [layer(nn.BatchNorm1d(3)) for _ in range(2)]
+    parts = batches((3,))
+
+    def rank(number: int) -> Tensor:
+        with NoHost(), Synchronised(groups[number]):
+            return step(layers[number], parts[number], 0)
+
+    together(lambda: rank(0), lambda: rank(1))
 
 
 @pytest.mark.parametrize("why", ["evaluation", "paused", "one replica"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nccl_rules import StrictGroup
 from prepared import start_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -36,6 +37,10 @@ class Zoo(nn.Module):
         self.frozen = Parameter(torch.zeros(6), requires_grad=False)
         self.register_buffer("mean", torch.full((3,), float(rank)))
         self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("short", torch.tensor([rank] * 3, dtype=torch.int16))
+        self.register_buffer("flags", torch.tensor([rank == 0, True]))
+        self.register_buffer("turned", torch.full((2, 3), float(rank)).t())
+        self.register_buffer("waves", torch.full((3,), complex(rank, 1)))
         for number, parameter in enumerate(self.everywhere):
             parameter.grad = gradient(rank, number, parameter)
         if rank == 1:
@@ -134,7 +139,8 @@ def work(rank: int, folder: Path) -> None:
         found = {}
         for job in (accumulated, overlapping, broadcast) if rank < size else ():
             prefix = dist.PrefixStore(f"{job.__name__}{size}", store)
-            group = dist.ProcessGroupGloo(prefix, rank, size, timedelta(seconds=60))
+            gloo = dist.ProcessGroupGloo(prefix, rank, size, timedelta(seconds=60))
+            group = StrictGroup(gloo)
             found[job.__name__] = job(rank, group, Zoo(rank))
         torch.save(found, folder / f"size{size}.rank{rank}.pt")
 
@@ -146,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ranks = start_ranks(
         [__file__, str(folder)],
         max(SIZES),
-        env=os.environ | {"PYTHONPATH": ""},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")},
         cwd=folder,
         output=folder / "output.txt",
     )
@@ -225,13 +231,18 @@ def test_buffers_are_those_of_replica_0(ranks: list[dict[str, Any]]) -> None:
         found = rank["accumulated"]["buffers"]
         assert torch.equal(found["mean"], torch.zeros(3))
         assert found["count"] == 0
+        # of types and in an order that NCCL does not take
+        for name, expected in Zoo(0).named_buffers():
+            assert torch.equal(found[name], expected)
+            assert found[name].stride() == expected.stride()
 
 
 def test_a_module_is_broadcast_whole(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for name, tensor in rank["broadcast"].items():
             assert torch.equal(tensor, ranks[0]["broadcast"][name])
-            assert (tensor == (0 if name in ("mean", "count") else 1)).all()
+        for name, _ in Zoo(0).named_parameters():
+            assert (rank["broadcast"][name] == 1).all()
 
 
 if __name__ == "__main__":

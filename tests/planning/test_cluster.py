@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import (
+    COMMUNICATOR_BYTES,
     Device,
     given_speeds,
     make_cluster,
@@ -130,7 +131,12 @@ def test_a_cluster_has_the_speed_and_the_memory_of_the_least_of_the_replicas() -
 
 
 def test_the_memory_of_gpus_is_not_shared_and_may_be_unknown() -> None:
-    assert make_cluster(gpus(1, 1), 1, 2, None).memory_limits == (80, 80)
+    large = [replace(device, memory_bytes=80 * 2**30) for device in gpus(1, 1, 1, 1)]
+    # NCCL's communicators come later: two on each of two edges, two with the other replicas
+    chain, both = make_cluster(large[:2], 1, 2, None), make_cluster(large, 2, 2, None)
+    assert chain.memory_limits == (80 * 2**30 - 4 * COMMUNICATOR_BYTES,) * 2
+    assert both.memory_limits == (80 * 2**30 - 6 * COMMUNICATOR_BYTES,) * 2
+    assert make_cluster(large[:1], 1, 1, None).memory_limits == (80 * 2**30,)
     unknown = [Device(host="a", name="cpu", memory_bytes=None, threads=1)] * 2
     assert make_cluster(unknown, 1, 2, [1, 1]).memory_limits is None
 

@@ -122,3 +122,11 @@ def test_what_is_placed_already_is_taken_from_the_devices() -> None:
     # the inputs of three micro-batches are kept where activations are computed again
     assert remaining([5 * GB, 4 * GB], [replace(plan, recompute=True)]) == (GB, 0)
     assert remaining(None, [plan]) is None
+
+
+def test_replicas_hold_their_gradients_a_second_time_to_average_them() -> None:
+    found, needed = profile()
+    averaged = found.averaged()
+    assert [row.memory_bytes(2) for row in averaged.partitions] == [n + GB for n in needed]
+    with pytest.raises(PlanError, match="gradients 1 GB, 1 GB to average them, optimizer 2 GB"):
+        check_memory(averaged, [7 * GB, 11 * GB], [8 * GB, 9 * GB], 2)

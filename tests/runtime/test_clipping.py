@@ -1,10 +1,12 @@
 """The factor of parts that are measured apart is that of torch for the whole."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 
@@ -62,3 +64,22 @@ def test_gradients_come_in_the_order_of_the_groups() -> None:
     ]
     found = gradients_of(torch.optim.SGD(groups, lr=1.0))
     assert [gradient.item() for gradient in found] == [3, 0, 1]
+
+
+class Copies(TorchFunctionMode):
+    """Counts what the host may wait for a device in."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func in (Tensor.cpu, Tensor.item, Tensor.tolist, Tensor.numpy)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norms_come_from_the_device_in_one_copy() -> None:
+    net = network()
+    with Copies() as copies:
+        norms_of_ranks(net, 1, 2.0)
+    assert copies.count == 1
