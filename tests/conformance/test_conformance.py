@@ -48,6 +48,7 @@ class TestControl(Conformance):
 class _Hybrid(Conformance):
     refusals = (NetworkError, PlanError)
     settled = True
+    strategy: ClassVar[type[HybridGabraStrategy]] = HybridGabraStrategy
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> HybridGabraStrategy:
@@ -57,7 +58,7 @@ class _Hybrid(Conformance):
             "num_microbatches": row.microbatches,
             "allocation": row.cuts.get(cls.stages),
         }
-        return HybridGabraStrategy(**{**defaults, **row.arguments})
+        return cls.strategy(**{**defaults, **row.arguments})
 
 
 class TestTwoStages(_Hybrid):
