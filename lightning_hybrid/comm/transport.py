@@ -132,7 +132,7 @@ def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
         raise HybridError(
             f"The backend has refused a transfer between this rank and {peer}: {error} "
             f"({', '.join(sent)}). This is an error in lightning_hybrid."
-        ) from error
+        ) from None
     return work
 
 

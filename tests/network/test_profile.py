@@ -1,5 +1,7 @@
 import itertools
 import sys
+from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ from capturing import graph_of
 from torch import Tensor, nn
 
 from lightning_hybrid.network import NetworkGraph, Profile, count, measure, network_partitions
+
+# (the package has a function of that name)
+measure_module = import_module("lightning_hybrid.network.measure")
 
 
 def test_counted_profile_has_the_loads_of_the_partitions() -> None:
@@ -233,3 +238,22 @@ def test_a_network_without_a_derivative_is_measured_forward() -> None:
     assert all(p.forward_s for p in profile.partitions)
     # what one operation does cannot be timed backward, and is taken to be as long
     assert any(p.backward_weight_s == p.forward_s for p in profile.partitions)
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_what_was_measured_on_an_accelerator_leaves_its_memory_to_the_stages(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    emptied: list[bool] = []
+
+    def measured(*_: Any) -> None:
+        assert not emptied
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(measure_module, "_measure", measured)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(True))
+    graph: Any = None
+    with pytest.raises(error) if error else nullcontext():
+        measure_module.measure(graph, [], [], device=torch.device("meta"))
+    assert emptied == [True]

@@ -2,6 +2,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,9 +23,10 @@ from capturing import Staged, captured, everywhere, graph_of, outputs_and_gradie
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import Stage, cut, make_stages, network_partitions
+from lightning_hybrid.network import NetworkGraph, Stage, cut, make_stages, network_partitions
 from lightning_hybrid.network.stage import cut_at
 from lightning_hybrid.network.stage_check import run
+from lightning_hybrid.network.stage_code import GraphCode
 
 CPU = torch.device("cpu")
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -207,3 +209,27 @@ def test_a_compiled_stage_keeps_its_numbers(
     for stage in chain:
         stage.compile_code()
     assert same(outputs_and_gradients(network, lambda y: run(found.graph, chain, [y]), x), expected)
+
+
+META = torch.device("meta")
+
+
+def test_a_network_that_is_given_lengths_on_the_cpu_first_is_on_its_device() -> None:
+    graph = torch.fx.Graph()
+    for name, value in (("lengths", torch.ones(2)), ("x", torch.empty(2, device=META))):
+        graph.placeholder(name).meta["example_value"] = value
+    captured: Any = SimpleNamespace(place=dict.fromkeys(graph.nodes, 0))
+    assert NetworkGraph.device.fget(captured) == META  # type: ignore[attr-defined]
+
+
+def test_constants_of_a_stage_go_to_its_device_or_stay_on_the_cpu() -> None:
+    graph = torch.fx.Graph()
+    graph.output([graph.get_attr(name) for name in ("moves", "stays")])
+    values = {"moves": torch.arange(3), "stays": torch.arange(3)}
+    code = GraphCode.of(graph, values, CPU)
+    assert [value.device for value in code.function(META)()] == [META, META]
+    meta = values | {"moves": torch.empty(3, device=META)}
+    with pytest.MonkeyPatch.context() as patch:  # this device has no numbers to travel
+        patch.setattr(torch.Tensor, "cpu", lambda value: torch.zeros(value.shape))
+        code = GraphCode.of(graph, meta, META)
+    assert [value.device for value in code.function(META)()] == [META, CPU]

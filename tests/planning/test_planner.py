@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import network_partitions
+from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.cluster import Device, make_cluster
 from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.plan import Plan
@@ -17,6 +18,12 @@ from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.planning.rates import Rates
 
 MICROBATCHES = 8
+
+
+@pytest.fixture(autouse=True)
+def _no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices have what these tests say."""
+    monkeypatch.setattr(cluster, "COMMUNICATOR_BYTES", 0)
 
 
 def planned(

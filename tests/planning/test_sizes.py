@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.chosen_sizes import Sizes
 from lightning_hybrid.planning.cluster import Device
 from lightning_hybrid.planning.parts import Parts
@@ -13,6 +14,12 @@ from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.sizes import Machine, Search, choose
 
 MS, MB = 1e-3, 1e6
+
+
+@pytest.fixture(autouse=True)
+def _no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices have what these tests say."""
+    monkeypatch.setattr(cluster, "COMMUNICATOR_BYTES", 0)
 
 
 def machine(devices: int = 2, **changes: Any) -> Machine:
@@ -188,8 +195,9 @@ def test_two_networks_are_two_times_and_a_small_one_stays_on_the_driver() -> Non
 
 
 def test_several_networks_share_the_memory_of_the_devices() -> None:
-    one = layers(4, 25 * MS, 5 * MB, 0.1 * MB)  # 80 MB of weights, gradients and optimizer
-    devices = tuple(replace(d, memory_bytes=100 * 10**6) for d in machine().devices)
+    # 80 MB of weights, gradients and optimizer, and 20 MB to average gradients of replicas
+    one = layers(4, 25 * MS, 5 * MB, 0.1 * MB)
+    devices = tuple(replace(d, memory_bytes=110 * 10**6) for d in machine().devices)
     small = replace(machine(), devices=devices)
     assert choose(small, [Network(one)], batch=8).best.sizes.stages == 1
     assert choose(small, [Network(one)] * 2, batch=8).best.sizes.stages == 2
@@ -208,7 +216,9 @@ def test_where_nothing_fits_the_error_has_the_numbers_of_what_would() -> None:
             search=Search(recompute=False),
         )
     text = str(caught.value)
-    assert "with 1 stage, 1 micro-batch, device 0 lacks 0.146 GB (it has 0.1 GB)" in text
+    assert (
+        "with 1 stage, 1 micro-batch, device 0 lacks 0.206 GB (it has 0.1 GB)" in text
+    )  # 2 replicas
     assert "device 0 lacks 0.023 GB (it has 0.1 GB), device 1 lacks 0.023 GB" in text
     assert "3 stages, 1 micro-batch (each on a device with 0.1 GB free)" in text
     assert "on 2 devices with 0.123 GB free" in text

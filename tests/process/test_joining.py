@@ -13,7 +13,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.device_speed import look_at
 from lightning_hybrid.process import joining
-from lightning_hybrid.process.joining import Everyone, Joined, forget, gather, join
+from lightning_hybrid.process.joining import Everyone, Joined, _end, forget, gather, join
 from lightning_hybrid.process.store import Meeting
 
 CPU = torch.device("cpu")
@@ -94,3 +94,12 @@ def test_devices_are_looked_at_once_and_decide_who_stands_where() -> None:
     assert first.cluster is not None
     assert first.mesh.coordinates.order == (0,)
     assert joined().cluster is None
+
+
+def test_at_the_end_of_a_process_its_groups_are_closed() -> None:
+    everyone, mesh = gathered(), joined().mesh
+    _end()
+    for group in (mesh.control, mesh.data_parallel, everyone.world):
+        with pytest.raises(RuntimeError, match="has left the run"):
+            group.size()
+    _end()  # of a process that has joined nobody

@@ -184,6 +184,21 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
 
 
 @pytest.mark.parametrize(
+    ("replicas", "rank"), [(1, 1), *(pytest.param(r, k, marks=slow) for r, k in ((1, 0), (2, 3)))]
+)
+def test_a_transfer_that_the_backend_refuses_ends_all_ranks_and_is_shown_first(
+    start: Start, replicas: int, rank: int
+) -> None:
+    """The peer waits for a tensor that never comes, and hears of it all the same."""
+    fault = {"where": "send", "rank": rank, "step": 7}
+    training, process = start(replicas=replicas, stages=2, fault=fault)
+    output = end(training, process, {process.pid})
+    assert process.returncode
+    assert "HybridError: The backend has refused a transfer" in first_error(output), output
+    assert "this error is on purpose" in first_error(output)
+
+
+@pytest.mark.parametrize(
     ("replicas", "rank"),
     [(1, 0), *(pytest.param(2, rank, marks=slow) for rank in range(4))],
 )

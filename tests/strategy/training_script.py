@@ -249,6 +249,28 @@ def fault(config: dict[str, Any], where: str, step: int) -> None:
         time.sleep(600)
 
 
+def fault_in_a_transfer(config: dict[str, Any]) -> None:
+    """The backend refuses to send a tensor, as NCCL does that is given one of a CPU."""
+    if (config.get("fault") or {}).get("where") != "send":
+        return
+    from lightning_hybrid.comm import mesh
+
+    make_group, count = mesh.make_group, iter(range(10**9))
+
+    def make(store: Any, name: str, *arguments: Any) -> Any:
+        handle: Any = make_group(store, name, *arguments)
+
+        def send(*arguments: Any) -> Any:
+            fault(config, "send", next(count))
+            return handle._group.send(*arguments)
+
+        if name.startswith("activations"):
+            handle.send = send
+        return handle
+
+    mesh.make_group = make
+
+
 def strategy(config: dict[str, Any]) -> Any:
     replicas, stages = config["replicas"], config["stages"]
     if not config["strategy"].startswith("hybrid"):
@@ -363,7 +385,9 @@ def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]
 def main(folder: Path) -> None:
     # a shell starts background jobs with Ctrl-C switched off
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    trainer, seen = train(json.loads((folder / "config.json").read_text()), folder)
+    config = json.loads((folder / "config.json").read_text())
+    fault_in_a_transfer(config)
+    trainer, seen = train(config, folder)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     torch.save(seen, folder / f"rank{environment.global_rank() if environment else 0}.pt")
 
