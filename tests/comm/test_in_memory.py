@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nccl_rules import StrictReplica
 from ranks import together
 
 from lightning_hybrid.comm.in_memory import MemoryReplica, memory_channels
@@ -16,10 +17,13 @@ SPEC = TensorSpec((1,), torch.float32)
 
 
 @pytest.mark.parametrize("devices", [(1, 0), (1, 2, 0), (1, 2, 1, 0), (0, 1, 0)])
-def test_what_goes_round_the_ring_passes_every_stage_in_order(devices: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", [MemoryReplica, StrictReplica])
+def test_what_goes_round_the_ring_passes_every_stage_in_order(
+    devices: tuple[int, ...], kind: type[MemoryReplica]
+) -> None:
     last = len(devices) - 1
     # who drops a link drops what the peer has not taken yet
-    links = [link_stages(each, devices, CPU) for each in MemoryReplica(max(devices) + 1).lines]
+    links = [link_stages(each, devices, CPU) for each in kind(max(devices) + 1).lines]
 
     def rank(device: int) -> list[float]:
         seen = []
