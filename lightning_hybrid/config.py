@@ -32,6 +32,7 @@ class Config:
         plan: the user's; ``None``: one is made.
         log_performance: whether the loggers get step times and the plan.
         gradient_shrinking: what gradients are multiplied with at every cut that they cross.
+        verify: which calls of a network are compared with what its own Python gives.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -45,6 +46,7 @@ class Config:
     plan: Plan | None
     log_performance: bool
     gradient_shrinking: float
+    verify: int | Literal["auto", False]
     chosen: bool = False
 
     @classmethod
@@ -66,6 +68,7 @@ class Config:
         compile_stages: bool = False,
         plan: Plan | str | Path | None = None,
         log_performance: bool = False,
+        verify: int | Literal["auto", False] = "auto",
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -90,6 +93,7 @@ class Config:
             loaded = replace(loaded, recompute=recompute)
         if num_microbatches == "auto" and chosen in STREAMED:
             num_microbatches = 1  # its micro-batches are the batches
+        _check_verify(verify)
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -111,6 +115,7 @@ class Config:
             plan=loaded,
             log_performance=log_performance,
             gradient_shrinking=float(gradient_shrinking),
+            verify=verify,
         )
 
     @property
@@ -211,6 +216,17 @@ def _check_placement(schedule: str, contiguous: bool, allocation: str | list[str
             f"allocation={allocation} are cut points, which give each device one stage, and "
             "contiguous=False lets GABRA give it several. Leave one of them out, or give "
             "plan=Plan(..., devices=...), which says where each stage goes."
+        )
+
+
+def _check_verify(verify: int | str) -> None:
+    """Complain about a choice of calls that is none."""
+    if verify is False or verify == "auto":
+        return
+    if verify is True or not isinstance(verify, int) or verify < 1:
+        raise PlanError(
+            f"verify={verify!r} is none of 'auto' (calls 1, 2, 4, 8, ...), False and a number of "
+            "calls of at least 1."
         )
 
 

@@ -107,6 +107,7 @@ class DriverSession:
             say=rank_zero_info,
             progress=run.progress,
             shared=run.shared,
+            verify=config.verify,
         )
         statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
         try:

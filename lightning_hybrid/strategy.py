@@ -110,6 +110,10 @@ class HybridGabraStrategy(SavingStrategy):
         log_performance: whether the loggers get the time of a step, the throughput, the bubble, the
             speed-up (Eq. 14) and the plan, and `hybrid_runs.csv` a line for `lightning-hybrid
             fit-model`; :mod:`lightning_hybrid.performance_log` defines them.
+        verify: which calls of a network are compared with what its own Python gives on a copy of
+            it, so that a captured value that has changed unseen ends the run and not its numbers:
+            ``"auto"``: calls 1, 2, 4, 8, ... of each kind (with gradients or not, in training mode
+            or not); ``n``: the first call and every ``n``-th after it; ``False``: none.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -146,6 +150,7 @@ class HybridGabraStrategy(SavingStrategy):
         compile_stages: bool = False,
         plan: Plan | str | Path | None = None,
         log_performance: bool = False,
+        verify: int | Literal["auto", False] = "auto",
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -172,6 +177,7 @@ class HybridGabraStrategy(SavingStrategy):
             compile_stages=compile_stages,
             plan=plan,
             log_performance=log_performance,
+            verify=verify,
             seed=seed,
         )
         super().__init__(

@@ -30,6 +30,7 @@ from lightning_hybrid.runtime.logging_later import LoggingLater
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
 from lightning_hybrid.runtime.saved_for_backward import SavedForBackward
+from lightning_hybrid.runtime.verification import Check, Verification
 from lightning_hybrid.tensors import Kind, NoMemory, watched
 
 Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
@@ -65,9 +66,11 @@ class CapturedCalls:
         self._aside, self._kept = aside, kept
         self._options, self._announcements = options, announcements
         self._logging_later = LoggingLater(module)
+        self._verification = Verification(module, driver, options.verify, announcements)
         # of the running call
         self._statistics: AbstractContextManager[Any] = nullcontext()
         self._saved: SavedForBackward | None = None
+        self._check: Check | None = None
 
     def call(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -143,8 +146,12 @@ class CapturedCalls:
         """
         hooks = saved_tensors_hooks()
         saved = None if hooks is None else SavedForBackward(hooks)
-        with self._driver.calls.in_region(checkpointed_region(hooks)):
-            result = self._captured(found, arguments, keywords, saved)
+        region = checkpointed_region(hooks)
+        check = None
+        if region is None or not region[1]:  # what runs again was looked at
+            check = self._verification.begin(found, arguments, keywords)
+        with self._driver.calls.in_region(region):
+            result = self._captured(found, arguments, keywords, saved, check)
         if saved is not None:
             saved.save()
         return result
@@ -155,6 +162,7 @@ class CapturedCalls:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
         saved: SavedForBackward | None,
+        check: Check | None,
     ) -> Any:
         remote = self._driver.remote
         with ExitStack() as stack:
@@ -165,16 +173,25 @@ class CapturedCalls:
             mode = stack.enter_context(without_mode(Synchronised))
             stack.callback(setattr, self, "_statistics", self._statistics)
             stack.callback(setattr, self, "_saved", self._saved)
-            self._statistics, self._saved = mode or nullcontext(), saved
+            stack.callback(setattr, self, "_check", self._check)
+            self._statistics, self._saved, self._check = mode or nullcontext(), saved, check
             stack.enter_context(own_saved_tensors())
             stack.enter_context(backwards_as_ever())
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:
-                return found.capture(arguments, keywords)
-            # its graphs and the Python between them draw from one stream
-            stack.enter_context(self._driver.calls.one_stream())
-            return self._chain(found, arguments, keywords)
+                result = found.capture(arguments, keywords)
+            else:
+                # its graphs and the Python between them draw from one stream
+                stack.enter_context(self._driver.calls.one_stream())
+                if check is not None:
+                    with found.hollow.lifted():
+                        check.begin_chain()
+                result = self._chain(found, arguments, keywords)
+            if check is not None:
+                with found.hollow.lifted(), self._logging_later.unheard():
+                    check.compare(result)
+            return result
 
     def _chain(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -233,6 +250,9 @@ class CapturedCalls:
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
             if call is not None:
+                if self._check is not None and found.whole:
+                    synchronised = isinstance(self._statistics, Synchronised)
+                    self._check.begin(call, values, synchronised=synchronised)
                 return call(values, self._saved)
             with self._statistics:
                 return compute_whole(graph, values)

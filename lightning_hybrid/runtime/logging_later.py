@@ -48,3 +48,12 @@ class LoggingLater:
                     vars(self._module)[name] = value
         for name, args, kwargs in calls:
             getattr(self._module, name)(*args, **kwargs)
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside of such a context, calls are not kept."""
+        count = len(self._kept)
+        try:
+            yield
+        finally:
+            del self._kept[count:]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -67,6 +67,7 @@ class NetworkOptions:
         progress: hears what is being done.
         shared: names of the parameters and buffers of the LightningModule that all ranks have;
             ``None``: of all.
+        verify: which calls are compared with what the network's Python gives; see `Verification`.
     """
 
     names: tuple[str, ...] | None
@@ -78,3 +79,4 @@ class NetworkOptions:
     say: Callable[[str], None]
     progress: Progress
     shared: frozenset[str] | None = None
+    verify: int | Literal["auto", False] = False

@@ -79,8 +79,17 @@ class StepCalls:
     def one_stream(self) -> AbstractContextManager[None]:
         """Inside is one call, whole: this rank draws from the generators that the call has."""
         grad = torch.is_grad_enabled()
-        seed = microbatch_seed(self._seed, self._replica, self.draw_number(grad), 0)
+        draw = self.draw_number(grad)
         self._streams += grad
+        return self.generators_of(draw)
+
+    def generators_of(self, draw: int) -> AbstractContextManager[None]:
+        """Inside, this rank draws what the first micro-batch of a call draws.
+
+        Args:
+            draw: the number of the call.
+        """
+        seed = microbatch_seed(self._seed, self._replica, draw, 0)
         return generators_of_microbatch(seed, self._device)
 
 

@@ -264,6 +264,17 @@ class RemoteTensors:
             for name in names:
                 self.read(self._tensors[Kind.PARAMETER][name])
 
+    def bring(self, prefix: str) -> None:
+        """Have the parameters and buffers of a module here as the owners have them.
+
+        Args:
+            prefix: with which their names begin.
+        """
+        self.flush()
+        with torch.no_grad(), as_they_are():
+            for remotes in self.places.tensors.values():
+                self._fetch([r for name, r in remotes.items() if name.startswith(prefix)])
+
     def state(self, kind: Kind) -> object:
         """Equal as long as neither the owners nor this rank have changed anything."""
         return self._age[kind], self._writes

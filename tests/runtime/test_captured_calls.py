@@ -61,7 +61,7 @@ class Calls:
             say=lambda _, line: self.notes.append(line), captured=lambda _: None
         )
         aside: Any = SimpleNamespace(reason=lambda _: None)
-        options: Any = SimpleNamespace(progress=StartProgress(None))
+        options: Any = SimpleNamespace(progress=StartProgress(None), verify=False)
         nothing: Any = None
         self.calls = CapturedCalls(
             self.module, driver, nothing, self.adopt, aside, self.kept, options, announcements

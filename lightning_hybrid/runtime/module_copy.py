@@ -1,0 +1,240 @@
+"""The network's own Python, run beside a call on a copy of the module, so that little remains.
+
+Parameters are shared with the module (a forward reads them), so that a copy needs no memory for
+them where they are. Buffers, attributes and arguments are copied; code, data sets, loaders and
+optimizers are not. What the forward prints, logs, warns of and draws is swallowed. What it changes
+outside of the module (globals, attributes of classes, files, what a closure has kept) is changed.
+"""
+
+import copy
+import io
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hybrid._torch.modules import is_compiled, tables
+from lightning_hybrid._torch.tensors import as_they_are, version
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.network import plain
+
+Rows = Callable[[Tensor], Tensor]
+"""Chooses some samples of a tensor that has all of a batch."""
+
+
+class RandomStates:
+    """Where the generators of Python and NumPy stand; torch's are those of a micro-batch."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, what is drawn is what was drawn from here on; afterwards they are where they are.
+
+        Those of now, that is: the call has drawn, too.
+        """
+        now = RandomStates()
+        self._set()
+        try:
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+class ModuleCopy:
+    """A module and the arguments of a call, as they are now.
+
+    Args:
+        root: the LightningModule.
+        module: the network, with all of its weights.
+        arguments: of the call.
+        keywords: of the call.
+        batched: the tensors whose first dimension is the batch's, wherever the call finds them.
+        writes: whether the forward changes parameters, so that the copy needs its own.
+
+    Raises:
+        Exception: an object of the module refuses to be copied, in any way it likes.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        module: nn.Module,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        batched: Iterable[Tensor] = (),
+        *,
+        writes: bool = False,
+    ) -> None:
+        self._origin, self._writes = module, writes
+        weights = {id(p): p for p in (*root.parameters(), *module.parameters())}
+        memo: dict[int, Any] = {key: _another(p) if writes else p for key, p in weights.items()}
+        self._weights: list[Any] = [*memo.values()]
+        self._trainers = [_trainer_of(part) for part in module.modules()]
+        held = [vars(part) for part in module.modules()]
+        data = [v for values in held for v in values.values() if isinstance(v, _DATA)]
+        self._shared: dict[int, Any] = {id(v): v for v in (*data, *self._trainers) if v is not None}
+        memo |= self._shared
+        buffers = {id(buffer) for buffer in module.buffers()}
+        rows = {_memory(tensor) for tensor in batched}
+        self._buffers, self._batched = set[int](), set[int]()
+        self._tensors: list[Tensor] = []
+        seen = set[Any]()
+        for _, tensor in tensors_in((arguments, keywords, *held)):
+            if id(tensor) in memo:
+                continue
+            copied = memo[id(tensor)] = _another(tensor)
+            self._tensors.append(copied)
+            if id(tensor) in buffers:
+                self._buffers.add(id(copied))
+            if _memory(tensor) in rows:
+                self._batched.add(id(copied))
+                seen.add(_memory(tensor))
+        self.is_complete = seen == rows
+        """whether all tensors that have a batch are in the copy"""
+        self._made = copy.deepcopy((module, arguments, keywords), memo)
+        self._here: dict[int, Any] = {}
+
+    def missing_bytes(self, device: torch.device) -> int:
+        """Memory that the weights need on a device where they are not."""
+        return sum(p.nbytes for p in self._weights if p.device != device)
+
+    def call(
+        self,
+        device: torch.device,
+        draws: AbstractContextManager[Any],
+        rows: Rows | None = None,
+        *,
+        through: Callable[..., Any] | None = None,
+    ) -> tuple[nn.Module, Any, tuple[Any, ...]]:
+        """Run the module's Python, on a copy of the copy. Nothing is kept for a backward.
+
+        Args:
+            device: where.
+            draws: inside, torch draws what it is to draw.
+            rows: chooses the samples; ``None``: all of them.
+            through: calls the copy otherwise, with its arguments and keywords.
+
+        Returns:
+            The copy, what it has returned, and its arguments after the call.
+        """
+        if self._writes or not self._here:
+            self._here = {id(p): _on(p, device, again=self._writes) for p in self._weights}
+        memo = self._here | self._shared
+        for tensor in self._tensors:
+            chosen = rows if id(tensor) in self._batched else None
+            where = device if id(tensor) in self._buffers else tensor.device
+            memo[id(tensor)] = _another(tensor, where, chosen)
+        module, arguments, keywords = copy.deepcopy(self._made, memo)
+        for part, trainer in zip(module.modules(), self._trainers):
+            if trainer is not None:  # copies of a LightningModule have none
+                part.trainer = trainer
+        weights = [] if self._writes else [*self._here.values()]
+        before = [version(p) for p in weights]
+        with ExitStack() as stack:
+            stack.enter_context(_buffers_kept(self._origin))
+            stack.enter_context(_unheard())
+            if is_compiled(module):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(draws)
+            if through is None:
+                result = module.forward(*arguments, **keywords)
+            else:
+                result = through(module, arguments, keywords)
+        if before != [version(p) for p in weights]:
+            raise RuntimeError("it writes into its parameters")
+        return module, result, (arguments, keywords)
+
+
+_DATA = (Dataset, DataLoader, Optimizer)
+"""What a copy of a module shares with it."""
+
+
+def _trainer_of(part: nn.Module) -> Any:
+    """Lightning's, of a LightningModule that has one."""
+    if not isinstance(getattr(type(part), "trainer", None), property):
+        return None
+    try:
+        return part.trainer
+    except RuntimeError:  # it is not attached
+        return None
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that show the same memory in the same way, whatever their class."""
+    with as_they_are():
+        strided = tensor.layout is torch.strided
+        place = tensor.data_ptr() if strided and tensor.numel() else id(tensor)
+        return place, tuple(tensor.shape), tensor.stride() if strided else None
+
+
+def _another(tensor: Tensor, device: torch.device | None = None, rows: Rows | None = None) -> Any:
+    """An ordinary tensor with the same numbers, in memory of its own."""
+    with as_they_are():
+        value = plain(tensor).detach()
+        wants, leaf = tensor.requires_grad, tensor.is_leaf
+        value = (value if rows is None else rows(value)).to(device or value.device, copy=True)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(value, wants)
+        value = value.requires_grad_(wants)
+        return value if leaf or not wants else value.clone()
+
+
+def _on(parameter: Any, device: torch.device, *, again: bool) -> Any:
+    with as_they_are():
+        if parameter.device == device and not again:
+            return parameter
+        return _another(parameter, device)
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what code that a copy shares with the module (a closure) does to its buffers."""
+    buffers = [b for part in module.modules() for b in tables(part)[1].values() if b is not None]
+    with as_they_are():
+        kept = [(b, b.detach().clone()) for b in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad(), as_they_are():
+            for buffer, value in kept:
+                same = buffer.layout is not torch.strided or torch.equal(buffer, value)
+                # (an evaluation may have filled one with NaN)
+                if not same and not torch.allclose(buffer, value, 0, 0, equal_nan=True):
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Inside, code of the user's prints, warns and keeps tensors for a backward in vain."""
+
+    def keep(_: Tensor) -> None:
+        return None
+
+    def give(_: None) -> Tensor:
+        raise RuntimeError("it runs a backward")
+
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            torch.autograd.graph.saved_tensors_hooks(keep, give),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)

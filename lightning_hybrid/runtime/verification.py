@@ -1,0 +1,409 @@
+"""Whether stages still compute what the network's Python computes: looked at now and then.
+
+TorchDynamo asks at each call whether what its graph depends on has changed, but not of everything
+(docs/how_it_works.md has the list). What it does not ask, a graph holds for ever. And that the
+samples of a batch do not meet is tried on the first batch only. So at calls 1, 2, 4, 8, ... of a
+network that is cut its Python runs once more, on this rank and on a copy
+(:mod:`lightning_hybrid.runtime.module_copy`), and what both return is compared:
+
+* on the whole batch, where results do not depend on how it is split: then samples that meet are
+  seen, too;
+* else (in training with dropout or batch normalisation) on the first micro-batch, with its random
+  numbers. Where it draws, it also runs on the batch, and on one in which other samples stand in the
+  places of all other micro-batches: what comes of the first one must stay what it is.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.network import (
+    Capture,
+    NetworkGraph,
+    compute_whole,
+    own_forward,
+    place_of,
+)
+from lightning_hybrid.pipeline import generators_of_microbatch, random_state, set_random_state
+from lightning_hybrid.runtime.announcements import Announcements
+from lightning_hybrid.runtime.differences import differences, epsilon_of, first_samples
+from lightning_hybrid.runtime.driver import Driver
+from lightning_hybrid.runtime.found_network import FoundNetwork
+from lightning_hybrid.runtime.module_copy import ModuleCopy, RandomStates, Rows
+from lightning_hybrid.runtime.network_call import NetworkCall
+from lightning_hybrid.schedules import STREAMED
+
+Verify = int | Literal["auto", False]
+
+Kind = tuple[str, bool, bool]
+"""Name of a network, whether gradients are recorded, whether it is in training mode."""
+
+
+class Verification:
+    """Decides which calls are looked at.
+
+    Args:
+        root: the LightningModule.
+        driver: of this replica.
+        verify: ``"auto"``: calls 1, 2, 4, 8, ...; a number: the first call, and each that comes so
+            many after the last one; ``False``: none.
+        announcements: tells the user what is not looked at, and why.
+
+    Attributes:
+        root: see above.
+        driver: see above.
+        has_run: in which ways the Python of a kind of calls has run: on the whole batch, or not.
+    """
+
+    def __init__(
+        self, root: nn.Module, driver: Driver, verify: Verify, announcements: Announcements
+    ) -> None:
+        self.root, self.driver, self._verify = root, driver, verify
+        self._announcements = announcements
+        self._counts = Counter[Kind]()
+        self._off = set[Kind]()
+        self.has_run = set[tuple[Kind, bool]]()
+
+    def begin(
+        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> "Check | None":
+        """A call begins. Returns what looks at it, if it is its turn.
+
+        Args:
+            found: the network.
+            arguments: of the call.
+            keywords: of the call.
+        """
+        if self._verify is False:
+            return None
+        kind = found.name, torch.is_grad_enabled(), found.module.training
+        if kind in self._off:
+            return None
+        if found.driven:
+            self._counts[kind] += 1
+        number = self._counts[kind] or 1  # a network that is not cut yet may be so in this call
+        if not self._is_due(number):
+            return None
+        return Check(self, found, kind, number, arguments, keywords)
+
+    def _is_due(self, number: int) -> bool:
+        if self._verify == "auto":
+            return number & (number - 1) == 0
+        return (number - 1) % self._verify == 0
+
+    def count(self, check: "Check") -> None:
+        """A call was one of a network that is cut."""
+        self._counts[check.kind] = check.number
+
+    def give_up(self, check: "Check", reason: str) -> None:
+        """Look no more at calls of a kind, and say why."""
+        _, learns, training = check.kind
+        self._off.add(check.kind)
+        self._announcements.say(
+            check.found, f"is not verified in its calls {_calls(learns, training)}: {reason}."
+        )
+
+
+def _calls(learns: bool, training: bool) -> str:
+    if learns and training:
+        return "in training"
+    return f"{'with' if learns else 'without'} gradients, in {'train' if training else 'eval'} mode"
+
+
+class Check:
+    """Looks at one call.
+
+    Args:
+        verification: decides.
+        found: the network.
+        kind: of the call.
+        number: of the call among those of its kind.
+        arguments: of the call.
+        keywords: of the call.
+    """
+
+    def __init__(
+        self,
+        verification: Verification,
+        found: FoundNetwork,
+        kind: Kind,
+        number: int,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        self._of, self.found, self.kind, self.number = verification, found, kind, number
+        self._driver, self._device = verification.driver, verification.driver.device
+        self._arguments, self._keywords = arguments, keywords
+        self._random = RandomStates()
+        self._copy: ModuleCopy | None = None
+        self._call: NetworkCall | None = None
+        self._states: list[Tensor] = []
+        self._end: list[Tensor] = []
+        self._parts = self._first = 1
+        self._before: dict[str, list[Tensor]] = {}
+
+    # ------------------------------------------------------------------ before the stages run
+
+    def begin_chain(self) -> None:
+        """A chain of graphs is about to be called; it draws from one stream."""
+        self._states = random_state(self._device)
+        self._take((), writes=False)
+
+    def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
+        """The stages of a network are about to run.
+
+        Args:
+            call: calls them.
+            values: the arguments of its graph.
+            synchronised: whether batch statistics are those of all replicas.
+        """
+        self._call, graph = call, call.specialization.graph
+        if self.number == 1:
+            self._of.count(self)
+        schedule = STREAMED.get(call.network.placement.schedule)
+        if schedule is not None and schedule.delayed and torch.is_grad_enabled():
+            self._give_up(f"under schedule={schedule.name!r} stages compute with older weights")
+            return
+        if synchronised and _mixes_samples(self.found.module, graph):
+            self._give_up("its batch statistics are those of all replicas")
+            return
+        self._driver.interrupt()
+        parts, _ = call.specialization.split(graph.bind(values))
+        self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
+        batched = [values[graph.place[leaf.node]] for leaf in graph.leaves if leaf.batched]
+        self._take(batched, writes=graph.writes_parameters)
+
+    def _take(self, batched: Sequence[Tensor], *, writes: bool) -> None:
+        if not self.found.is_materialized:
+            self._give_up("it is made in configure_model, and whole on no rank")
+            return
+        found = self.found
+        self._driver.remote.bring(f"{found.name}." if found.name else "")
+        arguments = self._arguments, self._keywords
+        try:
+            self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
+        except Exception as error:  # an object may refuse to be copied in any way it likes
+            self._give_up(f"it cannot be copied ({_told(error)})")
+            return
+        self._before = _attributes(found.module)
+
+    def _give_up(self, reason: str) -> None:
+        self._copy = None
+        self._of.give_up(self, reason)
+
+    # ------------------------------------------------------------------ after
+
+    def compare(self, result: Any) -> None:
+        """The call is over.
+
+        Args:
+            result: what it has returned.
+
+        Raises:
+            NetworkError: the network's own Python gives something else, or samples meet.
+        """
+        if self._copy is None:
+            return
+        if not self.found.driven:
+            return  # it was too early to cut it
+        if self._call is None and self.number == 1:
+            self._of.count(self)
+        room = _free_bytes(self._device)
+        if room is not None and self._copy.missing_bytes(self._device) > room:
+            self._give_up(
+                "this rank has no room for the weights of the other stages, "
+                f"{self._copy.missing_bytes(self._device)} bytes"
+            )
+            return
+        changed = _changed(self._before, _attributes(self.found.module))
+        theirs = _seen(self.found.module, result, (self._arguments, self._keywords), changed)
+        try:
+            self._compare(theirs, changed)
+        except _Inconclusive as error:
+            self._give_up(str(error))
+
+    def _compare(self, theirs: dict[str, Any], changed: Sequence[str]) -> None:
+        assert self._copy is not None
+        epsilon = epsilon_of((theirs, dict(self.found.module.named_parameters())), self._device)
+        graph = None if self._call is None else self._call.specialization.graph
+        mixes = graph is not None and _mixes_samples(self.found.module, graph)
+        draws = graph is not None and graph.uses_rng
+        if self._parts == 1 or not (mixes or draws):
+            found = differences(theirs, self._python(changed), epsilon)
+            if found and self._parts == 1:
+                raise self._stale(found)
+            if not found:
+                return
+        if not self._copy.is_complete:
+            raise _Inconclusive("a tensor with the size of the batch is none of its arguments")
+        part = self._python(changed, lambda tensor: tensor.narrow(0, 0, self._first))
+        found = differences(theirs, part, epsilon, part=True)
+        if found:
+            raise self._stale(found)
+        if mixes:
+            return
+        whole, end = first_samples(self._python(changed), part), self._end
+        others = first_samples(self._python(changed, self._among_copies), part)
+        if all(map(torch.equal, end, self._end)):  # else what is drawn depends on values
+            found = differences(whole, others, epsilon, bits=True)
+        if found:
+            raise self._meet(found)
+
+    def _among_copies(self, tensor: Tensor) -> Tensor:
+        """Samples of the first micro-batch in the places of all others."""
+        order = torch.arange(len(tensor), device=tensor.device) % self._first
+        return tensor.index_select(0, order)
+
+    def _python(self, changed: Sequence[str], rows: Rows | None = None) -> dict[str, Any]:
+        """What the network's own Python makes of the batch, or of some rows for its samples."""
+        assert self._copy is not None
+        way = self.kind, rows is None
+        try:
+            module, result, given = self._copy.call(self._device, self._draws(), rows)
+        except Exception as error:  # of the user's code, or for lack of memory
+            memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+            if way in self._of.has_run and not memory:
+                raise self._stale([f"its Python raises {_told(error)}"]) from error
+            raise _Inconclusive(
+                f"its Python does not run on a copy of it ({_told(error)})"
+            ) from error
+        self._of.has_run.add(way)
+        return _seen(module, result, given, changed)
+
+    @contextmanager
+    def _draws(self) -> Iterator[None]:
+        """Inside, what is drawn is what the call has drawn, or its first micro-batch."""
+        with self._random.again(), ExitStack() as stack:
+            if self._call is None:
+                stack.enter_context(generators_of_microbatch(None, self._device))
+                set_random_state(self._states, self._device)
+            else:
+                draw = self._call.network.draw
+                stack.enter_context(self._driver.calls.generators_of(draw))
+            yield
+            self._end = random_state(self._device)
+
+    # ------------------------------------------------------------------ what was found
+
+    def _stale(self, found: Sequence[str]) -> NetworkError:
+        return NetworkError(
+            f"{self.found.shown} does not compute in its stages what its Python computes: in call "
+            f"{self.number} {_calls(*self.kind[1:])} {_listed(found)}.{self._cause()} TorchDynamo "
+            "has captured a value that the code reads, and does not see that it has changed (a key "
+            "that a dictionary has got since, the result of functools.cache, os.environ, an "
+            "attribute of a class: docs/how_it_works.md has the list). Give it to forward as an "
+            "argument, or keep it in an attribute of the module; or leave the module that reads it "
+            "uncut: name others (HybridGabraStrategy(network=[...])). verify=False looks no more."
+        )
+
+    def _meet(self, found: Sequence[str]) -> NetworkError:
+        return NetworkError(
+            f"{self.found.shown}: the samples of a batch meet in call {self.number} "
+            f"{_calls(*self.kind[1:])}, and they did not in its first one: with other samples in "
+            f"the other micro-batches {_listed(found)}. In micro-batches the numbers are not those "
+            "of one device. Use HybridGabraStrategy(num_microbatches=1)."
+        )
+
+    def _cause(self) -> str:
+        """The first operation that the network has otherwise if it is captured anew."""
+        if self._copy is None or self._call is None:
+            return ""
+        graphs: list[NetworkGraph] = []
+
+        def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+            graphs.append(graph)
+            return compute_whole(graph, values)
+
+        def captured(module: nn.Module, *given: Any) -> Any:
+            capture = Capture(module, own_forward(module), run)
+            try:
+                return capture(*given)
+            finally:
+                capture.close()
+
+        with suppress(Exception):  # there is an error to tell already
+            self._copy.call(self._device, self._draws(), through=captured)
+        was = self._call.specialization.graph.layers
+        for one, other in zip(was, graphs[0].layers if graphs else ()):
+            if _text(one.node) != _text(other.node):
+                place = place_of(other.node)
+                return (
+                    f" The first operation that it has otherwise now is {other.name!r} of "
+                    f"{f'module {other.module!r}' if other.module else 'its forward'}"
+                    f"{f' ({place})' if place else ''}."
+                )
+        return ""
+
+
+class _Inconclusive(Exception):
+    """Nothing can be said of calls of this kind; the message says why."""
+
+
+def _seen(
+    module: nn.Module, result: Any, given: tuple[Any, ...], changed: Sequence[str]
+) -> dict[str, Any]:
+    """What a call has made: what it returned, what it was given, and attributes that it has set."""
+    now, (arguments, keywords) = _attributes(module), given
+    made: dict[str, Any] = {"output": result, "arguments": arguments, "keywords": keywords}
+    return made | {f"self.{name}": now.get(name) for name in changed}
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
+    """The tensors in attributes of a module and its parts that are no parameters or buffers."""
+    found = {}
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                tensors = [tensor for _, tensor in tensors_in(value)]
+                if tensors:
+                    found[f"{name}.{key}".removeprefix(".")] = tensors
+    return found
+
+
+def _changed(before: dict[str, list[Tensor]], after: dict[str, list[Tensor]]) -> list[str]:
+    return [
+        name
+        for name, tensors in after.items()
+        if [*map(id, tensors)] != [*map(id, before.get(name, ()))]
+    ]
+
+
+def _mixes_samples(module: nn.Module, graph: NetworkGraph) -> bool:
+    """Whether a call takes batch statistics, which are those of a micro-batch by agreement."""
+    norms = (part for part in module.modules() if isinstance(part, BatchNorm))
+    if any(norm.training or norm.running_mean is None for norm in norms):
+        return True
+    return any(
+        node.target is F.batch_norm
+        and node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
+        for node in graph.graph.nodes
+    )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that this rank can still take on its device; ``None``: its host's."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+    return f"{'; '.join(found[:3])}{more}"
+
+
+def _text(node: fx.Node) -> tuple[str, ...]:
+    return str(node.target), str(node.args), str(node.kwargs)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
