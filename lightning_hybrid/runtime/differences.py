@@ -1,5 +1,6 @@
 """What two calls of a network have made, compared: nested results, up to rounding."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ def differences(
     Args:
         found: of one call: tensors and numbers in lists, dictionaries, dataclasses, ...; other
             objects are not looked at.
-        expected: of the other call, in the same structure.
+        expected: of the other call, in the same structure, perhaps on another device.
         epsilon: precision of what both are computed in, as in `torch.finfo`.
         part: ``expected`` is of the first samples only, of which there are as many as its sizes
             say. Numbers may follow from how many there are, and are not compared.
@@ -51,6 +52,11 @@ def first_samples(result: Any, part: Any) -> dict[str, Any]:
     }
 
 
+def numbers_in(result: Any) -> dict[str, Any]:
+    """What is no tensor in a result: numbers, texts, orders."""
+    return {path: v for path, v in _leaves(result) if not isinstance(v, Tensor)}
+
+
 def epsilon_of(found: Any, device: torch.device) -> float:
     """The precision of what a call has computed in, as far as it can be known from here."""
     types = [leaf.dtype for _, leaf in _leaves(found) if isinstance(leaf, Tensor)]
@@ -75,6 +81,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, _PLAIN):
             yield path, value
         return
+    if isinstance(value, OrderedDict):
+        yield f"the order of {path}", str([*value])
     for step, inner in parts:
         yield from _leaves(inner, _after(path, step))
 
@@ -101,7 +109,7 @@ def _difference(
                 f"is of shape {shape} and {one.dtype} and should be of "
                 f"{tuple(other.shape)}{' in its first samples' if part else ''} and {other.dtype}"
             )
-        one, other = _dense(one), _dense(other)
+        one, other = _dense(one), _dense(other).to(one.device)
         if torch.equal(one, other):
             return None
         if not one.is_floating_point():

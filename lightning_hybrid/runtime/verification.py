@@ -34,7 +34,12 @@ from lightning_hybrid.network import (
 )
 from lightning_hybrid.pipeline import generators_of_microbatch, random_state, set_random_state
 from lightning_hybrid.runtime.announcements import Announcements
-from lightning_hybrid.runtime.differences import differences, epsilon_of, first_samples
+from lightning_hybrid.runtime.differences import (
+    differences,
+    epsilon_of,
+    first_samples,
+    numbers_in,
+)
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found_network import FoundNetwork
 from lightning_hybrid.runtime.module_copy import ModuleCopy, RandomStates, Rows
@@ -148,7 +153,6 @@ class Check:
         self._states: list[Tensor] = []
         self._end: list[Tensor] = []
         self._parts = self._first = 1
-        self._before: dict[str, list[Tensor]] = {}
 
     # ------------------------------------------------------------------ before the stages run
 
@@ -193,7 +197,6 @@ class Check:
         except Exception as error:  # an object may refuse to be copied in any way it likes
             self._give_up(f"it cannot be copied ({_told(error)})")
             return
-        self._before = _attributes(found.module)
 
     def _give_up(self, reason: str) -> None:
         self._copy = None
@@ -223,37 +226,38 @@ class Check:
                 f"{self._copy.missing_bytes(self._device)} bytes"
             )
             return
-        changed = _changed(self._before, _attributes(self.found.module))
-        theirs = _seen(self.found.module, result, (self._arguments, self._keywords), changed)
         try:
-            self._compare(theirs, changed)
+            self._compare(self._seen(self.found.module, result, (self._arguments, self._keywords)))
         except _Inconclusive as error:
             self._give_up(str(error))
 
-    def _compare(self, theirs: dict[str, Any], changed: Sequence[str]) -> None:
+    def _compare(self, theirs: dict[str, Any]) -> None:
         assert self._copy is not None
         epsilon = epsilon_of((theirs, dict(self.found.module.named_parameters())), self._device)
         graph = None if self._call is None else self._call.specialization.graph
         mixes = graph is not None and _mixes_samples(self.found.module, graph)
         draws = graph is not None and graph.uses_rng
         if self._parts == 1 or not (mixes or draws):
-            found = differences(theirs, self._python(changed), epsilon)
+            found = differences(theirs, self._python(), epsilon)
             if found and self._parts == 1:
                 raise self._stale(found)
             if not found:
                 return
         if not self._copy.is_complete:
             raise _Inconclusive("a tensor with the size of the batch is none of its arguments")
-        part = self._python(changed, lambda tensor: tensor.narrow(0, 0, self._first))
+        part = self._python(lambda tensor: tensor.narrow(0, 0, self._first))
         found = differences(theirs, part, epsilon, part=True)
         if found:
             raise self._stale(found)
         if mixes:
             return
-        whole, end = first_samples(self._python(changed), part), self._end
-        others = first_samples(self._python(changed, self._among_copies), part)
+        whole, end = self._python(), self._end
+        found = differences(numbers_in(theirs), numbers_in(whole), epsilon)
+        if found:
+            raise self._stale(found)
+        others = first_samples(self._python(self._among_copies), part)
         if all(map(torch.equal, end, self._end)):  # else what is drawn depends on values
-            found = differences(whole, others, epsilon, bits=True)
+            found = differences(first_samples(whole, part), others, epsilon, bits=True)
         if found:
             raise self._meet(found)
 
@@ -262,7 +266,7 @@ class Check:
         order = torch.arange(len(tensor), device=tensor.device) % self._first
         return tensor.index_select(0, order)
 
-    def _python(self, changed: Sequence[str], rows: Rows | None = None) -> dict[str, Any]:
+    def _python(self, rows: Rows | None = None) -> dict[str, Any]:
         """What the network's own Python makes of the batch, or of some rows for its samples."""
         assert self._copy is not None
         way = self.kind, rows is None
@@ -276,7 +280,20 @@ class Check:
                 f"its Python does not run on a copy of it ({_told(error)})"
             ) from error
         self._of.has_run.add(way)
-        return _seen(module, result, given, changed)
+        return self._seen(module, result, given)
+
+    def _seen(self, module: nn.Module, result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
+        """What is there after a call: what it returned, what it was given, and attributes."""
+        arguments, keywords = given
+        made = {"output": result, "arguments": arguments, "keywords": keywords}
+        for name, part in module.named_modules():
+            for key, value in vars(part).items():
+                if key in _OF_ALL_MODULES or isinstance(value, nn.Parameter):
+                    continue
+                # (Python between graphs may note the time)
+                if self.found.whole or any(True for _ in tensors_in(value)):
+                    made[f"self.{name}.{key}" if name else f"self.{key}"] = value
+        return made
 
     @contextmanager
     def _draws(self) -> Iterator[None]:
@@ -347,33 +364,7 @@ class _Inconclusive(Exception):
     """Nothing can be said of calls of this kind; the message says why."""
 
 
-def _seen(
-    module: nn.Module, result: Any, given: tuple[Any, ...], changed: Sequence[str]
-) -> dict[str, Any]:
-    """What a call has made: what it returned, what it was given, and attributes that it has set."""
-    now, (arguments, keywords) = _attributes(module), given
-    made: dict[str, Any] = {"output": result, "arguments": arguments, "keywords": keywords}
-    return made | {f"self.{name}": now.get(name) for name in changed}
-
-
-def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors in attributes of a module and its parts that are no parameters or buffers."""
-    found = {}
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                tensors = [tensor for _, tensor in tensors_in(value)]
-                if tensors:
-                    found[f"{name}.{key}".removeprefix(".")] = tensors
-    return found
-
-
-def _changed(before: dict[str, list[Tensor]], after: dict[str, list[Tensor]]) -> list[str]:
-    return [
-        name
-        for name, tensors in after.items()
-        if [*map(id, tensors)] != [*map(id, before.get(name, ()))]
-    ]
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 def _mixes_samples(module: nn.Module, graph: NetworkGraph) -> bool:

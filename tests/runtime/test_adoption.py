@@ -1,18 +1,15 @@
 """A network is planned and cut at its first call, and again where another graph needs it."""
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from driven import Model, Ranks, batches
+from adopted import Driven
+from driven import batches
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError, PlanError
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.runtime.discovery import Discovery
-from lightning_hybrid.runtime.network_options import NetworkOptions
 
 
 class Chooses(nn.Module):
@@ -44,65 +41,6 @@ class Reverses(Chooses):
         if self.double:
             return self.first(self.second(self.third(x)))
         return super().forward(x)
-
-
-class Driven:
-    """A module whose networks are found and cut, two micro-batches each.
-
-    Args:
-        ranks: makes the ranks.
-        network: the network.
-        workers: how many.
-    """
-
-    def __init__(self, ranks: Any, network: nn.Module, workers: int = 1) -> None:
-        torch.manual_seed(0)
-        self.module = Model(network).double()
-        self.reference = deepcopy(self.module).net
-        self.lines: list[str] = []
-        self.asked: list[bool] = []
-        self.plans: dict[str, Plan] = {}
-        self.ranks: Ranks = ranks(self.module, workers)
-        self.discovery = Discovery(
-            self.module,
-            self.ranks.driver,
-            self.ranks.mesh(0),
-            NetworkOptions(
-                None,
-                2,
-                self.plan,
-                training=True,
-                compiled=False,
-                automatic=False,
-                say=self.lines.append,
-                progress=StartProgress(None),
-            ),
-            self.plans,
-        )
-
-    def plan(self, name: str, graph: Any, partitions: Any, *rest: Any, **how: Any) -> Plan:
-        _, microbatches = rest
-        stages = len(self.ranks.modules) + 1
-        cuts = tuple(partitions[k].name for k in range(1, stages))
-        return Plan(
-            replicas=1, stages=stages, microbatches=microbatches, schedule="gpipe", cuts=cuts
-        )
-
-    def assert_same(self, value: Tensor) -> None:
-        """Outputs and gradients are those of one device."""
-        mine, theirs = self.module.net(value), self.reference(value)
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-        for network, output in ((self.module.net, mine), (self.reference, theirs)):
-            network.zero_grad()
-            output.square().sum().backward()
-        for here, there in zip(self.module.net.parameters(), self.reference.parameters()):
-            torch.testing.assert_close(here.grad, there.grad, rtol=1e-12, atol=1e-12)
-
-    @property
-    def remote(self) -> set[str]:
-        """Names of what workers own."""
-        owned = self.ranks.driver._ownership
-        return {name for rank in self.ranks.modules for name in owned.tensors_of(rank)}
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -1,0 +1,77 @@
+"""A module whose networks are found, planned and cut at their first call, in one process."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from driven import Model, Ranks
+from torch import Tensor, nn
+
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.progress import StartProgress
+from lightning_hybrid.runtime.discovery import Discovery
+from lightning_hybrid.runtime.network_options import NetworkOptions
+from lightning_hybrid.runtime.verification import Verify
+
+
+class Driven:
+    """A module whose networks are found and cut, two micro-batches each.
+
+    Args:
+        ranks: makes the ranks.
+        network: the network.
+        workers: how many.
+        verify: which calls are compared with what the network's Python gives.
+    """
+
+    def __init__(
+        self, ranks: Any, network: nn.Module, workers: int = 1, verify: Verify = False
+    ) -> None:
+        torch.manual_seed(0)
+        self.module = Model(network).double()
+        self.reference = deepcopy(self.module).net
+        self.lines: list[str] = []
+        self.asked: list[bool] = []
+        self.plans: dict[str, Plan] = {}
+        self.ranks: Ranks = ranks(self.module, workers)
+        self.discovery = Discovery(
+            self.module,
+            self.ranks.driver,
+            self.ranks.mesh(0),
+            NetworkOptions(
+                None,
+                2,
+                self.plan,
+                training=True,
+                compiled=False,
+                automatic=False,
+                say=self.lines.append,
+                progress=StartProgress(None),
+                verify=verify,
+            ),
+            self.plans,
+        )
+
+    def plan(self, name: str, graph: Any, partitions: Any, *rest: Any, **how: Any) -> Plan:
+        _, microbatches = rest
+        stages = len(self.ranks.modules) + 1
+        cuts = tuple(partitions[k].name for k in range(1, stages))
+        return Plan(
+            replicas=1, stages=stages, microbatches=microbatches, schedule="gpipe", cuts=cuts
+        )
+
+    def assert_same(self, value: Tensor) -> None:
+        """Outputs and gradients are those of one device."""
+        mine, theirs = self.module.net(value), self.reference(value)
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        for network, output in ((self.module.net, mine), (self.reference, theirs)):
+            network.zero_grad()
+            output.square().sum().backward()
+        for here, there in zip(self.module.net.parameters(), self.reference.parameters()):
+            torch.testing.assert_close(here.grad, there.grad, rtol=1e-12, atol=1e-12)
+
+    @property
+    def remote(self) -> set[str]:
+        """Names of what workers own."""
+        owned = self.ranks.driver._ownership
+        return {name for rank in self.ranks.modules for name in owned.tensors_of(rank)}
