@@ -185,7 +185,7 @@ class CapturedCalls:
                 # its graphs and the Python between them draw from one stream
                 stack.enter_context(self._driver.calls.one_stream())
                 if check is not None:
-                    with found.hollow.lifted():
+                    with found.hollow.lifted(), self._logging_later.unheard():
                         check.begin_chain()
                 result = self._chain(found, arguments, keywords)
             if check is not None:
@@ -252,7 +252,8 @@ class CapturedCalls:
             if call is not None:
                 if self._check is not None and found.whole:
                     synchronised = isinstance(self._statistics, Synchronised)
-                    self._check.begin(call, values, synchronised=synchronised)
+                    with self._logging_later.unheard():
+                        self._check.begin(call, values, synchronised=synchronised)
                 return call(values, self._saved)
             with self._statistics:
                 return compute_whole(graph, values)

@@ -89,7 +89,6 @@ class DrivenNetwork(StagedNetwork):
 
     Attributes:
         leaf: what autograd's graph has in the place of the parameters.
-        draw: the number of the last call, for its random numbers.
         stream: its calls that run ahead.
     """
 
@@ -117,7 +116,7 @@ class DrivenNetwork(StagedNetwork):
         self._specializations = 0
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
-        self._count = self._pattern_count = self.draw = 0
+        self._count = self._pattern_count = 0
         # calls whose outputs were dropped; a finaliser may run anywhere, so it only notes them
         self._dropped: deque[int] = deque()
         # Tells "do parameters want gradients?": not a leaf (torch.autograd.grad refuses those),
@@ -193,7 +192,6 @@ class DrivenNetwork(StagedNetwork):
         else:
             call, key_number = launched.call, launched.command.key
             self._launch(specialization, leaves)
-        self.draw = call.draw
         commits = launched is not None and bool(graph.written)
         if commits:
             self._commands.tell(Commit(self.number, call.number))

@@ -2,8 +2,8 @@
 
 Parameters are shared with the module (a forward reads them), so that a copy needs no memory for
 them where they are. Buffers, attributes and arguments are copied; code, data sets, loaders and
-optimizers are not. What the forward prints, logs, warns of and draws is swallowed. What it changes
-outside of the module (globals, attributes of classes, files, what a closure has kept) is changed.
+optimizers are not. What the forward prints, logs, warns of and draws is swallowed, and what hooks
+keep outside of the module is put back (:mod:`lightning_hybrid.runtime.undone`).
 """
 
 import copy
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid._torch.modules import is_compiled, tables
+from lightning_hybrid._torch.modules import is_compiled
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network import plain
+from lightning_hybrid.runtime.undone import hooks_of, owner_of, undone
 
 Rows = Callable[[Tensor], Tensor]
 """Chooses some samples of a tensor that has all of a batch."""
@@ -78,14 +79,17 @@ class ModuleCopy:
         *,
         writes: bool = False,
     ) -> None:
-        self._origin, self._writes = module, writes
+        self._root, self._origin, self._writes = root, module, writes
         weights = {id(p): p for p in (*root.parameters(), *module.parameters())}
         memo: dict[int, Any] = {key: _another(p) if writes else p for key, p in weights.items()}
         self._weights: list[Any] = [*memo.values()]
         self._trainers = [_trainer_of(part) for part in module.modules()]
         held = [vars(part) for part in module.modules()]
+        inside = {id(part) for part in module.modules()}
         data = [v for values in held for v in values.values() if isinstance(v, _DATA)]
-        self._shared: dict[int, Any] = {id(v): v for v in (*data, *self._trainers) if v is not None}
+        owners = [o for o in map(owner_of, hooks_of(module)) if id(o) not in inside]
+        shared = [*data, *owners, *self._trainers, *([] if root is module else [root])]
+        self._shared: dict[int, Any] = {id(v): v for v in shared if v is not None}
         memo |= self._shared
         buffers = {id(buffer) for buffer in module.buffers()}
         rows = {_memory(tensor) for tensor in batched}
@@ -110,6 +114,10 @@ class ModuleCopy:
     def missing_bytes(self, device: torch.device) -> int:
         """Memory that the weights need on a device where they are not."""
         return sum(p.nbytes for p in self._weights if p.device != device)
+
+    def release(self) -> None:
+        """Let go of the weights that were brought to a device."""
+        self._here.clear()
 
     def call(
         self,
@@ -144,7 +152,7 @@ class ModuleCopy:
         weights = [] if self._writes else [*self._here.values()]
         before = [version(p) for p in weights]
         with ExitStack() as stack:
-            stack.enter_context(_buffers_kept(self._origin))
+            stack.enter_context(undone(self._root, self._origin))
             stack.enter_context(_unheard())
             if is_compiled(module):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -197,23 +205,6 @@ def _on(parameter: Any, device: torch.device, *, again: bool) -> Any:
         if parameter.device == device and not again:
             return parameter
         return _another(parameter, device)
-
-
-@contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what code that a copy shares with the module (a closure) does to its buffers."""
-    buffers = [b for part in module.modules() for b in tables(part)[1].values() if b is not None]
-    with as_they_are():
-        kept = [(b, b.detach().clone()) for b in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad(), as_they_are():
-            for buffer, value in kept:
-                same = buffer.layout is not torch.strided or torch.equal(buffer, value)
-                # (an evaluation may have filled one with NaN)
-                if not same and not torch.allclose(buffer, value, 0, 0, equal_nan=True):
-                    buffer.copy_(value)
 
 
 @contextmanager

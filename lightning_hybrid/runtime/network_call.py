@@ -53,10 +53,8 @@ class NetworkCall:
         leaves = graph.bind(values)
         if graph.written_leaves:
             _refuse_shared_memory(graph, leaves)
-        if torch.is_grad_enabled():
-            anchor = self.network.anchor()
-            if anchor is not None or any(leaf.requires_grad for leaf in leaves):
-                outputs = _CallNode.apply(self, saved, anchor, *leaves)  # type: ignore[no-untyped-call]
+        if self.learns(leaves):
+            outputs = _CallNode.apply(self, saved, self.network.anchor(), *leaves)  # type: ignore[no-untyped-call]
         if outputs is None:
             _, parts = self.network.forward(self.specialization, leaves, grad=False)
             outputs = _join(parts)
@@ -68,6 +66,12 @@ class NetworkCall:
                 outputs[view.output] = view.of(graph, values)
         numbers = graph.values_of_numbers(graph.sizes(leaves)) if graph.numbers else ()
         return graph.returned(outputs, numbers)
+
+    def learns(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether a call on these tensors is differentiable."""
+        if not torch.is_grad_enabled():
+            return False
+        return self.network.anchor() is not None or any(leaf.requires_grad for leaf in leaves)
 
 
 class _CallNode(torch.autograd.Function):

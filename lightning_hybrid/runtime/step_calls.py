@@ -29,6 +29,7 @@ class StepCalls:
         self._batch = self._streams = self._evaluations = 0
         self._regions: WeakKeyDictionary[object, _Region] = WeakKeyDictionary()
         self._region: _Region | None = None
+        self._expected: int | None = None
 
     def begin(self, batch: int) -> None:
         """A training step begins.
@@ -37,6 +38,7 @@ class StepCalls:
             batch: how many training batches the run has seen before.
         """
         self._batch, self.count, self._streams = batch, 0, 0
+        self._expected = None  # of a call that has failed
 
     @contextmanager
     def in_region(self, region: tuple[object, bool] | None) -> Iterator[None]:
@@ -56,8 +58,17 @@ class StepCalls:
         finally:
             self._region = before
 
+    def expect(self, grad: bool) -> int:
+        """The number that the next call will have, for its random numbers."""
+        self._expected = None
+        self._expected = self.draw_number(grad)
+        return self._expected
+
     def draw_number(self, grad: bool) -> int:
         """The number of the next call, for its random numbers."""
+        if self._expected is not None:
+            number, self._expected = self._expected, None
+            return number
         if self._region is None:
             return self._next(grad)
         return self._region.number(partial(self._next, grad))

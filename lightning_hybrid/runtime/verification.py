@@ -11,11 +11,14 @@ network that is cut its Python runs once more, on this rank and on a copy
 * else (in training with dropout or batch normalisation) on the first micro-batch, with its random
   numbers. Where it draws, it also runs on the batch, and on one in which other samples stand in the
   places of all other micro-batches: what comes of the first one must stay what it is.
+
+It runs before the stages do, so that what it leaves somewhere is what the call leaves there.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -47,6 +50,9 @@ from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.schedules import STREAMED
 
 Verify = int | Literal["auto", False]
+
+Made = dict[str, Any] | None
+"""What a call has made, by name; ``None``: it did not run."""
 
 Kind = tuple[str, bool, bool]
 """Name of a network, whether gradients are recorded, whether it is in training mode."""
@@ -90,7 +96,7 @@ class Verification:
         if self._verify is False:
             return None
         kind = found.name, torch.is_grad_enabled(), found.module.training
-        if kind in self._off:
+        if kind in self._off or not (found.whole or found.driven):
             return None
         if found.driven:
             self._counts[kind] += 1
@@ -150,16 +156,30 @@ class Check:
         self._random = RandomStates()
         self._copy: ModuleCopy | None = None
         self._call: NetworkCall | None = None
-        self._states: list[Tensor] = []
+        self._start: Callable[[], AbstractContextManager[None]]
         self._end: list[Tensor] = []
         self._parts = self._first = 1
+        self._splits = True
+        self._whole: Made = None
+        self._part: Made = None
+        self._others: Made = None
+        self._raised: Exception | None = None
 
     # ------------------------------------------------------------------ before the stages run
 
     def begin_chain(self) -> None:
         """A chain of graphs is about to be called; it draws from one stream."""
-        self._states = random_state(self._device)
+        states = random_state(self._device)
+
+        @contextmanager
+        def start() -> Iterator[None]:
+            with generators_of_microbatch(None, self._device):
+                set_random_state(states, self._device)
+                yield
+
+        self._start = start
         self._take((), writes=False)
+        self._run(draws=False)
 
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
         """The stages of a network are about to run.
@@ -170,20 +190,24 @@ class Check:
             synchronised: whether batch statistics are those of all replicas.
         """
         self._call, graph = call, call.specialization.graph
-        if self.number == 1:
-            self._of.count(self)
+        self._of.count(self)
+        mixes = _mixes_samples(self.found.module, graph)
         schedule = STREAMED.get(call.network.placement.schedule)
         if schedule is not None and schedule.delayed and torch.is_grad_enabled():
             self._give_up(f"under schedule={schedule.name!r} stages compute with older weights")
             return
-        if synchronised and _mixes_samples(self.found.module, graph):
+        if synchronised and mixes:
             self._give_up("its batch statistics are those of all replicas")
             return
         self._driver.interrupt()
         parts, _ = call.specialization.split(graph.bind(values))
         self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
+        self._splits = self._parts > 1 and not mixes
+        draw = self._driver.calls.expect(call.learns(graph.bind(values)))
+        self._start = partial(self._driver.calls.generators_of, draw)
         batched = [values[graph.place[leaf.node]] for leaf in graph.leaves if leaf.batched]
         self._take(batched, writes=graph.writes_parameters)
+        self._run(draws=mixes or graph.uses_rng)
 
     def _take(self, batched: Sequence[Tensor], *, writes: bool) -> None:
         if not self.found.is_materialized:
@@ -197,6 +221,42 @@ class Check:
         except Exception as error:  # an object may refuse to be copied in any way it likes
             self._give_up(f"it cannot be copied ({_told(error)})")
             return
+
+    def _run(self, *, draws: bool) -> None:
+        """Run the network's own Python.
+
+        Args:
+            draws: what a call makes depends on how the batch is split.
+        """
+        if self._copy is None:
+            return
+        missing, room = self._copy.missing_bytes(self._device), _free_bytes(self._device)
+        if room is not None and missing > room:
+            self._give_up(
+                f"the weights of the other stages have {missing} bytes, and {room} are free on "
+                f"{self._device}"
+            )
+            return
+        try:
+            if self._parts == 1 or not draws:
+                self._whole, _ = self._python()
+                return
+            self._part, _ = self._python(self._first_part)
+            if self._splits:
+                self._try_to_split()
+        except _Inconclusive as error:
+            self._give_up(str(error))
+        except Exception as error:
+            self._raised = error
+        finally:
+            if self._copy is not None:
+                self._copy.release()
+
+    def _try_to_split(self) -> None:
+        self._whole, states = self._python()
+        others, same = self._python(self._among_copies)
+        if all(map(torch.equal, states, same)):  # else what is drawn depends on values
+            self._others = others
 
     def _give_up(self, reason: str) -> None:
         self._copy = None
@@ -215,72 +275,74 @@ class Check:
         """
         if self._copy is None:
             return
-        if not self.found.driven:
-            return  # it was too early to cut it
-        if self._call is None and self.number == 1:
-            self._of.count(self)
-        room = _free_bytes(self._device)
-        if room is not None and self._copy.missing_bytes(self._device) > room:
-            self._give_up(
-                "this rank has no room for the weights of the other stages, "
-                f"{self._copy.missing_bytes(self._device)} bytes"
-            )
-            return
+        if self._raised is not None:
+            raise self._stale([f"its Python raises {_told(self._raised)}"]) from self._raised
+        found = self._seen(self.found.module, result, (self._arguments, self._keywords))
         try:
-            self._compare(self._seen(self.found.module, result, (self._arguments, self._keywords)))
+            self._compare(found)
         except _Inconclusive as error:
             self._give_up(str(error))
 
-    def _compare(self, theirs: dict[str, Any]) -> None:
-        assert self._copy is not None
-        epsilon = epsilon_of((theirs, dict(self.found.module.named_parameters())), self._device)
-        graph = None if self._call is None else self._call.specialization.graph
-        mixes = graph is not None and _mixes_samples(self.found.module, graph)
-        draws = graph is not None and graph.uses_rng
-        if self._parts == 1 or not (mixes or draws):
-            found = differences(theirs, self._python(), epsilon)
-            if found and self._parts == 1:
-                raise self._stale(found)
-            if not found:
+    def _compare(self, found: dict[str, Any]) -> None:
+        weights = dict(self.found.module.named_parameters())
+        epsilon = epsilon_of((found, weights), self._device)
+        if self._part is None:
+            apart = _differences(found, self._whole, epsilon)
+            if not apart:
                 return
-        if not self._copy.is_complete:
-            raise _Inconclusive("a tensor with the size of the batch is none of its arguments")
-        part = self._python(lambda tensor: tensor.narrow(0, 0, self._first))
-        found = differences(theirs, part, epsilon, part=True)
-        if found:
-            raise self._stale(found)
-        if mixes:
-            return
-        whole, end = self._python(), self._end
-        found = differences(numbers_in(theirs), numbers_in(whole), epsilon)
-        if found:
-            raise self._stale(found)
-        others = first_samples(self._python(self._among_copies), part)
-        if all(map(torch.equal, end, self._end)):  # else what is drawn depends on values
-            found = differences(first_samples(whole, part), others, epsilon, bits=True)
-        if found:
-            raise self._meet(found)
+            if self._parts == 1:
+                raise self._stale(apart)
+            # rounded otherwise in parts, or stale, or samples meet
+            self._part, _ = self._python(self._first_part)
+            self._try_to_split()
+        apart = _differences(found, self._part, epsilon, part=True)
+        if self._whole is not None:
+            apart = apart or _differences(numbers_in(found), numbers_in(self._whole), epsilon)
+        if apart:
+            raise self._stale(apart)
+        if self._others is not None:
+            one, other = (first_samples(x, self._part) for x in (self._whole, self._others))
+            # (sums on GPUs may be in another order each time)
+            apart = differences(one, other, epsilon, bits=self._device.type == "cpu")
+        if apart:
+            raise self._meet(apart)
+
+    def _first_part(self, tensor: Tensor) -> Tensor:
+        """The first micro-batch."""
+        return tensor.narrow(0, 0, self._first)
 
     def _among_copies(self, tensor: Tensor) -> Tensor:
         """Samples of the first micro-batch in the places of all others."""
         order = torch.arange(len(tensor), device=tensor.device) % self._first
         return tensor.index_select(0, order)
 
-    def _python(self, rows: Rows | None = None) -> dict[str, Any]:
-        """What the network's own Python makes of the batch, or of some rows for its samples."""
+    def _python(self, rows: Rows | None = None) -> tuple[Made, list[Tensor]]:
+        """What the network's own Python makes of the batch, or of some rows for its samples.
+
+        Returns:
+            That, and the states of torch's generators afterwards.
+        """
         assert self._copy is not None
+        if rows is not None and not self._copy.is_complete:
+            raise _Inconclusive("a tensor with the size of the batch is none of its arguments")
         way = self.kind, rows is None
         try:
             module, result, given = self._copy.call(self._device, self._draws(), rows)
         except Exception as error:  # of the user's code, or for lack of memory
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
             if way in self._of.has_run and not memory:
-                raise self._stale([f"its Python raises {_told(error)}"]) from error
-            raise _Inconclusive(
-                f"its Python does not run on a copy of it ({_told(error)})"
-            ) from error
+                raise
+            reason = f"its Python does not run on a copy of it ({_told(error)})"
+            raise _Inconclusive(reason) from error
         self._of.has_run.add(way)
-        return self._seen(module, result, given)
+        return self._seen(module, result, given), self._end
+
+    @contextmanager
+    def _draws(self) -> Iterator[None]:
+        """Inside, what is drawn is what the call draws, or its first micro-batch."""
+        with self._random.again(), self._start():
+            yield
+            self._end = random_state(self._device)
 
     def _seen(self, module: nn.Module, result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
         """What is there after a call: what it returned, what it was given, and attributes."""
@@ -294,19 +356,6 @@ class Check:
                 if self.found.whole or any(True for _ in tensors_in(value)):
                     made[f"self.{name}.{key}" if name else f"self.{key}"] = value
         return made
-
-    @contextmanager
-    def _draws(self) -> Iterator[None]:
-        """Inside, what is drawn is what the call has drawn, or its first micro-batch."""
-        with self._random.again(), ExitStack() as stack:
-            if self._call is None:
-                stack.enter_context(generators_of_microbatch(None, self._device))
-                set_random_state(self._states, self._device)
-            else:
-                draw = self._call.network.draw
-                stack.enter_context(self._driver.calls.generators_of(draw))
-            yield
-            self._end = random_state(self._device)
 
     # ------------------------------------------------------------------ what was found
 
@@ -358,6 +407,12 @@ class Check:
                     f"{f' ({place})' if place else ''}."
                 )
         return ""
+
+
+def _differences(found: Any, expected: Made, epsilon: float, *, part: bool = False) -> list[str]:
+    """Those of attributes, too, as far as the copy has them."""
+    known = {key: value for key, value in found.items() if key in (expected or ())}
+    return differences(known, expected, epsilon, part=part)
 
 
 class _Inconclusive(Exception):

@@ -391,6 +391,7 @@ class KeepsResults(Row):
     equal_or_refused = ("fewer than 3 stages",)  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
     control = False  # random numbers
+    arguments: ClassVar = {"verify": False}  # results are kept by module, and a copy is another one
 
     class Net(Layers):
         def __init__(self) -> None:
