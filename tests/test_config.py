@@ -41,6 +41,13 @@ def test_devices_of_all_nodes_count() -> None:
         config.shape(nodes=3, devices_per_node=2)
 
 
+@pytest.mark.parametrize("verify", [True, 0, -1, "never", 1.5])
+def test_what_is_no_choice_of_calls_to_verify_is_refused(verify: Any) -> None:
+    with pytest.raises(PlanError, match=r"verify=.* 'auto' \(calls 1, 2, 4, 8, ...\), False"):
+        Config.resolve(verify=verify)
+    assert [Config.resolve(verify=v).verify for v in ("auto", False, 3)] == ["auto", False, 3]
+
+
 @pytest.mark.parametrize("capacity", [(1.0, 2.0, 3.0), (1.0, -1.0)])
 def test_capacities_are_one_positive_number_per_device(capacity: tuple[float, ...]) -> None:
     config = Config.resolve(device_capacity=capacity)

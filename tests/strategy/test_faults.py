@@ -183,6 +183,17 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
     assert f"rank {rank} ({role}, replica 0, stage {1 - rank})" in output
 
 
+def test_a_value_that_changes_unseen_ends_all_ranks_and_is_shown_first(start: Start) -> None:
+    training, process = start(stages=2, network="unseen", unseen=2, logger=True)
+    output = end(training, process, {process.pid}, time.monotonic(), more=100)
+    assert process.returncode
+    assert ends_told_to_loggers(training) == {0: "failed", 1: "failed"}
+    error = first_error(output)
+    assert "NetworkError: Network 'net' (Unseen) does not compute in its stages" in error, output
+    assert "in call 4 in training output of shape (4, 2)" in error
+    assert "training_script.py:" in error
+
+
 @pytest.mark.parametrize(
     ("replicas", "rank"), [(1, 1), *(pytest.param(r, k, marks=slow) for r, k in ((1, 0), (2, 3)))]
 )

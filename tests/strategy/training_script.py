@@ -60,9 +60,23 @@ class Dropped(nn.Module):
         return self.layers(x)
 
 
+class Meta(type):
+    factor = 1.0
+
+
+class Factor(metaclass=Meta):
+    """TorchDynamo does not see that an attribute of its metaclass changes."""
+
+
+class Unseen(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * Factor.factor
+
+
 NETWORKS = {
     "resattnet": lambda: ResAttNet3D(18),
     "residual": Residual,
+    "unseen": Unseen,
     "dropout": Dropped,
 }
 # names of the first modules of the next stages, by number of stages
@@ -73,6 +87,7 @@ CUTS = {
         5: ["layer1.1", "layer2", "layer3", "layer4"],
     },
     "residual": {2: ["second"], 3: ["first", "head"], 4: ["first", "second", "head"]},
+    "unseen": {2: ["second"]},
     "dropout": {
         2: ["layers.4"],
         3: ["layers.4", "layers.7"],
@@ -195,6 +210,8 @@ class Classifier(LightningModule):
         x, y = batch
         loss = nn.functional.cross_entropy(self.net(x), y)
         self.losses.append(loss.item())
+        if batch_idx == self.config.get("unseen"):
+            Meta.factor = 2.0
         self.log("train", loss, sync_dist=True)
         fault(self.config, "training_step", batch_idx)
         return loss
