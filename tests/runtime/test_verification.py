@@ -7,18 +7,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from adopted import Driven
 from driven import batches
+from monai.data import MetaTensor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid._torch import capture
 from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.runtime import verification
+from lightning_hybrid.runtime.found_network import FoundNetwork
 from lightning_hybrid.runtime.module_copy import ModuleCopy
 
 
@@ -389,3 +393,85 @@ def test_what_a_region_of_checkpointing_runs_again_is_not_looked_at_again(
     for value in batches(2):
         checkpoint(driven.module.net, value, use_reentrant=False).sum().backward()
     assert runs == ["all", "all"]
+
+
+class WritesIntoItsInput(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(self.factor())
+        return self.second(torch.tanh(self.first(x)))
+
+
+class WritesMore(BehindAMetaclass, WritesIntoItsInput):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0].mul_(self.factor())
+        return super(BehindAMetaclass, self).forward(x * 0)
+
+
+def test_what_is_written_into_an_input_is_compared(ranks: Any, runs: list[str]) -> None:
+    driven = Driven(ranks, WritesMore(), verify=1)
+    [value] = batches(1)
+    with torch.no_grad():
+        driven.module.net(value.clone())  # it is not cut yet
+    driven.module.net(value.clone())
+    assert runs
+    Meta.factor = 3.0
+    with pytest.raises(NetworkError, match=r"arguments\[0\] of shape \(4, 3\) differs"):
+        driven.module.net(value.clone())
+
+
+def test_tensors_of_a_class_of_their_own_are_compared(ranks: Any, runs: list[str]) -> None:
+    driven = Driven(ranks, Scaled(), verify=1)
+    for value in batches(2):
+        output = driven.module.net(MetaTensor(value))
+        assert type(output) is MetaTensor
+    assert runs == ["all", "all"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluations_are_compared(ranks: Any, runs: list[str], mode: Any) -> None:
+    driven = Driven(ranks, Ordinary(0.5, NORMALISED), verify=1)
+    one = torch.ones(4, 3, dtype=torch.float64)
+    driven.module.net(one, {"one": one})["logits"].sum().backward()
+    driven.module.eval()
+    runs.clear()
+    with mode():
+        for value in batches(2):
+            driven.module.net(value, {"one": one})
+    assert runs == ["all", "all"]
+
+
+def not_verified(driven: Driven) -> str:
+    [value] = batches(1)
+    for _ in range(3):
+        driven.module.net(value).sum().backward()
+    [line] = [line for line in driven.lines if "not verified" in line]
+    return line
+
+
+def test_a_network_that_is_whole_on_no_rank_is_not_verified(
+    ranks: Any, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FoundNetwork, "is_materialized", False)
+    assert "made in configure_model" in not_verified(Driven(ranks, Scaled(), verify=1))
+    assert not runs
+
+
+def test_without_room_for_the_other_weights_a_network_is_not_verified(
+    ranks: Any, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "_free_bytes", lambda _: 95)
+    monkeypatch.setattr(ModuleCopy, "missing_bytes", lambda *_: 96)
+    line = not_verified(Driven(ranks, Scaled(), verify=1))
+    assert "the weights of the other stages have 96 bytes, and 95 are free on cpu" in line
+    assert not runs
+
+
+class Delayed(Driven):
+    def plan(self, *arguments: Any, **how: Any) -> Plan:
+        return replace(super().plan(*arguments, **how), schedule="ddg", microbatches=1)
+
+
+def test_stages_with_older_weights_are_not_verified(ranks: Any, runs: list[str]) -> None:
+    line = not_verified(Delayed(ranks, Scaled(), verify=1))
+    assert "in its calls in training: under schedule='ddg' stages compute with older" in line
+    assert not runs
