@@ -54,6 +54,10 @@ class RandomStates:
         np.random.set_state(self._numpy)
 
 
+class WritesWeights(RuntimeError):
+    """A copy has changed the parameters that it shares."""
+
+
 class ModuleCopy:
     """A module and the arguments of a call, as they are now.
 
@@ -64,6 +68,9 @@ class ModuleCopy:
         keywords: of the call.
         batched: the tensors whose first dimension is the batch's, wherever the call finds them.
         writes: whether the forward changes parameters, so that the copy needs its own.
+
+    Attributes:
+        is_complete: whether all of ``batched`` are in the copy.
 
     Raises:
         Exception: an object of the module refuses to be copied, in any way it likes.
@@ -107,7 +114,6 @@ class ModuleCopy:
                 self._batched.add(id(copied))
                 seen.add(_memory(tensor))
         self.is_complete = seen == rows
-        """whether all tensors that have a batch are in the copy"""
         self._made = copy.deepcopy((module, arguments, keywords), memo)
         self._here: dict[int, Any] = {}
 
@@ -137,6 +143,10 @@ class ModuleCopy:
 
         Returns:
             The copy, what it has returned, and its arguments after the call.
+
+        Raises:
+            WritesWeights: it has changed the module's parameters.
+            Exception: of the user's code.
         """
         if self._writes or not self._here:
             self._here = {id(p): _on(p, device, again=self._writes) for p in self._weights}
@@ -162,7 +172,7 @@ class ModuleCopy:
             else:
                 result = through(module, arguments, keywords)
         if before != [version(p) for p in weights]:
-            raise RuntimeError("it writes into its parameters")
+            raise WritesWeights("it writes into its parameters")
         return module, result, (arguments, keywords)
 
 

@@ -45,7 +45,12 @@ from lightning_hybrid.runtime.differences import (
 )
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.found_network import FoundNetwork
-from lightning_hybrid.runtime.module_copy import ModuleCopy, RandomStates, Rows
+from lightning_hybrid.runtime.module_copy import (
+    ModuleCopy,
+    RandomStates,
+    Rows,
+    WritesWeights,
+)
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.schedules import STREAMED
 
@@ -178,7 +183,7 @@ class Check:
                 yield
 
         self._start = start
-        self._take((), writes=False)
+        self._take((), writes=True)  # (its Python may)
         self._run(draws=False)
 
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
@@ -330,7 +335,7 @@ class Check:
             module, result, given = self._copy.call(self._device, self._draws(), rows)
         except Exception as error:  # of the user's code, or for lack of memory
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-            if way in self._of.has_run and not memory:
+            if isinstance(error, WritesWeights) or (way in self._of.has_run and not memory):
                 raise
             reason = f"its Python does not run on a copy of it ({_told(error)})"
             raise _Inconclusive(reason) from error
@@ -363,11 +368,12 @@ class Check:
         return NetworkError(
             f"{self.found.shown} does not compute in its stages what its Python computes: in call "
             f"{self.number} {_calls(*self.kind[1:])} {_listed(found)}.{self._cause()} TorchDynamo "
-            "has captured a value that the code reads, and does not see that it has changed (a key "
-            "that a dictionary has got since, the result of functools.cache, os.environ, an "
-            "attribute of a class: docs/how_it_works.md has the list). Give it to forward as an "
-            "argument, or keep it in an attribute of the module; or leave the module that reads it "
-            "uncut: name others (HybridGabraStrategy(network=[...])). verify=False looks no more."
+            "does not see every change of what code reads (a key that a dictionary has got since, "
+            "the result of functools.cache, os.environ, an attribute of a class: "
+            "docs/how_it_works.md has the list), and goes on with what was there. Give the value "
+            "to forward as an argument, or keep it in an attribute of the module; or leave the "
+            "module that reads it uncut: name others (HybridGabraStrategy(network=[...])). "
+            "verify=False looks no more."
         )
 
     def _meet(self, found: Sequence[str]) -> NetworkError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_hybrid.runtime.module_copy import ModuleCopy, RandomStates
+from lightning_hybrid.runtime.module_copy import ModuleCopy, RandomStates, WritesWeights
 
 CPU = torch.device("cpu")
 X = torch.arange(12.0).view(4, 3)
@@ -111,7 +111,7 @@ def test_weights_that_it_writes_to_are_its_own_or_it_is_refused() -> None:
     assert torch.equal(*results)
     assert torch.equal(net.layer.bias, bias)
     kept, _ = copied(net)
-    with pytest.raises(RuntimeError, match="writes into its parameters"):
+    with pytest.raises(WritesWeights, match="writes into its parameters"):
         kept.call(CPU, fork())
 
 
