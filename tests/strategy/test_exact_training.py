@@ -143,3 +143,11 @@ def test_float32_replicas_are_no_further_from_one_device_than_ddp(train: Train) 
         return max(float((found[name] - value).abs().max()) for name, value in weights.items())
 
     assert distance(hybrid) <= max(distance(ddp), 1e-6)
+
+
+def test_checks_of_the_network_change_no_bit(train: Train) -> None:
+    config = {"network": "dropout", "side": 4, "stages": 2, "steps": 4}
+    with_it, without = (train(verify=verify, **config) for verify in (1, False))
+    for one, other in zip(with_it, without, strict=True):
+        assert one["losses"] == other["losses"]
+        assert all(torch.equal(one["weights"][n], value) for n, value in other["weights"].items())

@@ -183,15 +183,27 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
     assert f"rank {rank} ({role}, replica 0, stage {1 - rank})" in output
 
 
-def test_a_value_that_changes_unseen_ends_all_ranks_and_is_shown_first(start: Start) -> None:
-    training, process = start(stages=2, network="unseen", unseen=2, logger=True)
+UNSEEN = {"network": "unseen", "unseen": 2}
+MEETS = {"network": "meets", "side": 4, "large": 3}  # with dropout
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (UNSEEN, "'net' (Unseen) does not compute in its stages what its Python computes: in call"),
+        pytest.param(MEETS, "'net' (Meets): the samples of a batch meet in call", marks=slow),
+    ],
+)
+def test_what_a_check_of_the_network_finds_ends_all_ranks_and_is_shown_first(
+    start: Start, config: dict[str, Any], words: str
+) -> None:
+    training, process = start(stages=2, logger=True, **config)
     output = end(training, process, {process.pid}, time.monotonic(), more=100)
     assert process.returncode
     assert ends_told_to_loggers(training) == {0: "failed", 1: "failed"}
     error = first_error(output)
-    assert "NetworkError: Network 'net' (Unseen) does not compute in its stages" in error, output
-    assert "in call 4 in training output of shape (4, 2)" in error
-    assert "training_script.py:" in error
+    assert f"NetworkError: Network {words} 4 in training" in error, output
+    assert "output of shape" in error
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,14 @@ class Dropped(nn.Module):
         return self.layers(x)
 
 
+class Meets(Dropped):
+    """Its samples meet once one of them is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = (x.abs().amax() > 50).to(x.dtype)
+        return super().forward(x - large * x[-1:])
+
+
 class Meta(type):
     factor = 1.0
 
@@ -78,6 +86,7 @@ NETWORKS = {
     "residual": Residual,
     "unseen": Unseen,
     "dropout": Dropped,
+    "meets": Meets,
 }
 # names of the first modules of the next stages, by number of stages
 CUTS = {
@@ -88,6 +97,7 @@ CUTS = {
     },
     "residual": {2: ["second"], 3: ["first", "head"], 4: ["first", "second", "head"]},
     "unseen": {2: ["second"]},
+    "meets": {2: ["layers.4"]},
     "dropout": {
         2: ["layers.4"],
         3: ["layers.4", "layers.7"],
@@ -208,6 +218,8 @@ class Classifier(LightningModule):
         if not self.automatic_optimization:
             return self.step_by_hand(batch)
         x, y = batch
+        if batch_idx == self.config.get("large"):
+            x = x * 100
         loss = nn.functional.cross_entropy(self.net(x), y)
         self.losses.append(loss.item())
         if batch_idx == self.config.get("unseen"):
@@ -320,6 +332,7 @@ def strategy(config: dict[str, Any]) -> Any:
         schedule=config.get("schedule", "auto"),
         delayed_weights=config.get("delayed_weights", "stash"),
         plan=plan,
+        verify=config.get("verify", "auto"),
     )
 
 
