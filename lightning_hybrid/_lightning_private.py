@@ -43,6 +43,8 @@ INHERITED = {
     "_launcher": "what `_configure_launcher` sets",
     "_layer_sync": "set by the Trainer for sync_batchnorm; there is no property",
     "_lightning_optimizers": "the wrappers that the user's code steps",
+    "_num_nodes": "of all hosts, where `num_nodes` counts those of drivers",
+    "_parallel_devices": "of all processes of this host, where `parallel_devices` is of drivers",
     "_optimizers": "what the property `optimizers` returns; its setter is overridden",
     "_process_group_backend": "read by the property of DDPStrategy",
     "_start_method": "which launcher the name of the strategy has asked for",
@@ -66,11 +68,17 @@ __all__ = [
     "set_module_device",
     "set_num_threads",
     "set_random_states",
+    "set_rank_of_messages",
     "training_source",
 ]
 
 
 _ASKED: set[type[Any]] = set()
+
+
+def set_rank_of_messages(rank: int) -> None:
+    """Rank 0 prints what `rank_zero_info` and its like are given, as in `DDPStrategy`."""
+    vars(pytorch.utilities.rank_zero.rank_zero_only)["rank"] = rank
 
 
 def set_num_threads(num_processes: int) -> None:

@@ -5,21 +5,25 @@ Sizes, ranks, barriers and broadcasts are here; what a run does is in
 """
 
 import os
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid._lightning import (
     CHOSEN_MODULE,
     DDPStrategy,
     TorchElasticEnvironment,
-    fabric,
-    pytorch,
+    rank_zero_info,
     reset_seed,
 )
-from lightning_hybrid._lightning_private import ask_strategy_whether_distributed
+from lightning_hybrid._lightning_private import (
+    ask_strategy_whether_distributed,
+    set_rank_of_messages,
+)
 from lightning_hybrid.comm import Coordinates, Group, choose_interface
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
@@ -32,6 +36,14 @@ from lightning_hybrid.process import (
     gather,
     join,
     survey,
+)
+from lightning_hybrid.replica_world import (
+    Launched,
+    ReplicaWorld,
+    ShownRanks,
+    asked_by_framework,
+    hear_of_reads,
+    refuse_other_shards,
 )
 from lightning_hybrid.world import NoWorld, Phase, World
 
@@ -65,16 +77,24 @@ class ReplicaStrategy(DDPStrategy):
         self._world: World | NoWorld = NoWorld()
         self._told_replicas: int | None = None
         """What the user's code has heard of the world's size before there were sizes."""
+        self._asked_for = ""
+        """How it has asked for it."""
+        self._launched, self._shown = Launched(), ShownRanks()
 
     def __repr__(self) -> str:
         """With the package: a Trainer of the other one shows this when it is given the strategy."""
         return f"<{type(self).__name__} of {CHOSEN_MODULE}>"
 
-    # ------------------------------------------------------------------ sizes, ranks
+    # ------------------------------------------------------------------ all processes
+
+    @property
+    def _per_host(self) -> int:
+        """Number of processes of each host, one per device."""
+        return len(self._parallel_devices or ())
 
     def _shape(self) -> tuple[int, int]:
         """Replicas and devices of each, for the devices that there are."""
-        return self._config.shape(self.num_nodes, self.num_processes)
+        return self._config.shape(self._num_nodes, self._per_host)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -86,15 +106,36 @@ class ReplicaStrategy(DDPStrategy):
     @property
     def _own_coordinates(self) -> Coordinates:
         """Those of this rank before a survey of the devices."""
-        environment = self.cluster_environment
-        return self._coordinates_at(environment.global_rank() if environment else 0)
+        return self._coordinates_at(self._launched.rank)
 
     def coordinates_of(self, local_rank: int) -> Coordinates:
         """Those of a process of this host, before a survey of the devices."""
-        return self._coordinates_at(self.node_rank * self.num_processes + local_rank)
+        return self._coordinates_at(self._launched.node_rank * self._per_host + local_rank)
 
     def _coordinates_at(self, rank: int) -> Coordinates:
         return Coordinates(rank, *self._shape(), free=self._config.several_stages_per_device)
+
+    @property
+    def root_device(self) -> torch.device:
+        return given(self._parallel_devices, "parallel_devices")[self._launched.local_rank]
+
+    # ------------------------------------------------------------------ replicas
+
+    @property
+    def _replica_world(self) -> ReplicaWorld:
+        coordinates = self.coordinates
+        if self._world.phase is Phase.CHOOSING:
+            replicas = self._world.supposed_replicas
+            stages = coordinates.replicas * coordinates.ranks_per_replica // replicas
+            coordinates = Coordinates(coordinates.rank, replicas, stages)
+        return ReplicaWorld.of(coordinates, self._launched, self._num_nodes, self._per_host)
+
+    def _is_told(self, what: str) -> None:
+        """The user's code is told a number of replicas, maybe before it is chosen."""
+        world = self._world
+        is_open = self._sizes_are_open and not world.has_coordinates
+        if is_open and world.phase is not Phase.CHOOSING and not asked_by_framework():
+            self._told_replicas, self._asked_for = self.num_replicas, what
 
     @property
     def num_replicas(self) -> int:
@@ -108,8 +149,7 @@ class ReplicaStrategy(DDPStrategy):
             return 1  # Lightning's handler of SIGTERM would wait for the other drivers
         if world.phase is Phase.CHOOSING:
             return world.supposed_replicas
-        if self._sizes_are_open and not world.has_coordinates and not _asked_by_lightning():
-            self._told_replicas = self.num_replicas
+        self._is_told("trainer.world_size")
         return self.num_replicas
 
     @property
@@ -119,11 +159,77 @@ class ReplicaStrategy(DDPStrategy):
 
     @property
     def global_rank(self) -> int:
-        return self.coordinates.lightning_rank if self.parallel_devices else 0
+        return self.coordinates.lightning_rank if self._parallel_devices else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._replica_world.local_rank if self._parallel_devices else 0
+
+    @property
+    def num_processes(self) -> int:
+        """Number of replicas whose drivers are on this host."""
+        self._is_told("strategy.num_processes")
+        return len(self._replica_world.drivers) if self._parallel_devices else 0
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of the drivers of this host."""
+        devices = self._parallel_devices
+        if not devices or self._launcher is None:  # the Trainer asks for what it was given
+            return devices
+        self._is_told("trainer.num_devices")
+        return [devices[local_rank] for local_rank in self._replica_world.drivers]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = devices
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts that have drivers."""
+        if not self._parallel_devices or self._launcher is None:
+            return self._num_nodes
+        self._is_told("trainer.num_nodes")
+        return self._replica_world.hosts
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
+
+    def set_world_ranks(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None:
+            self._shown.restore()
+            self._launched = Launched.by(environment, self._per_host)
+            environment.set_global_rank(self.global_rank)
+            environment.set_world_size(self.num_replicas)
+        set_rank_of_messages(self.global_rank)
+
+    def _show_ranks(self) -> None:
+        """From now on the environment speaks of the replicas, until :meth:`hide_ranks`."""
+        self._shown.show(self._replica_world.variables)
+
+    def hide_ranks(self) -> None:
+        """The run is over: the environment speaks of all processes again."""
+        hear_of_reads(None)
+        self._shown.restore()
+
+    @contextmanager
+    def _supposing(self, replicas: int) -> Iterator[None]:
+        """Inside, where sizes are being chosen, the user's code finds so many replicas."""
+        with self._joined.supposing(replicas):
+            self._show_ranks()
+            yield
+        self._show_ranks()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        processes = self._num_nodes * self._per_host
+        refuse_other_shards(dataloader, self._launched.rank, processes, self._replica_world)
+        return super().process_dataloader(dataloader)
 
     # ------------------------------------------------------------------ processes and groups
 
@@ -141,15 +247,13 @@ class ReplicaStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         # complain now, before any process is started
-        self._config.check_devices(self.num_nodes, self.num_processes)
+        self._config.check_devices(self._num_nodes, self._per_host)
         if self._start_method == "popen":
             environment = given(self.cluster_environment, "cluster_environment")
-            self._launcher = HybridSubprocessLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = HybridSubprocessLauncher(environment, self._per_host, self._num_nodes)
         else:
             self._launcher = HybridMultiProcessingLauncher(
-                self, self._start_method, coordinates_of=self.coordinates_of
+                self, self._start_method, self._per_host, coordinates_of=self.coordinates_of
             )
 
     def setup_distributed(self) -> None:
@@ -158,13 +262,16 @@ class ReplicaStrategy(DDPStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         self._world = World(self._gather())
-        if not self._sizes_are_open:
+        if self._sizes_are_open:
+            self._show_ranks()  # of one chain; if that is asked for, it stays
+            hear_of_reads(self._is_told)
+        else:
             self._take_coordinates(self._world)
 
     @property
     def _sizes_are_open(self) -> bool:
         """Whether replicas and stages are to be chosen when the run is set up."""
-        return self._config.leaves_sizes_open(self.num_nodes * self.num_processes)
+        return self._config.leaves_sizes_open(self._num_nodes * self._per_host)
 
     def _start_alike(self) -> None:
         """Several drivers start with the same generators, as under DDP; one is like one device."""
@@ -180,9 +287,9 @@ class ReplicaStrategy(DDPStrategy):
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         )
         address, port = environment.main_address, environment.main_port
-        choose_interface(address, port, self.num_nodes)
+        choose_interface(address, port, self._num_nodes)
         serve = coordinates.rank == 0 and not agent_serves
-        return gather(coordinates, Meeting(address, port, self.num_nodes, serve))
+        return gather(coordinates, Meeting(address, port, self._num_nodes, serve))
 
     def _take_coordinates(self, world: World, machine: Machine | None = None) -> None:
         """Sizes are known: take coordinates in the mesh, with all other ranks.
@@ -208,7 +315,15 @@ class ReplicaStrategy(DDPStrategy):
             capacity=self._config.capacity,
         )
         world.take_coordinates(joined)
+        hear_of_reads(None)
         self.set_world_ranks()  # ranks may have got other coordinates
+        self._show_ranks()
+        if not self._replica_world.even:
+            rank_zero_info(
+                f"The drivers of the {replicas} replicas are not spread evenly over the hosts, so "
+                "trainer.num_devices * trainer.num_nodes is not their number: use "
+                "trainer.world_size."
+            )
         world.open()
 
     @property
@@ -252,16 +367,3 @@ def given(value: T | None, name: str) -> T:
             "validate, test or predict begins. Give the strategy to a Trainer first."
         )
     return value
-
-
-def _asked_by_lightning() -> bool:
-    """Whether the world's size is asked for by the Trainer, which names files by it.
-
-    Callbacks of Lightning's keep what they are told, as those of users do.
-    """
-    frame = sys._getframe(2)
-    if frame.f_code.co_name == "world_size" and frame.f_back is not None:  # the Trainer's property
-        frame = frame.f_back
-    name = str(frame.f_globals.get("__name__", ""))
-    own, callbacks = (f"{pytorch.__name__}.{room}" for room in ("", "callbacks."))
-    return name.startswith((own, f"{fabric.__name__}.")) and not name.startswith(callbacks)

@@ -8,6 +8,7 @@ one chain, in which the network is found at its first call.
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class SizeChooser:
         machine: the devices of all ranks.
         device: of this rank.
         allowed: whether numbers of replicas and stages may be chosen.
+        supposing: inside of it the user's code finds so many replicas.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class SizeChooser:
         machine: Machine,
         device: torch.device,
         allowed: Callable[[int, int], bool],
+        supposing: Callable[[int], AbstractContextManager[None]],
     ) -> None:
+        self._supposing = supposing
         self._trainer, self._config, self._allowed = trainer, config, allowed
         self._machine, self._device = machine, device
         self._progress = StartProgress(display_of(trainer, rank_zero_info))
@@ -59,10 +63,10 @@ class SizeChooser:
         sizes = None
         if world.coordinates.rank == 0:
             with world.choosing():
-                sizes = self._choose_or_say_why(world, deferred)
+                sizes = self._choose_or_say_why(deferred)
         return world.broadcast(sizes)
 
-    def _choose_or_say_why(self, world: World, deferred: bool) -> Sizes | None:
+    def _choose_or_say_why(self, deferred: bool) -> Sizes | None:
         reason = None
         if self._trainer.state.fn != TrainerFn.FITTING:
             reason = "sizes are chosen for training, and this run does not train"
@@ -70,7 +74,7 @@ class SizeChooser:
             reason = "a network that is made in configure_model is whole on no rank"
         else:
             try:
-                return self._choose(world)
+                return self._choose()
             except HybridError as error:
                 reason = str(error)
             except Exception as error:  # a network may fail to run by itself in any way it likes
@@ -83,13 +87,13 @@ class SizeChooser:
         )
         return None
 
-    def _choose(self, world: World) -> Sizes:
+    def _choose(self) -> Sizes:
         config, trainer = self._config, self._trainer
         self._progress.begin("looking at a training step")
         module, precision = trainer.lightning_module, trainer.precision_plugin
         try:
             with rehearsal(
-                trainer, module, config.names, self._device, precision, world.supposing
+                trainer, module, config.names, self._device, precision, self._supposing
             ) as step:
                 looked = step.networks
                 choice = choose(

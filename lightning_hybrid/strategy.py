@@ -252,11 +252,13 @@ class HybridGabraStrategy(SavingStrategy):
         )
         if self._told_replicas is not None:
             rank_zero_info(
-                f"The number of replicas is {self._told_replicas}: trainer.world_size was asked "
+                f"The number of replicas is {self._told_replicas}: {self._asked_for} was asked "
                 "before sizes were chosen, and what was made of the answer must stay true. Ask in "
                 "train_dataloader or in a later hook, or give data_parallel_size."
             )
-        chooser = SizeChooser(trainer, self._config, machine, self.root_device, self._may_have)
+        chooser = SizeChooser(
+            trainer, self._config, machine, self.root_device, self._may_have, self._supposing
+        )
         sizes = chooser.on_all_ranks(world, deferred=self._building.deferred)
         if sizes is not None:
             self._config = self._config.with_sizes(sizes)

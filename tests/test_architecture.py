@@ -38,6 +38,7 @@ OUTERMOST = {
     "lightning_hybrid/performance_log.py",
     "lightning_hybrid/ranks.py",
     "lightning_hybrid/refusals.py",
+    "lightning_hybrid/replica_world.py",
     "lightning_hybrid/rehearsal.py",
     "lightning_hybrid/saving.py",
     "lightning_hybrid/sizing.py",

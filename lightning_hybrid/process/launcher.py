@@ -70,6 +70,9 @@ class Launched(Protocol):
     def coordinates(self) -> Coordinates:
         """Where this rank stands."""
 
+    def hide_ranks(self) -> None:
+        """The run is over: the environment speaks of all processes again."""
+
     def finish(self, returned: Any) -> None:
         """On a driver: end the run, in which the Trainer has returned this."""
 
@@ -103,6 +106,8 @@ class Part:
             return self._run(trainer, strategy, arguments, keywords)
         except BaseException as error:
             _raise_first(strategy, error)
+        finally:
+            strategy.hide_ranks()
 
     def _run(self, trainer: Trainer, strategy: Launched, arguments: Any, keywords: Any) -> Any:
         result, serve = None, None
@@ -208,12 +213,28 @@ def _leave_nobody() -> None:
     os._exit(0)
 
 
+class _AllProcesses:
+    """A strategy as the launcher asks for it: about all processes, and not about replicas."""
+
+    def __init__(self, strategy: ParallelStrategy, num_processes: int) -> None:
+        self._asked, self.num_processes = strategy, num_processes
+
+    @property
+    def local_rank(self) -> int:
+        """Set by the launcher in each process; it takes the results of number 0."""
+        return int(os.environ["LOCAL_RANK"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_asked"], name)
+
+
 class HybridMultiProcessingLauncher(MultiProcessingLauncher):
     """Spawns or forks one process per device.
 
     Args:
         strategy: what is launched.
         start_method: how processes are made.
+        num_processes: how many, on this host.
         coordinates_of: where the process of this local rank stands.
     """
 
@@ -221,9 +242,11 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
         self,
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
+        num_processes: int,
         coordinates_of: Callable[[int], Coordinates],
     ) -> None:
         super().__init__(strategy, start_method=start_method)
+        self._strategy = cast(ParallelStrategy, _AllProcesses(strategy, num_processes))
         self._coordinates_of = coordinates_of
 
     def launch(

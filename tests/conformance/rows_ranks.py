@@ -1,0 +1,123 @@
+"""What scripts do with the numbers of ranks that Lightning and the environment tell them.
+
+Under stages the script runs once per replica: all of it must come out as under DDP over the
+replicas, and with one replica as on one device.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run
+from torch import distributed
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+
+
+@contextmanager
+def launched(processes: int) -> Iterator[None]:
+    """Inside, the environment is that of a process which `torchrun` or SLURM has started."""
+    rank, before = os.environ.get("LOCAL_RANK", "0"), dict(os.environ)
+    for rank_, size, local_rank, local_size in (NAMES, SLURM):
+        os.environ |= {rank_: rank, local_rank: rank}
+        os.environ |= {size: f"{processes}", local_size: f"{processes}"}
+    os.environ["SLURM_JOB_NAME"] = "bash"  # Lightning takes no part in it
+    try:
+        yield
+        mine = {name: os.environ.get(name) for name in (*NAMES, *SLURM) if name != "WORLD_SIZE"}
+        expected = {
+            name: f"{processes}" if "SIZE" in name or "NT" in name else rank for name in mine
+        }
+        assert mine == expected  # a launcher, or a second Trainer, needs these
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+class _Launched(Row):
+    shapes = EVERY
+
+    def exercise(self, run: Run) -> Any:
+        with launched(run.suite.replicas * run.suite.stages):
+            super().exercise(run)
+
+
+class AsksForRanks(_Launched):
+    """Every name, in hooks before the run and in it."""
+
+    fast = True
+
+    def ask(self) -> dict[str, Any]:
+        trainer, strategy = self.trainer, self.trainer.strategy
+        devices = getattr(strategy, "parallel_devices", [strategy.root_device])
+        return {
+            "trainer": (trainer.world_size, trainer.num_devices, trainer.num_nodes),
+            "ids": (trainer.device_ids, devices[trainer.local_rank] == strategy.root_device),
+            "ranks": (trainer.global_rank, trainer.local_rank, trainer.node_rank),
+            "module": (self.global_rank, self.local_rank, trainer.is_global_zero),
+            "strategy": (getattr(strategy, "num_processes", 1), strategy.is_global_zero),
+            "group": distributed.is_initialized() and distributed.get_world_size(),
+            "environment": [os.environ[name] for name in (*NAMES, *SLURM)],
+        }
+
+    def train_dataloader(self) -> DataLoader:
+        self.seen.append(self.ask())
+        return super().train_dataloader()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(self.ask())
+
+    def on_fit_start(self) -> None:
+        self.seen.append(self.ask())
+
+
+class DividesByDevices(_Launched):
+    """Lightning's example for ImageNet divides the batch in `setup`; others scale the rate."""
+
+    fast = True
+
+    def setup(self, stage: str) -> None:
+        self.batch_size, strategy = 8, self.trainer.strategy
+        if isinstance(strategy, ParallelStrategy):
+            self.batch_size //= max(1, strategy.num_processes)
+
+    def train_dataloader(self) -> DataLoader:
+        mine = range(self.trainer.global_rank, self.samples, self.trainer.world_size)
+        return DataLoader(torch.utils.data.Subset(self.dataset(), mine), self.batch_size)
+
+    def configure_optimizers(self) -> Any:
+        scale = self.trainer.num_devices * self.trainer.num_nodes
+        return torch.optim.SGD(self.parameters(), lr=0.05 * scale)
+
+
+class _Shards(IterableDataset[Any]):
+    """Reads in the loader's worker what `webdataset` reads there."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        assert worker is not None
+        rank = int(os.environ["RANK"]) * worker.num_workers + worker.id
+        count = int(os.environ["WORLD_SIZE"]) * worker.num_workers
+        yield from (self.samples[index] for index in range(rank, len(self.samples), count))
+
+
+class ShardsByTheEnvironment(_Launched):
+    """A stream, in the processes of the loader."""
+
+    fast = True
+    options: ClassVar = {"max_steps": -1, "max_epochs": 2}
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(_Shards(self.dataset()), batch_size=2, num_workers=2)
+
+    def on_train_end(self) -> None:
+        self.seen.append(self.trainer.global_step)
