@@ -201,22 +201,28 @@ class ReplicaStrategy(DDPStrategy):
         return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
 
     def set_world_ranks(self) -> None:
-        environment = self.cluster_environment
-        if environment is not None:
-            self._shown.restore()
-            self._launched = Launched.by(environment, self._per_host)
-            environment.set_global_rank(self.global_rank)
-            environment.set_world_size(self.num_replicas)
+        self._shown.restore()
+        self._launched = Launched.by(self.cluster_environment, self._per_host)
+        self._number(self._launched.rank, self._num_nodes * self._per_host)
+
+    def _number(self, rank: int, size: int) -> None:
+        """What the environment says where Lightning's object for it keeps the numbers itself."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(size)
         set_rank_of_messages(self.global_rank)
 
     def _show_ranks(self) -> None:
         """From now on the environment speaks of the replicas, until :meth:`hide_ranks`."""
-        self._shown.show(self._replica_world.variables)
+        world = self._replica_world
+        self._shown.show(world.variables)
+        self._number(world.rank, world.size)
 
     def hide_ranks(self) -> None:
         """The run is over: the environment speaks of all processes again."""
         hear_of_reads(None)
         self._shown.restore()
+        self._number(self._launched.rank, self._num_nodes * self._per_host)
 
     @contextmanager
     def _supposing(self, replicas: int) -> Iterator[None]:

@@ -225,7 +225,9 @@ class _AllProcesses:
         return int(os.environ["LOCAL_RANK"])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_asked"], name)
+        if name.startswith("__"):  # it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._asked, name)
 
 
 class HybridMultiProcessingLauncher(MultiProcessingLauncher):

@@ -17,6 +17,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
 from lightning_hybrid.runtime.optimizers import complete, groups_of, kind_of_group
+from lightning_hybrid.runtime.own_changes import OwnChanges
 from lightning_hybrid.tensors import is_deferred
 
 
@@ -73,6 +74,7 @@ class OptimizerLink:
         self._sent = self._begun = groups_of(optimizer, names)
         self._state: DriverState | None = None
         self._attributes: dict[str, Any] = {}
+        self._own = OwnChanges(optimizer)
         self._kinds: set[object] = set()
         self._depth = 0  # a step that calls its base class's step runs the hooks twice
         self._closed = False
@@ -126,8 +128,12 @@ class OptimizerLink:
             optimizer.state = states
 
     def ship_quietly(self) -> None:
-        """Until :meth:`shipped`, ``optimizer.state`` is what this rank has."""
+        """Until :meth:`shipped`, it is as the workers need it.
+
+        ``optimizer.state`` is what this rank has, and in a step nothing has counted yet.
+        """
         self._silence_hooks()
+        self._entered.enter_context(self._own.undone())
 
     def leave(self, parameters: Iterable[Parameter]) -> None:
         """Workers have the states of these parameters."""
@@ -137,8 +143,9 @@ class OptimizerLink:
     def shipped(self) -> None:
         """The workers have it as it is now, and the states of their parameters."""
         self._entered.close()
-        self._sent = groups_of(self.optimizer, self._names)
-        self._attributes = _plain(self.optimizer)
+        with self._own.undone():
+            self._sent = groups_of(self.optimizer, self._names)
+            self._attributes = _plain(self.optimizer)
         if self.is_back and not (self.whole or self._closed):
             self._state = DriverState(self.optimizer.state, self._fetch)
             self.optimizer.state = self._state
@@ -188,7 +195,8 @@ class OptimizerLink:
         now = [len(group["params"]) for group in self.optimizer.param_groups]
         if now == [len(group["params"]) for group in self._sent]:
             return None
-        self._sent = groups_of(self.optimizer, self._names)
+        with self._own.undone():
+            self._sent = groups_of(self.optimizer, self._names)
         return self._sent
 
     def _make_step(self) -> Any:
@@ -228,15 +236,18 @@ class OptimizerLink:
         *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
         closure = keywords.get("closure", closure)
         self._entered.close()  # an earlier step may have failed half-way
+        self._own.end()
         self._counterparts.settle()
         if closure is None or not self.whole:
             self._enter()
         # else what comes before the closure is rarely more than its call: proxies will do
         if closure is None:
             return None
+        self._own.begin()
 
         def open_closure() -> Any:
             self._entered.close()
+            self._own.closure_called()
             result = closure()  # an error in it ends the step, and nothing more is said to others
             self._counterparts.settle()
             self._enter()
@@ -249,11 +260,13 @@ class OptimizerLink:
     def _enter(self) -> None:
         """What follows is the computation of the step."""
         if not self.whole:
+            self._own.check()
             self._tell_changes()
         if self.whole:
             self._entered.enter_context(self._counterparts.at_hand(self.optimizer))
             return
-        self._begun = groups_of(self.optimizer, self._names)
+        with self._own.undone():
+            self._begun = groups_of(self.optimizer, self._names)
         self._silence_hooks()
         self._entered.enter_context(as_they_are())
 
@@ -267,7 +280,9 @@ class OptimizerLink:
         if not self._kinds >= {kind_of_group(group) for group in self.optimizer.param_groups}:
             self.reason = None  # other hyper-parameters, as after a warm-up: tried again
         back = self._state is not None and self.is_back
-        if self.reason is None or back or self._attributes != _plain(self.optimizer):
+        with self._own.undone():
+            attributes = _plain(self.optimizer)
+        if self.reason is None or back or self._attributes != attributes:
             self._counterparts.ship()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -284,6 +299,7 @@ class OptimizerLink:
         if self._depth > 0:
             return
         self._entered.close()
+        self._own.end()
         if self.whole:
             return
         changed = None if _equal(self._begun, self._sent) else self._begun

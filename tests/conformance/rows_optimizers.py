@@ -659,6 +659,51 @@ class ChangesAttributes(_Optimized):
             optimizer.count = 0
 
 
+class Noam(Adam):
+    """Counts its steps, and sets its rate, before it calls the closure."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, lr=0.0)
+        self.n, self.recent = 0, [0.0]
+
+    def step(self, closure: Closure = None) -> Any:  # type: ignore[override]
+        self.n += 1
+        self.recent.append(0.03 * min(self.n**-0.5, self.n * 3**-1.5) * len(self.recent) ** 0.1)
+        for group in self.param_groups:
+            group["lr"] = self.recent[-1]
+        return super().step(closure)
+
+
+class CountsBeforeItsClosure(_Optimized):
+    """What is trained, and what the groups show while the closure runs."""
+
+    fast = True
+
+    def make(self) -> Optimizer:
+        return Noam(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers().optimizer
+        self.seen.append([optimizer.n, optimizer.param_groups[0]["lr"]])
+        if self.global_step == 4:
+            optimizer.param_groups[0]["eps"] = 1e-2  # the user's own
+        return super().training_step(batch, batch_idx)
+
+
+class CountsBeforeItsClosureByHand(CountsBeforeItsClosure):
+    """Manual optimization; Lightning's wrapper calls the step with a closure that does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
 class MakesAnOptimizerAnew(Row):
     """Its `__init__` is called again in the middle of the run: no states, no hooks are left."""
 

@@ -1,6 +1,8 @@
 """Which optimizers may be stepped in parts: the trial, without any processes."""
 
+import logging
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -155,18 +157,59 @@ class DecaysWithoutGradient(Mine):
             p.mul_(0.99)
 
 
-class CountsBeforeTheClosure(Mine):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, k=0)
+class DividesByTheNormOfAll(Mine):
+    """Not a number where all gradients are zero."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] += 1
-        return super().step(closure)
+    def change(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        norm = sum(float(p.grad.square().sum()) for p in parameters) ** 0.5
+        for p in parameters:
+            p.sub_(p.grad / torch.tensor(norm))
+
+
+class StepsOutOfAllNumbers(Mine):
+    """Its steps are the same whatever they are made from."""
 
     def change(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for p in parameters:
-            p.sub_(p.grad, alpha=1.0 / group["k"])
+            p.mul_(torch.nan)
+
+
+class CountsBeforeTheClosure(Mine):
+    """In its groups, in an attribute, and in one that it makes itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, k=0)
+        self.n = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.n += 1
+        self.m = getattr(self, "m", 0) + 1
+        for group in self.param_groups:
+            group["k"] += 1
+            group["lr"] = 1.0 / (self.n + self.m + group["k"])
+        return super().step(closure)
+
+
+def test_what_counts_before_its_closure_steps_in_parts() -> None:
+    assert reason(CountsBeforeTheClosure) == ""
+
+
+class Talks(Mine):
+    def change(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        print("a step")
+        print("a step", file=sys.stderr)
+        logging.getLogger("of an optimizer").warning("a step")
+        super().change(group, parameters)
+
+
+def test_nothing_is_printed_or_logged_in_the_trial(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert reason(Talks) == ""
+    assert capsys.readouterr() == ("", "")
+    assert caplog.messages == []
+    logging.getLogger("of an optimizer").warning("later")
+    assert caplog.messages == ["later"]
 
 
 class CallsTwice(Mine):
@@ -210,7 +253,8 @@ class Fails(Mine):
         (NotesAnAttribute, "attributes"),
         (KeepsItsStateApart, "belongs to no parameter"),
         (DecaysWithoutGradient, "no gradient"),
-        (CountsBeforeTheClosure, "groups"),
+        (DividesByTheNormOfAll, "depends on the others"),
+        (StepsOutOfAllNumbers, "not finite"),
         (CallsTwice, "depends on the others"),
         (Draws, "random numbers"),
         (Wraps, "`inner`: SGD"),
