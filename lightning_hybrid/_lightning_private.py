@@ -1,6 +1,6 @@
 """The private names of Lightning that this package uses, each with its reason, all in this file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,7 @@ INHERITED = {
 
 __all__ = [
     "INHERITED",
+    "LOADING",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TunerExit",
@@ -63,8 +64,11 @@ __all__ = [
     "call_teardown_hooks",
     "end_run",
     "forget_loaded_checkpoint",
+    "load_as_ever",
+    "loaders_of",
     "random_states",
     "set_batch_counts",
+    "set_loaders",
     "set_module_device",
     "set_num_threads",
     "set_random_states",
@@ -120,6 +124,39 @@ def set_batch_counts(trainer: Trainer, counts: list[Any]) -> None:
     trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations = counts
     for loop, count in zip(_evaluation_loops(trainer), evaluations):
         loop._max_batches = count
+
+
+def loaders_of(trainer: Trainer) -> list[tuple[str, Any]]:
+    """For each loop the property that gives its loaders, and these; ``None``: it has none."""
+    found = [getattr(loop._combined_loader, "iterables", None) for loop in _loaded_loops(trainer)]
+    names = ("train_dataloader", "predict_dataloaders", "val_dataloaders", "val_dataloaders")
+    return list(zip((*names, "test_dataloaders"), found))
+
+
+LOADING = "train_dataloader()"
+"""Name of the barrier at which ranks wait for each other when they have made train loaders."""
+
+
+def set_loaders(trainer: Trainer, loaders: list[Any], load: Callable[[], None]) -> None:
+    """On a worker, until the next run: what stands for the combined loader of each loop.
+
+    Args:
+        trainer: Lightning's.
+        loaders: the stand-ins.
+        load: is called where the Trainer would make a train loader, to know its length.
+    """
+    for loop, each in zip(_loaded_loops(trainer), loaders):
+        loop._combined_loader = each
+    vars(trainer.fit_loop)["setup_data"] = load
+
+
+def load_as_ever(trainer: Trainer) -> None:
+    """A run begins, in which this rank may be no worker."""
+    vars(trainer.fit_loop).pop("setup_data", None)
+
+
+def _loaded_loops(trainer: Trainer) -> list[Any]:
+    return [trainer.fit_loop, trainer.predict_loop, *_evaluation_loops(trainer)]
 
 
 def _evaluation_loops(trainer: Trainer) -> list[Any]:

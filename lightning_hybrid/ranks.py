@@ -21,6 +21,7 @@ from lightning_hybrid._lightning import (
     reset_seed,
 )
 from lightning_hybrid._lightning_private import (
+    LOADING,
     ask_strategy_whether_distributed,
     set_rank_of_messages,
 )
@@ -341,11 +342,11 @@ class ReplicaStrategy(DDPStrategy):
             "trainer.fit, validate, test or predict. Call this from a hook, or after a run."
         )
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         if self._world.phase is Phase.RUNNING:
-            super().barrier(*args, **kwargs)
-        else:
-            self._world.barrier()
+            super().barrier(name, *args, **kwargs)
+        elif name != LOADING:  # between runs a rank may ask for a loader that others have
+            self._world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._world.phase is Phase.RUNNING:

@@ -28,7 +28,7 @@ from lightning_hybrid._lightning import (
     TrainerStatus,
     rank_zero_info,
 )
-from lightning_hybrid._lightning_private import forget_loaded_checkpoint
+from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_as_ever
 from lightning_hybrid.building import move_module
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
 from lightning_hybrid.config import Config, Count, ScheduleName
@@ -206,6 +206,7 @@ class HybridGabraStrategy(SavingStrategy):
 
     def setup_distributed(self) -> None:
         refuse_accelerator(given(self.accelerator, "accelerator"))
+        load_as_ever(self._module.trainer)
         super().setup_distributed()
         self._rest()
         if self._joined.has_coordinates:

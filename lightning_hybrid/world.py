@@ -116,14 +116,17 @@ class World:
         """Make the group of the drivers."""
         self.mesh.init_default_group()
 
-    def barrier(self) -> None:
+    def barrier(self, name: str = "") -> None:
         """Wait for all ranks, in phase TOGETHER.
+
+        Args:
+            name: of the barrier.
 
         Raises:
             Exception: of the first rank that has failed.
         """
         if self.phase is Phase.TOGETHER:
-            self._meet()
+            self._meet(f"barrier({name!r})")
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """The value of one rank on all ranks, in phase TOGETHER; else that of this rank.
@@ -133,7 +136,7 @@ class World:
         """
         if self.phase is not Phase.TOGETHER:
             return value
-        self._meet()
+        self._meet("a broadcast")
         same: T = broadcast_object(self.everyone.world, value, source)
         return same
 
@@ -145,7 +148,7 @@ class World:
         Raises:
             Exception: of the first rank that has failed.
         """
-        self._meet()
+        self._meet("the setup of a run")
         names, world = sorted(tensors_of(module)), self.everyone.world
         digests = gather_objects(world, hashlib.sha256("\n".join(names).encode()).digest())
         if len(set(digests)) == 1:
@@ -161,10 +164,10 @@ class World:
             Exception: of the first rank that has failed.
         """
         self.phase = Phase.TOGETHER
-        self._meet()
+        self._meet("the end of a run")
 
-    def _meet(self) -> None:
-        if not meet(self.everyone.world):
+    def _meet(self, place: str) -> None:
+        if not meet(self.everyone.world, place=place):
             raise read_fault(self.everyone).exception()
 
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
@@ -244,7 +247,7 @@ class NoWorld:
     has_coordinates = False
     supposed_replicas = 1
 
-    def barrier(self) -> None:
+    def barrier(self, name: str = "") -> None:
         """Nobody to wait for."""
 
     def broadcast(self, value: T, source: int = 0) -> T:

@@ -4,12 +4,14 @@ import pickle
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm.transport import UNKNOWN_PEER, ConnectionLost, Group, start, wait
+from lightning_hybrid.errors import HybridError
 
 
 def broadcast_object(
@@ -51,15 +53,28 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
     return [broadcast_object(group, value, source) for source in range(group.size())]
 
 
-def meet(group: Group, *, failed: bool = False) -> bool:
+def meet(group: Group, *, failed: bool = False, place: str = "") -> bool:
     """Wait until every rank of ``group`` is here. Returns whether none of them has failed.
+
+    Args:
+        group: of gloo.
+        failed: whether this rank has.
+        place: where in the program this is, the same on all ranks.
 
     Raises:
         ConnectionLost: a rank is gone, or late.
+        HybridError: the ranks have come to different places, and would wait for each other later.
     """
-    flag, work = _begin_meeting(group, failed=failed)
+    flag, work = _begin_meeting(group, failed=failed, place=place)
     wait(work, UNKNOWN_PEER)
-    return not flag.item()
+    has_failed, highest, lowest = flag.tolist()
+    if not has_failed and highest != -lowest:
+        raise HybridError(
+            f"This rank has come to {place or 'a barrier'}, and another one to another place: all "
+            "ranks have to call the Trainer, and what it does on all of them, in the same order. "
+            "Look for a call behind a condition on the rank (trainer.is_global_zero)."
+        )
+    return not has_failed
 
 
 def fail_next_meeting(group: Group, timeout: timedelta) -> None:
@@ -68,11 +83,12 @@ def fail_next_meeting(group: Group, timeout: timedelta) -> None:
     Ranks that come to it later than ``timeout`` still learn it, as long as this process lives.
     """
     with suppress(ConnectionLost, RuntimeError):
-        _begin_meeting(group, failed=True)[1].wait(timeout)
+        _begin_meeting(group, failed=True, place="")[1].wait(timeout)
 
 
-def _begin_meeting(group: Group, *, failed: bool) -> tuple[Tensor, dist.Work]:
-    flag = torch.tensor([int(failed)])
+def _begin_meeting(group: Group, *, failed: bool, place: str) -> tuple[Tensor, dist.Work]:
+    number = crc32(place.encode())
+    flag = torch.tensor([int(failed), number, -number])
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return flag, start(group.allreduce, [flag], options, peer=UNKNOWN_PEER)

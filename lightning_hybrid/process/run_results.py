@@ -6,11 +6,14 @@ LightningModule, the data module, the callbacks and the loggers: ``checkpoint.be
 ``timer.time_elapsed()``, ``model.batch_size`` after a search for it, ``model.history``.
 """
 
+import math
 import pickle
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -21,20 +24,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_hybrid._lightning import Callback, Logger, Strategy, Trainer, move_data_to_device
+from lightning_hybrid._lightning import (
+    Callback,
+    Logger,
+    LRSchedulerConfig,
+    Strategy,
+    Trainer,
+    move_data_to_device,
+)
 from lightning_hybrid._lightning_private import (
     batch_counts,
+    loaders_of,
     random_states,
     set_batch_counts,
+    set_loaders,
     set_random_states,
 )
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
+from lightning_hybrid.process.stand_ins import LoadersElsewhere, StandIn
 
 LIMIT_BYTES = 16 * 2**20
 """An attribute larger than this is a data set or the like, and stays where it is."""
 
 # what has an identity: a copy of it on another rank would be a second one
 _NOT_PLAIN = (nn.Module, nn.Parameter, Optimizer, DataLoader, Trainer, Strategy, Callback, Logger)
+# of a class, what a run may count in: not its code
+_COUNTS = (int, float, str, list, dict, set, deque, Tensor)
+_FRAMEWORKS = (
+    *("lightning", "pytorch_lightning", "lightning_fabric", "torch", "lightning_hybrid"),
+    *("builtins", "abc", "typing", "collections"),
+)
 _Key = tuple[str, str]  # owner ("module", "callback 0"), attribute
 
 
@@ -55,6 +75,8 @@ class Results:
         random: states of the generators, so that later draws are the same on all ranks.
         trained: by name, whether a parameter requires gradients.
         modes: by name, whether a module is in training mode.
+        loaders: what is known of those of each loop; see :func:`loaders_of`.
+        schedulers: what is known of the learning-rate schedulers.
         plans: the plans of the networks, by name; filled in by the strategy.
         adopted: on a worker, which of the attributes it has taken.
     """
@@ -71,6 +93,8 @@ class Results:
     random: Mapping[str, Any]
     trained: Mapping[str, bool]
     modes: Mapping[str, bool]
+    loaders: list[Any]
+    schedulers: list[dict[str, Any]]
     plans: dict[str, Plan] = field(default_factory=dict)
     adopted: set[_Key] = field(default_factory=set)
 
@@ -123,7 +147,49 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Result
         random=random_states(),
         trained={name: p.requires_grad for name, p in module.named_parameters()},
         modes={name: part.training for name, part in module.named_modules()},
+        loaders=[
+            None if loaders is None else _described(loaders, f"trainer.{name}")
+            for name, loaders in loaders_of(trainer)
+        ],
+        schedulers=[
+            _scheduler(config, index) for index, config in enumerate(trainer.lr_scheduler_configs)
+        ],
     )
+
+
+def _described(loaders: Any, what: str) -> Any:
+    """Stand-ins in the structure of the loaders."""
+    if isinstance(loaders, Mapping):
+        return {key: _described(value, f"{what}[{key!r}]") for key, value in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        return [_described(value, f"{what}[{i}]") for i, value in enumerate(loaders)]
+    length = None
+    with suppress(Exception):  # an iterable may have none, and say so in any way it likes
+        length = len(loaders)
+    return StandIn(what, _numbers(loaders), length)
+
+
+def _scheduler(config: LRSchedulerConfig, index: int) -> dict[str, Any]:
+    """The fields of a configuration, its scheduler as a stand-in."""
+    scheduler = config.scheduler
+    state: dict[str, Any] = {}
+    for key, value in scheduler.state_dict().items():
+        data = _pickled(value)
+        if data is not None:
+            state[key] = pickle.loads(data)
+    stand_in = StandIn(
+        f"trainer.lr_scheduler_configs[{index}].scheduler ({type(scheduler).__name__})",
+        {**_numbers(scheduler), **state},
+        state=state,
+    )
+    return vars(config) | {"scheduler": stand_in}
+
+
+def _numbers(thing: Any) -> dict[str, Any]:
+    """Public attributes that are plain."""
+    plain = (int, float, str, type(None))
+    attributes = getattr(thing, "__dict__", {})
+    return {k: v for k, v in attributes.items() if isinstance(v, plain) and not k.startswith("_")}
 
 
 def _pickled_or_why_not(returned: Any) -> bytes:
@@ -159,11 +225,29 @@ def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
     trainer.state = results.state
     trainer.should_stop = results.should_stop
     set_random_states(dict(results.random))
+    stand_ins = [None if each is None else LoadersElsewhere(each) for each in results.loaders]
+    set_loaders(trainer, stand_ins, partial(_refuse_unless_known, trainer.fit_loop.max_batches))
+    trainer.strategy.lr_scheduler_configs = [
+        LRSchedulerConfig(**fields) for fields in results.schedulers
+    ]
     module = trainer.lightning_module
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(results.trained.get(name, parameter.requires_grad))
     for name, part in module.named_modules():
         part.training = results.modes.get(name, part.training)
+
+
+def _refuse_unless_known(batches: float) -> None:
+    """On a worker, in place of a train loader: the number of its batches is the driver's.
+
+    Raises:
+        HybridError: there was no fit to know it from.
+    """
+    if batches == math.inf:
+        raise HybridError(
+            "trainer.estimated_stepping_batches was asked for on a rank that is no driver, before "
+            "a fit: drivers alone load data. Ask where trainer.is_global_zero, or after the fit."
+        )
 
 
 def adopt_attributes(trainer: Trainer, results: Results) -> None:
@@ -175,10 +259,37 @@ def adopt_attributes(trainer: Trainer, results: Results) -> None:
     for owner, name in results.adopted:
         if owner in owners:
             with suppress(Exception):  # a class may refuse to be made again in any way it likes
-                vars(owners[owner])[name] = pickle.loads(results.attributes[owner, name])
+                _put(owners[owner], name, pickle.loads(results.attributes[owner, name]))
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if not isinstance(owner, type):
+        vars(owner)[name] = value
+        return
+    here = vars(owner).get(name)  # code of the user's may hold the container itself
+    if isinstance(here, list) and isinstance(value, list):
+        here[:] = value
+    elif isinstance(here, dict | set) and type(here) is type(value):
+        here.clear()
+        here.update(value)
+    else:
+        setattr(owner, name, value)
 
 
 def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """What has attributes of interest: instances, and the user's classes that they are of."""
+    classes: dict[type, None] = {}
+    for name, owner in _instances(trainer):
+        yield name, owner
+        classes.update(dict.fromkeys(filter(_is_the_users, type(owner).__mro__)))
+    yield from ((f"class {kind.__module__}.{kind.__qualname__}", kind) for kind in classes)
+
+
+def _is_the_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _FRAMEWORKS
+
+
+def _instances(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     yield "module", trainer.lightning_module
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if datamodule is not None:
@@ -190,7 +301,7 @@ def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 def _plain_data(trainer: Trainer) -> Iterator[tuple[_Key, bytes]]:
     for owner, thing in _owners(trainer):
-        for name, value in vars(thing).items():
+        for name, value in [*vars(thing).items()]:
             if _is_of_interest(thing, name, value):
                 data = _pickled(value)
                 if data is not None:
@@ -198,6 +309,8 @@ def _plain_data(trainer: Trainer) -> Iterator[tuple[_Key, bytes]]:
 
 
 def _is_of_interest(owner: Any, name: str, value: Any) -> bool:
+    if isinstance(owner, type):
+        return isinstance(value, _COUNTS) and not name.startswith("_")
     if isinstance(owner, Callback):
         return True
     if isinstance(owner, Logger):  # versions and paths; a worker's own writers write nothing
