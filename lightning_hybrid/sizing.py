@@ -9,11 +9,19 @@ one chain, in which the network is found at its first call.
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
+from lightning_hybrid._lightning import (
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    TrainerFn,
+    is_overridden,
+    rank_zero_info,
+)
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.network import cached, fits, measure, why_whole
@@ -126,6 +134,34 @@ class SizeChooser:
             seed=settings.seed,
             recompute=settings.recompute,
         )
+
+
+def prepared_alone(trainer: Trainer, world: World) -> list[str]:
+    """Attributes that ``prepare_data`` has set on rank 0, and not on every other rank.
+
+    It runs on one rank of each host. All ranks call this together.
+
+    Args:
+        trainer: Lightning's, after the ``setup`` hooks.
+        world: all ranks.
+    """
+    owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
+    prepared = [owner for owner in owners if owner is not None and _prepares(owner)]
+    if not prepared:
+        return []
+    names = [
+        f"{type(owner).__name__}.{name}"
+        for owner in prepared
+        for name, value in vars(owner).items()
+        if value is not None
+    ]
+    first, *others = world.gather(names, "the comparison of what prepare_data has set")
+    return sorted(set(first).difference(set(first).intersection(*map(set, others))))
+
+
+def _prepares(owner: Any) -> bool:
+    kind = LightningModule if isinstance(owner, LightningModule) else LightningDataModule
+    return is_overridden("prepare_data", owner, kind)
 
 
 def _splits(looked: Sequence[Seen]) -> Callable[[int], bool]:

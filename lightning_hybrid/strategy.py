@@ -49,7 +49,7 @@ from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.saving import SavingStrategy
 from lightning_hybrid.schedules import DelayedWeights
 from lightning_hybrid.session import DriverSession, WorkerSession
-from lightning_hybrid.sizing import SizeChooser
+from lightning_hybrid.sizing import SizeChooser, prepared_alone
 from lightning_hybrid.world import NoWorld, Phase
 
 
@@ -192,6 +192,7 @@ class HybridGabraStrategy(SavingStrategy):
             start_method=start_method,
         )
         self._plans: dict[str, Plan] = {}
+        self._prepared_alone = False
 
     @property
     def plan(self) -> Plan | None:
@@ -217,6 +218,7 @@ class HybridGabraStrategy(SavingStrategy):
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
         refuse_lazy(self._module)
+        self._compare_prepared(trainer)
         if not self._joined.has_coordinates:
             self._choose_sizes(trainer)
         run = Run.of(
@@ -268,9 +270,24 @@ class HybridGabraStrategy(SavingStrategy):
         self._take_coordinates(world, machine)
         refuse_callbacks(trainer, *self._shape())
 
+    def _compare_prepared(self, trainer: Trainer) -> None:
+        """What ``prepare_data`` has set on rank 0 alone, drivers of other replicas do not have."""
+        is_open = not self._joined.has_coordinates
+        self._prepared_alone = False
+        if is_open or self.num_replicas > 1:
+            names = prepared_alone(trainer, self._joined)
+            self._prepared_alone = bool(names)
+            if names:
+                rank_zero_info(
+                    f"prepare_data has set {', '.join(names)} on rank 0 alone, where it runs (as "
+                    "under DDP): the other replicas do not have it"
+                    f"{', so there is one' if is_open else ''}. Set it in setup, which runs on all "
+                    "ranks."
+                )
+
     def _may_have(self, replicas: int, stages: int) -> bool:
         """Whether these sizes may be chosen."""
-        if self._told_replicas not in (None, replicas):
+        if self._told_replicas not in (None, replicas) or (self._prepared_alone and replicas > 1):
             return False
         return callbacks_allow(self._module.trainer, replicas, stages)
 

@@ -155,6 +155,19 @@ class World:
             return frozenset(names)
         return frozenset.intersection(*map(frozenset, gather_objects(world, names)))
 
+    def gather(self, value: T, place: str) -> list[T]:
+        """The values of all ranks, in phase TOGETHER.
+
+        Args:
+            value: of this rank.
+            place: where in the program this is.
+
+        Raises:
+            Exception: of the first rank that has failed.
+        """
+        self._meet(place)
+        return gather_objects(self.everyone.world, value)
+
     def end_run(self) -> None:
         """The end of a run, on all ranks: no script ends, and no store with it, while others run.
 

@@ -129,6 +129,21 @@ class DividedInSetup(Data):
         return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True)
 
 
+class Prepared(Data):
+    """As tutorials do it: what is loaded from is made in `prepare_data`."""
+
+    def __init__(self, samples: Samples) -> None:
+        super().__init__(samples)
+        self.made: Samples | None = None
+
+    def prepare_data(self) -> None:
+        self.made, self.train = self.samples, self.samples
+
+    def train_dataloader(self) -> DataLoader:
+        self.opened += 1
+        return DataLoader(self.train, batch_size=4, shuffle=True)
+
+
 class Hooks(Callback):
     """Counts what the Trainer calls."""
 
@@ -181,7 +196,9 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         from lightning_hybrid import HybridGabraStrategy
 
         strategy = HybridGabraStrategy(*strategy, **job.get("arguments", {}))
-    data = {"divided": Divided, "in setup": DividedInSetup}.get(job.get("loader"), Data)(samples)
+    data = {"divided": Divided, "in setup": DividedInSetup, "prepared": Prepared}.get(
+        job.get("loader"), Data
+    )(samples)
     loaders: dict[str, Any] = {"datamodule": data}
     if job.get("loader") == "plain":
         loaders = {"train_dataloaders": DataLoader(samples, batch_size=4, shuffle=True)}
@@ -207,8 +224,8 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         seed_everything(3, verbose=False)
     try:
         trainer.fit(module, **loaders)
-    except ValueError as error:
-        return {"error": str(error)}
+    except (ValueError, AttributeError) as error:
+        return {"error": str(error), "said": listening.texts}
     if job.get("predicts first"):
         trainer.predict(module, DataLoader(torch.ones(4, width), batch_size=4))
     logging.getLogger("lightning.pytorch").removeHandler(listening)

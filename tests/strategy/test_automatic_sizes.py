@@ -27,13 +27,15 @@ JOBS = [
     {"name": "in setup", "network": "tiny", "strategy": OPEN, "loader": "in setup"},
     {"name": "monitored", "network": "tiny", "strategy": OPEN, "monitors": True},
     {"name": "divided", "network": "wide", "strategy": OPEN, "loader": "divided"},
+    {"name": "prepared", "network": "tiny", "strategy": OPEN, "loader": "prepared"},
+    {"name": "prepared twice", "network": "tiny", "strategy": [2, 1], "loader": "prepared"},
     {"name": "fails", "network": "fails", "strategy": OPEN},
     {"name": "after a failure", "network": "tiny", "strategy": OPEN},
 ]
 for job in JOBS[3:4]:
     job["after"] = "wide"
 DDP = [{"name": "tiny", "network": "tiny", "strategy": "ddp"}]
-FAST = ("tiny", "wide", "unpacks", "fails", "after a failure")
+FAST = ("tiny", "wide", "unpacks", "prepared", "fails", "after a failure")
 Ranks = list[dict[str, Any]]
 
 
@@ -136,9 +138,24 @@ def test_a_run_that_does_not_train_comes_before_one_that_does(ranks: Ranks) -> N
     assert "Chosen for 2 devices: 2 replicas" in said(ranks, "predicts first")
 
 
+def test_what_is_prepared_on_rank_0_alone_is_for_one_replica(ranks: Ranks) -> None:
+    """The tiny network would get two."""
+    assert ranks[0]["prepared"]["shape"] == (1, 0)
+    assert len(ranks[0]["prepared"]["user"]["losses"]) == 6
+    told = "set Prepared.made, Prepared.train on rank 0 alone"
+    assert told in said(ranks, "prepared")
+    assert "so there is one" in said(ranks, "prepared")
+
+
+@pytest.mark.conformance
+def test_what_is_prepared_on_rank_0_alone_and_two_replicas_fail_as_under_ddp(ranks: Ranks) -> None:
+    assert all("no attribute 'train'" in rank["prepared twice"]["error"] for rank in ranks)
+    assert "on rank 0 alone" in said(ranks, "prepared twice")
+
+
 def test_a_rank_that_fails_before_sizes_are_known_ends_the_run_everywhere(ranks: Ranks) -> None:
     for rank in ranks:
-        assert rank["fails"] == {"error": "this error is on purpose"}
+        assert rank["fails"]["error"] == "this error is on purpose"
         assert_the_same(rank["after a failure"]["user"], rank["tiny"]["user"])
 
 
