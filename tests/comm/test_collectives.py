@@ -13,6 +13,7 @@ from lightning_hybrid.comm.collectives import (
     gather_objects,
     meet,
 )
+from lightning_hybrid.errors import HybridError
 
 
 @pytest.fixture
@@ -47,3 +48,17 @@ def test_a_rank_that_leaves_fails_the_next_meeting(groups: list[Any]) -> None:
         return meet(group) if rank == 0 else fail_next_meeting(group, timedelta(seconds=30))
 
     assert on_both(groups, come)[0] is False
+
+
+def test_ranks_that_come_to_different_places_do_not_take_them_for_one(groups: list[Any]) -> None:
+    def come(group: Any, rank: int) -> str:
+        with pytest.raises(HybridError, match="in the same order") as raised:
+            meet(group, place=f"barrier({rank})")
+        return str(raised.value)
+
+    assert all(
+        f"come to barrier({rank})" in text for rank, text in enumerate(on_both(groups, come))
+    )
+    assert on_both(groups, lambda group, rank: meet(group, place="barrier")) == [True, True]
+    mixed = on_both(groups, lambda group, rank: meet(group, failed=rank == 1, place=str(rank)))
+    assert mixed == [False, False]
