@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run
 from torch import distributed
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -121,3 +121,17 @@ class ShardsByTheEnvironment(_Launched):
 
     def on_train_end(self) -> None:
         self.seen.append(self.trainer.global_step)
+
+
+class RefusedShardsInSetup(Row):
+    """A worker, too, runs `setup`, and has no shard."""
+
+    shapes = EVERY
+    refused = ("Invalid rank", "is not below trainer.world_size", "train_dataloader")
+
+    def setup(self, stage: str) -> None:
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        self.sampler = DistributedSampler(self.dataset(), world, rank)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.dataset(), batch_size=4, sampler=self.sampler)
