@@ -71,6 +71,7 @@ class World:
         self.everyone, self.phase = everyone, Phase.TOGETHER
         self.supposed_replicas = 1
         self._joined: Joined | None = None
+        self._has_heard = False  # of a failure, at a meeting
         self._watch = Watch(str(self.coordinates), everyone.store)
 
     def take_coordinates(self, joined: Joined) -> None:
@@ -181,6 +182,7 @@ class World:
 
     def _meet(self, place: str) -> None:
         if not meet(self.everyone.world, place=place):
+            self._has_heard = True
             raise read_fault(self.everyone).exception()
 
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
@@ -240,7 +242,9 @@ class World:
         self.stop_watching()
         ranks = self._joined.mesh if self._joined else self.everyone
         first = first_fault(ranks, error, rank)
-        if first is None and self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not is_loss(error):
+        # a rank that has not heard of it at a meeting is missed there, whoever has failed first
+        together = self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not self._has_heard
+        if together and not is_loss(error):
             say_at_next_meeting(self.everyone)
         if self._joined and not self.coordinates.is_driver:
             self.mesh.say_goodbye(first or Failure.of(error, rank))
