@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from inspect import signature
 from itertools import chain
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Optimizer
@@ -20,12 +21,29 @@ from lightning_hybrid._lightning import (
     TorchSyncBatchNorm,
     Trainer,
     is_overridden,
+    rank_zero_info,
 )
 from lightning_hybrid._torch.optimizers import unscales_by_itself
+from lightning_hybrid._torch.private_names import lacking, lost
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.pipeline import state_buffers
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.schedules import LookAhead
+
+TRIED = "2.13.0, 2.14.1 and 2.15.0"
+
+
+def refuse_version() -> None:
+    """A torch without what nothing works without; what another one goes without is said."""
+    names = lacking()
+    if names:
+        raise PlanError(
+            f"hybrid_gabra cannot work with torch {torch.__version__}, which has no "
+            f"{', '.join(sorted(names))}. It was tried with torch {TRIED}: install one of these, "
+            "or a newer lightning-hybrid."
+        )
+    for loss in lost():
+        rank_zero_info(f"With torch {torch.__version__} {loss}.")
 
 
 def refuse_accelerator(accelerator: Accelerator) -> None:

@@ -44,6 +44,7 @@ from lightning_hybrid.refusals import (
     refuse_lazy,
     refuse_optimizers,
     refuse_streaming,
+    refuse_version,
 )
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.saving import SavingStrategy
@@ -202,6 +203,7 @@ class HybridGabraStrategy(SavingStrategy):
     # ------------------------------------------------------------------ a run
 
     def _configure_launcher(self) -> None:
+        refuse_version()
         refuse_layer_sync(self._layer_sync, compile_stages=self._config.compile_stages)
         super()._configure_launcher()
 

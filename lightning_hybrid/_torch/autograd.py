@@ -9,18 +9,27 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import _CheckpointFrame
+
+from lightning_hybrid._torch.private_names import find
+
+_is_batched = find("torch:_C._functorch.is_batchedtensor")
+_is_batched_in_an_old_way = find("torch:_C._functorch.is_legacy_batchedtensor")
+_is_wrapped = find("torch:_C._functorch.is_functorch_wrapped_tensor")
+_functorch_level = find("torch:_C._functorch.maybe_current_level")
+_without_transforms = find("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")
+_without_modes = find("torch.utils._python_dispatch:_disable_current_modes")
+_will_run = find("torch:_C._will_engine_execute_node")
+_pass_number = find("torch:_C._current_graph_task_id")
+_graph_is_kept = find("torch:_C._autograd._get_current_graph_task_keep_graph")
+_saved_tensors_hooks = find("torch:_C._autograd._top_saved_tensors_default_hooks")
+_with_forward_derivatives = find("torch.autograd.forward_ad:_set_fwd_grad_enabled")
+_CheckpointFrame = find("torch.utils.checkpoint:_CheckpointFrame")
 
 
 def is_batched(gradient: Tensor | None) -> bool:
     """Whether it stands for many gradients at once (``is_grads_batched``, `torch.func.vmap`)."""
-    return gradient is not None and (
-        is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient)
-    )
+    return gradient is not None and (_is_batched_in_an_old_way(gradient) or _is_batched(gradient))
 
 
 def backward_reaches(ctx: Any, index: int) -> bool:
@@ -31,12 +40,12 @@ def backward_reaches(ctx: Any, index: int) -> bool:
     (`torch.autograd.graph` and AOTAutograd ask it in the same words).
     """
     node = ctx.next_functions[index][0]
-    return node is not None and torch._C._will_engine_execute_node(node)
+    return node is not None and _will_run(node)
 
 
 # what `torch.autograd.grad` and `Tensor.backward` both call, by this name; there is no public place
 _BACKWARD = "_engine_run_backward"
-_run: Callable[..., Any] = getattr(torch.autograd, _BACKWARD)
+_run = find(f"torch.autograd:{_BACKWARD}")
 
 
 def run_backwards_by(handler: Callable[..., Any] | None) -> None:
@@ -66,7 +75,7 @@ def is_in_backward() -> bool:
 
 def graph_is_kept() -> bool:
     """Whether the running backward was called with ``retain_graph=True``; no public way either."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    return bool(_graph_is_kept())
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -78,7 +87,7 @@ def saved_tensors_hooks() -> Hooks | None:
 
     There is no public way to ask.
     """
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Hooks | None = _saved_tensors_hooks(True)
     return hooks
 
 
@@ -102,7 +111,7 @@ def checkpointed_region(hooks: Hooks | None) -> tuple[object, bool] | None:
 
 def pass_number() -> int:
     """The number of the running backward pass; -1: there is none."""
-    return torch._C._current_graph_task_id()
+    return int(_pass_number())
 
 
 @contextmanager
@@ -123,7 +132,7 @@ def own_saved_tensors() -> Iterator[None]:
 @contextmanager
 def forward_derivatives() -> Iterator[None]:
     """Inside, derivatives in forward mode are there as ever: an autograd function has none."""
-    with torch.autograd.forward_ad._set_fwd_grad_enabled(True):
+    with _with_forward_derivatives(True):
         yield
 
 
@@ -134,12 +143,12 @@ def dual_level() -> int:
 
 def functorch_level() -> int:
     """How many transforms of functions (``vmap``, ``grad``) are being applied at this moment."""
-    return int(torch._C._functorch.maybe_current_level() or 0)
+    return int(_functorch_level() or 0)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of a transform of functions, which has no memory of its own."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return bool(_is_wrapped(tensor))
 
 
 @contextmanager
@@ -148,7 +157,7 @@ def outside_of_transforms() -> Iterator[None]:
 
     Nor do modes of the user's see what is done.
     """
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+    with _without_transforms(), _without_modes():
         yield
 
 

@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid._torch.private_names import find
+
+_IS_ON = "_is_profiler_enabled"
+_knows = find(f"torch.autograd.profiler:{_IS_ON}") is not None
+_record = find("torch:_C._autograd._enable_record_function")
+
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set the time-out in the options of a group; NCCL's take it in no other way."""
@@ -22,11 +28,11 @@ def unrecorded() -> Iterator[None]:
     question whether it is on: it is left alone while no profiler is, in any thread
     (``torch._C._autograd._profiler_enabled`` is false for one that profiles all threads).
     """
-    if not torch.autograd.profiler._is_profiler_enabled:
+    if not _knows or _record is None or not getattr(torch.autograd.profiler, _IS_ON):
         yield
         return
-    torch._C._autograd._enable_record_function(False)
+    _record(False)
     try:
         yield
     finally:
-        torch._C._autograd._enable_record_function(True)
+        _record(True)

@@ -3,21 +3,21 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
-from torch._dynamo.utils import (
-    numpy_method_wrapper,
-    numpy_operator_wrapper,
-    numpy_to_tensor_wrapper,
-)
+
+from lightning_hybrid._torch.private_names import find
+
+_HigherOrder = find("torch._ops:HigherOrderOperator")
+_OPERATORS = (find("torch._ops:OpOverload"), find("torch._ops:OpOverloadPacket"))
+_name_by_fx = find("torch.fx.node:_get_qualified_name")
 
 # what TorchDynamo writes down for `with torch.autocast(...)`
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+_enter_autocast = find("torch.amp.autocast_mode:_enter_autocast")
 
-set_gradients: Any = torch._C._set_grad_enabled
+set_gradients = find("torch:_C._set_grad_enabled")
 """What TorchDynamo writes down for `with torch.no_grad()` and the like."""
 
-exit_autocast: Any = _exit_autocast
+exit_autocast = find("torch.amp.autocast_mode:_exit_autocast")
 """Leaves a region; takes what has entered it."""
 
 
@@ -28,14 +28,14 @@ def is_enter_autocast(node: fx.Node) -> bool:
 
 def entered_autocast(node: fx.Node) -> Any:
     """What has entered the region that a node ends; ``None``: it ends none."""
-    return node.args[0] if node.target is _exit_autocast else None
+    return node.args[0] if node.target is exit_autocast else None
 
 
 # what a call of NumPy becomes in a captured graph: an object that computes it with torch
 _NUMPY = {
-    "function": (numpy_to_tensor_wrapper, "f"),
-    "method": (numpy_method_wrapper, "method"),
-    "operator": (numpy_operator_wrapper, "op"),
+    "function": (find("torch._dynamo.utils:numpy_to_tensor_wrapper"), "f"),
+    "method": (find("torch._dynamo.utils:numpy_method_wrapper"), "method"),
+    "operator": (find("torch._dynamo.utils:numpy_operator_wrapper"), "op"),
 }
 
 
@@ -62,18 +62,18 @@ def source_of(placeholder: fx.Node) -> str:
 
 def higher_order_name(function: Any) -> str | None:
     """The name of an operation on graphs (a checkpointed region, a hook); ``None``: it is none."""
-    return function.name() if isinstance(function, torch._ops.HigherOrderOperator) else None
+    return function.name() if isinstance(function, _HigherOrder) else None
 
 
 def is_custom_operator(function: Any) -> bool:
     """Whether an operator is not one of torch's own."""
-    packet = isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    packet = isinstance(function, _OPERATORS)
     return packet and not str(function).startswith(("aten.", "prims.", "prim."))
 
 
 def names_of_operator(function: Any) -> Iterator[str]:
     """Where an operator can be found, as ``module:name``."""
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(function, _OPERATORS):
         yield f"torch:ops.{function!s}"
     name = higher_order_name(function)
     if name is not None:
@@ -84,4 +84,4 @@ def names_of_operator(function: Any) -> Iterator[str]:
 
 def qualified_name_by_fx(function: Any) -> str:
     """The dotted name that fx writes into generated code for a function."""
-    return fx.node._get_qualified_name(function)
+    return str(_name_by_fx(function))

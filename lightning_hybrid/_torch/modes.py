@@ -1,9 +1,11 @@
 """Modes of torch, entered by code around a call, that see or change every operation in it."""
 
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from lightning_hybrid._torch.private_names import find
+from lightning_hybrid._torch.tensors import TorchDispatchMode
 
+_function_modes = find("torch.overrides:_get_current_function_mode_stack")
+_dispatch_modes = find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+_DeviceContext = find("torch.utils._device:DeviceContext")
 _OURS = __name__.partition(".")[0] + "."
 
 
@@ -14,8 +16,8 @@ def users_mode() -> object | None:
     ``TorchDispatchMode`` and ``TorchFunctionMode`` of the user's. A device as a context only says
     where tensors are made, which a network that is captured does as well.
     """
-    seeing = [m for m in _get_current_dispatch_mode_stack() if not _is_infrastructure(m)]
-    seeing += [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]
+    seeing = [m for m in _dispatch_modes() if not _is_infrastructure(m)]
+    seeing += [m for m in _function_modes() if not isinstance(m, _DeviceContext)]
     return next((m for m in reversed(seeing) if not type(m).__module__.startswith(_OURS)), None)
 
 

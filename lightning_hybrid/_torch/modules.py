@@ -1,15 +1,22 @@
 """Modules: their tables of tensors and of hooks."""
 
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
+
+from lightning_hybrid._torch.private_names import find
 
 # what every batch normalisation is, SyncBatchNorm included; there is no public base class
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.utils import stateless
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+else:
+    BatchNorm = find("torch.nn.modules.batchnorm:_BatchNorm")
+
+_OptimizedModule = find("torch._dynamo:OptimizedModule", ())
+_functional_call = find("torch.nn.utils.stateless:_functional_call")
+_VF = find("torch:_VF", SimpleNamespace())
 
 __all__ = ["BatchNorm"]
 
@@ -25,7 +32,7 @@ def is_compiled(module: nn.Module) -> bool:
     ``compile`` leaves its mark in an attribute; there is no public way to ask.
     """
     return any(
-        isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
+        isinstance(part, _OptimizedModule) or part._compiled_call_impl is not None
         for part in module.modules()
     )
 
@@ -35,7 +42,7 @@ def in_functional_call() -> bool:
 
     It puts them into the module's tables and leaves no other mark; the call stack tells.
     """
-    code, frame = stateless._functional_call.__code__, sys._getframe()
+    code, frame = _functional_call.__code__, sys._getframe()
     while frame.f_code is not code:
         if frame.f_back is None:
             return False
@@ -76,4 +83,4 @@ def drop_hooks(module: nn.Module, of: tuple[str, ...]) -> None:
 
 def recurrent_functions() -> Any:
     """What `torch.nn.LSTM` and the like look their operations up in."""
-    return torch._VF
+    return _VF

@@ -1,27 +1,45 @@
 """Tensors: their memory, their versions, and what stands in for them or hears of them."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-# switches off __torch_function__ of subclasses, all of it, getters included; torch documents it for
-# writers of subclasses ("Extending PyTorch") under this name
-from torch._C import DisableTorchFunctionSubclass as as_they_are
+from lightning_hybrid._torch.private_names import find
 
-# switches it on again, inside of the other
-from torch._C import _EnableTorchFunction as as_the_user_sees_them
+if TYPE_CHECKING:
+    from torch._C import DisableTorchFunctionSubclass as as_they_are
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    # switches off __torch_function__ of subclasses, all of it, getters included; torch documents it
+    # for writers of subclasses ("Extending PyTorch") under this name
+    as_they_are = find("torch:_C.DisableTorchFunctionSubclass")
 
-# tensors with shapes and no memory; torch.export uses them, there is no public way to do so
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    # makes tensors with shapes and no memory; torch.export uses it, there is no public way to do so
+    FakeTensorMode = find("torch._subclasses.fake_tensor:FakeTensorMode")
 
-# hears of every operation below autograd; torch documents it and has no public place for it
-from torch.utils._python_dispatch import TorchDispatchMode
+    # hears of every operation below autograd; torch documents it and has no public place for it
+    TorchDispatchMode = find("torch.utils._python_dispatch:TorchDispatchMode")
+
+# switches __torch_function__ on again, inside of the other
+as_the_user_sees_them = find("torch:_C._EnableTorchFunction")
+
+_FakeTensor = find("torch._subclasses.fake_tensor:FakeTensor")
+_owners = find("torch:_C._storage_Use_Count")
+_swap = find("torch:_C._swap_tensor_impl")
+_refuse_pointer = find("torch:_C._set_throw_on_mutable_data_ptr")
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "as_the_user_sees_them", "as_they_are"]
 
+
+def _copy_one_by_one(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources):
+        target.copy_(source)
+
+
 # one call for many tensors, which is what torch's own optimizers use; there is no public name
-_copy_each = torch._foreach_copy_
+_copy_each = find("torch:_foreach_copy_", _copy_one_by_one)
 
 
 def version(tensor: Tensor) -> int:
@@ -52,13 +70,14 @@ def is_shared(tensor: Tensor, *, besides: int = 0) -> bool:
         besides: how many others that show it are known.
     """
     storage = tensor.untyped_storage()
-    owners: int = torch._C._storage_Use_Count(storage._cdata)
+    owners: int = _owners(storage._cdata)
     return owners > 2 + besides  # the tensor, and the storage object of this function
 
 
 def refuse_pointer(tensor: Tensor) -> None:
     """From here on torch raises where somebody asks for the address of this tensor's memory."""
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    if _refuse_pointer is not None:
+        _refuse_pointer(tensor)
 
 
 def schema(operator: Any) -> Any:
@@ -73,7 +92,7 @@ def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
     (recurrent layers have some to their own weights), and loses hooks.
     """
     hooks, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    torch._C._swap_tensor_impl(tensor, other)
+    _swap(tensor, other)
     if hooks is not None:
         tensor._backward_hooks = hooks
     if late is not None:
@@ -118,7 +137,7 @@ def gradient_hooks(tensor: torch.Tensor, *, late: bool = False) -> list[Any]:
 
 def is_fake(value: Any) -> bool:
     """Whether a tensor has a shape and no memory, and no other mode looks at it."""
-    return type(value) is FakeTensor
+    return type(value) is _FakeTensor
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:

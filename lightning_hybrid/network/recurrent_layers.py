@@ -22,8 +22,8 @@ _functions = recurrent_functions()
 
 _Original = Callable[..., Any]
 _in_graph: Callable[[_Original], _Original] = torch.compiler.allow_in_graph
-_ORIGINAL: dict[str, _Original] = {
-    name: getattr(_functions, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_ORIGINAL: dict[str, Any] = {
+    name: getattr(_functions, name, None) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 }
 
 

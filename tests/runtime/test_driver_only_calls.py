@@ -46,7 +46,7 @@ def test_a_parameter_that_was_replaced_for_good_is_the_networks() -> None:
 
 
 # torch's own use of TorchScript, when forward-mode derivatives are first used
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_call_inside_of_a_transform_or_on_dual_numbers_is_none() -> None:
     network = Asks()
     torch.func.vmap(network)(X)
