@@ -52,12 +52,22 @@ def numpy_from_parts(kind: str, called: Any) -> Any:
     return _NUMPY[kind][0](called)
 
 
+_SOURCE = "_dynamo_source"
+
+
 def source_of(placeholder: fx.Node) -> str:
     """What a placeholder stands for, as an expression over the frame that was captured.
 
     There is no public way to it: its name is that expression with all but letters replaced.
     """
-    return str(placeholder._dynamo_source.name)  # type: ignore[attr-defined]
+    source = getattr(placeholder, _SOURCE, None)
+    return placeholder.name if source is None else str(source.name)
+
+
+def copy_source(placeholder: fx.Node, copy: fx.Node) -> None:
+    """Let a copy of a placeholder stand for the same."""
+    if hasattr(placeholder, _SOURCE):
+        setattr(copy, _SOURCE, getattr(placeholder, _SOURCE))
 
 
 def higher_order_name(function: Any) -> str | None:

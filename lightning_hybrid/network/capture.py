@@ -38,6 +38,7 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative_batchnorm import captured_averages
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.graph_from_dynamo import describe
+from lightning_hybrid.network.lifted_parameters import lift_parameters
 from lightning_hybrid.network.own_classes import Plain, is_followed, refused_class
 from lightning_hybrid.network.padded_encoders import PACKS, captured_encoders
 from lightning_hybrid.network.recurrent_layers import captured_recurrence
@@ -185,6 +186,7 @@ class Capture:
     def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """What TorchDynamo calls with a new graph; an error in here would lose its type."""
         self._captured += 1
+        module, lifted = lift_parameters(module)
         graphs: dict[tuple[str | None, ...], NetworkGraph] = {}
         tensors = [
             isinstance(node.meta.get("example_value"), Tensor)
@@ -195,6 +197,7 @@ class Capture:
 
         def run(*values: Any) -> Sequence[Any]:
             nonlocal fresh
+            values = (*values, *lifted)
             self.reason = _of_python(recapture_reason()) if fresh else None
             fresh = False
             names = self._named(values, tensors)

@@ -491,7 +491,7 @@ def test_a_cumulative_average_is_captured_bit_for_bit() -> None:
 
 def test_code_that_looks_at_an_optimizer_leaves_it_as_it_is() -> None:
     def scaled(net: Any, x: Tensor) -> Tensor:
-        return net.c(net.a(x)) * net.optimizers[0].param_groups[0]["lr"]
+        return net.c(net.a(x) * net.optimizers[0].param_groups[0]["lr"])
 
     network = Net(scaled)
     network.optimizers = [torch.optim.Adam(network.parameters(), lr=0.5)]
