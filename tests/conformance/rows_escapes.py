@@ -152,20 +152,6 @@ class HooksAllModules(Row):
         self.sums.clear()
 
 
-class HooksAllModulesForAWhile(HooksAllModules):
-    """A callback hooks every module of the process, in the middle of the run."""
-
-    def exercise(self, run: Run) -> Any:
-        self.sums: list[Tensor] = []
-        run.trainer().fit(self)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 2:
-            self.handle = nn.modules.module.register_module_forward_hook(self.note)
-        if self.global_step == 4:
-            self.handle.remove()
-
-
 # ---------------------------------------------------------------- backward hooks
 
 

@@ -1,6 +1,5 @@
 """Python that changes while a run lasts, and that the network's own code reads."""
 
-import functools
 import os
 import random
 from collections.abc import Callable
@@ -229,44 +228,6 @@ class ReadsAnArrayInEvaluation(ReadsAnArray, _Evaluated):
         return trainer.validate(self), trainer.test(self), trainer.predict(self)
 
 
-class LooksInVain(_Scaled, _Evaluated):
-    """For a key, an attribute and a variable of the environment, which come in the middle."""
-
-    fast = True
-    shapes = EVERY
-
-    class Net(_Scaled.Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table: dict[str, float] = {}
-            self.settings = SimpleNamespace()
-
-        def scale(self) -> float:
-            scale = float(os.getenv("LOOKS_IN_VAIN", "1"))
-            with suppress(AttributeError):
-                scale = scale * self.settings.scale
-            try:
-                return scale * self.table["scale"]
-            except KeyError:
-                return scale
-
-    def change(self, step: int) -> None:
-        if step == 2:
-            self.net.table["scale"] = 0.5
-        if step == 3:
-            self.net.settings.scale = 0.8
-        if step == 4:
-            os.environ["LOOKS_IN_VAIN"] = "0.7"
-
-    def exercise(self, run: Run) -> Any:
-        trainer = run.trainer()
-        before = trainer.validate(self)
-        trainer.fit(self)
-        after = trainer.validate(self), trainer.predict(self)
-        os.environ.pop("LOOKS_IN_VAIN", None)
-        return before, after
-
-
 class ReadsAPlainTensor(_Scaled):
     """A tensor that is no buffer: changed in place, then replaced."""
 
@@ -382,64 +343,6 @@ class ReadsAProperty(_Scaled):
 
     def change(self, step: int) -> None:
         self.clock.ticks.now = step
-
-
-class KeepsResults(Row):
-    """A function that keeps its results draws and counts, each once."""
-
-    fast = True
-    equal_or_refused = ("fewer than 3 stages",)  # the parts between
-    works = (ONE_OF_TWO, TWO_OF_TWO)
-    control = False  # random numbers
-    arguments: ClassVar = {"verify": False}  # results are kept by module, and a copy is another one
-
-    class Net(Layers):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            return self.third(torch.tanh(self.second(x)) + x * self.table(x.shape[1]))
-
-        @functools.cache  # noqa: B019
-        def table(self, width: int) -> Tensor:
-            self.calls += 1
-            return torch.full((width,), random.random(), dtype=torch.float64)
-
-    def build(self) -> None:
-        self.net = self.Net()
-
-    def on_train_start(self) -> None:
-        random.seed(3)
-
-    def on_train_end(self) -> None:
-        self.seen.append([self.net.calls, random.random()])
-
-
-class KeepsANormOfItsWeights(KeepsResults):
-    """A function that keeps its results looks at weights once, as they are then."""
-
-    class Net(KeepsResults.Net):
-        @functools.cache  # noqa: B019
-        def table(self, width: int) -> Tensor:
-            return self.second.weight.detach().norm() / width
-
-
-class AsksWhetherItIsCompiled(Row):
-    """Which no code of one device is."""
-
-    fast = True
-
-    class Net(Layers):
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            if torch.compiler.is_compiling() or torch._dynamo.is_compiling():
-                x = 2 * x
-            return self.third(torch.tanh(self.second(x)) + x)
-
-    def build(self) -> None:
-        self.net = self.Net()
 
 
 class Mode(Enum):

@@ -171,7 +171,6 @@ class TestFreePlacement(Conformance):
     without = (
         *("LogsPerformance", "MonitorsThroughputAndDevices"),
         *("DrawsInPython", "HasDistributions", "MeasuresInForward", "Prints", "TrainsBERT"),
-        *("KeepsResults", "KeepsANormOfItsWeights"),
     )
 
     @classmethod

@@ -18,7 +18,6 @@ from capturing import Staged, captured, graph_of, outputs_and_gradients, outputs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid._torch.capture import capture_settings
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import NotCaptured, Stage, cut, network_partitions, why_whole
 from lightning_hybrid.network.cuts import Cuts
@@ -713,43 +712,6 @@ def test_a_number_that_changes_in_each_step_is_captured_at_most_twice_again() ->
         network.step, network.rate = step, 0.5 / step
         assert torch.equal(staged(X), network(X))
     assert len(staged.graphs) <= 3
-
-
-class Cache(nn.Module):
-    """Adds what it has for a size, if anything; it may be given that later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.known: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.known.get(len(x), torch.zeros(()))
-
-
-def test_what_a_dictionary_gets_later_is_found_under_a_size() -> None:
-    network = Cache()
-    staged = Staged(network)
-    for found in (0.0, 1.0, 2.0):
-        assert torch.equal(staged(X), network(X))
-        network.known[len(X)] = torch.tensor(found)
-
-
-class Bank(Cache):
-    """Adds what it has for a number in a tensor."""
-
-    def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        return self.layer(x) + self.known.get(int(number.item()), torch.zeros(()))
-
-
-def test_what_a_dictionary_gets_later_is_found_under_a_value() -> None:
-    network = Bank()
-    compiled = torch.compile(network, backend="eager")
-    for found in (0.0, 1.0, 2.0):
-        with capture_settings():
-            output = compiled(X, torch.tensor(3))
-        assert torch.equal(output, network(X, torch.tensor(3)))
-        network.known[3] = torch.tensor(found)
 
 
 def test_an_error_of_the_stages_keeps_its_type() -> None:

@@ -4,13 +4,9 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.variables.optimizer import OptimizerVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from lightning_hybrid._torch import capture
 from lightning_hybrid._torch.capture import capture_settings
 from lightning_hybrid._torch.exchanged import Exchanged
 from lightning_hybrid.network.cumulative_batchnorm import captured_averages
@@ -47,21 +43,6 @@ def test_layers_compute_the_same_in_another_thread_and_afterwards() -> None:
         assert nn.Module.__call__ is call
     assert nn.BatchNorm1d.forward is forward
     assert vars(torch._VF) == names
-
-
-def test_another_thread_captures_optimizers_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OptimizerVariable, "var_getattr", None)  # restored afterwards
-    monkeypatch.setattr(capture, "_looks", lambda *_: "an optimizer that steps")
-    monkeypatch.setattr(UserDefinedObjectVariable, "var_getattr", lambda *_: "an object")
-
-    def look() -> Any:
-        looks: Any = OptimizerVariable.var_getattr
-        return looks(None, None, "param_groups")
-
-    with capture_settings():
-        assert look() == "an object"
-        assert in_another_thread(look) == "an optimizer that steps"
-    assert look() == "an optimizer that steps"
 
 
 def test_the_last_that_leaves_puts_back() -> None:
