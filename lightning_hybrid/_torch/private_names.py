@@ -164,10 +164,17 @@ def find(name: str, instead: Any = None) -> Any:
     return _unusable(name) if name in REQUIRED else instead
 
 
-def _unusable(name: str) -> type[Exception]:
-    """It may be a base class, or stand behind ``except``: an import must not fail by it."""
+class _HasAnyName(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
 
-    class Unusable(Exception):
+
+def _unusable(name: str) -> type[Exception]:
+    """It may be a base class, stand behind ``except``, be looked at: no import must fail by it."""
+
+    class Unusable(Exception, metaclass=_HasAnyName):
         def __new__(cls, *_: object, **__: object) -> Any:
             raise RuntimeError(f"torch {torch.__version__} has no {name}, which is needed here")
 
@@ -175,8 +182,11 @@ def _unusable(name: str) -> type[Exception]:
 
 
 def lost() -> list[str]:
-    """What is switched off since this torch lacks a name, with the name."""
-    return [f"{OPTIONAL[name]} (no {name})" for name in _missing if name in OPTIONAL]
+    """What is switched off since this torch lacks a name, with the names that it lacks."""
+    losses: dict[str, list[str]] = {}
+    for name in filter(OPTIONAL.__contains__, _missing):
+        losses.setdefault(OPTIONAL[name], []).append(name)
+    return [f"{loss} (no {', '.join(names)})" for loss, names in losses.items()]
 
 
 def lacking() -> list[str]:

@@ -8,8 +8,9 @@ and leaves the list.
 
 import functools
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,10 @@ X = torch.randn(3, 4)
 
 class Sized:
     pass
+
+
+class Attributes(dict[str, float]):
+    scale: float
 
 
 class Metered(type):
@@ -45,6 +50,9 @@ class Net(nn.Module):
         self.layer, self.part = nn.Linear(4, 4), Part()
         self.table: dict[Any, float] = {}
         self.settings, self.sized = SimpleNamespace(), Sized()
+        self.attributes = Attributes()
+        self.attributes.scale = 1.0
+        self.recent: deque[float] = deque([1.0, 2.0], maxlen=2)
         self.order = OrderedDict(a=1.0, b=2.0)
         self.scale = 1.0
 
@@ -92,6 +100,11 @@ CHANGES: list[tuple[str, Callable[[Net], Any], Callable[[Net], object]]] = [
         lambda net: net.order.move_to_end("a"),
     ),
     ("a length", length, lambda net: setattr(type(net.sized), "__len__", lambda _: 0)),
+    (
+        "an attribute of an empty dictionary",
+        lambda net: net.attributes.scale,
+        lambda net: setattr(net.attributes, "scale", 0.5),
+    ),
     ("an attribute of a metaclass", lambda _: Meter.rate, lambda _: setattr(Metered, "rate", 0.5)),
     (
         "a forward of a class",
@@ -148,6 +161,17 @@ def test_a_function_that_keeps_its_results_is_followed_as_if_it_did_not() -> Non
     network.scale = 0.5
     assert torch.equal(network(X), before)
     assert torch.equal(staged(X), 0.5 * before)
+
+
+def test_a_full_queue_has_one_element_more_where_the_network_appends_to_it() -> None:
+    def remember(net: Net) -> float:
+        net.recent.append(3.0)
+        return sum(net.recent)
+
+    network = Net(remember)
+    expected, layer = deepcopy(network)(X), network.layer(X)
+    assert torch.equal(expected, layer * 5.0)
+    assert torch.equal(Staged(network)(X), layer * 6.0)
 
 
 def test_code_that_asks_whether_it_is_compiled_is_told_so() -> None:
