@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test conformance third lint bench
+.PHONY: setup demo test newest conformance third lint bench
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -32,11 +32,26 @@ demo: $(READY)
 
 # two tests at once, each with one thread for its sums; tests of one file one after the other
 PYTEST := python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
-test conformance third: export OMP_NUM_THREADS := 1
+test newest conformance third: export OMP_NUM_THREADS := 1
 
 # (a hang that Python cannot interrupt, as it can for pytest's own timeout, ends its process)
+FAST := $(PYTEST) -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true
 test: $(READY)
-	$(PYTEST) -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true
+	$(FAST)
+
+# The same on the newest torch and Lightning that the index offers, constraints of this machine or
+# not: first the wheel alone is installed, as by a user, and trains with two stages.
+NEWEST := $(CURDIR)/.venv-newest
+newest: export PIP_CONSTRAINT := /dev/null
+newest: export PATH := $(NEWEST)/bin:$(PATH)
+newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	python -m pip wheel --quiet --no-deps --wheel-dir $(NEWEST)/wheel .
+	python -m pip install --quiet $(NEWEST)/wheel/*.whl
+	cd $(NEWEST) && python $(CURDIR)/tests/wheel/first_script.py 2
+	python -m pip install --quiet --upgrade "$$(ls $(NEWEST)/wheel/*.whl)[adni,dev]"
+	python -m pip list | grep -iE "torch|lightning|^numpy"
+	$(FAST)
 
 conformance: $(READY)
 	$(PYTEST) -m conformance
