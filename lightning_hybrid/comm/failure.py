@@ -1,9 +1,10 @@
 """The failure of one rank, in a form that every other rank can raise.
 
 ``except MyError`` around ``trainer.fit`` must catch on all ranks what was raised on one. So an
-exception travels beside its text: pickled if it survives that, else as its class and arguments. A
-rank that cannot import the class raises :class:`RemoteError`, which is also the cause of all
-exceptions that came from elsewhere, with the traceback of the rank that raised them.
+exception travels beside its text: pickled if it survives that, else as its class and arguments. If
+the class is made inside of a function, and nobody can import it, its name travels. A rank that does
+not have the class raises :class:`RemoteError`, which is also the cause of all exceptions that came
+from elsewhere, with the traceback of the rank that raised them.
 """
 
 import base64
@@ -65,6 +66,11 @@ class Failure:
         try:
             error = _unpack(base64.b64decode(self.packed))
         except Exception:  # its class is not known here, or does as it likes
+            name = self.headline.partition(": ")[0]
+            cause.add_note(
+                f"{name} is not known on this rank, where `except` does not catch it: define the "
+                "class at the top of a module, which every rank imports."
+            )
             return cause
         error.__cause__ = cause
         return error
@@ -91,7 +97,15 @@ def _pack(error: BaseException) -> bytes:
     if not isinstance(error, Exception) or isinstance(error, RemoteError):
         return b""
     state = {name: value for name, value in vars(error).items() if _travels(value)}
-    for value in (error, (type(error), error.args, state), (type(error), (str(error),), {})):
+    kind = type(error)
+    name = (kind.__module__, kind.__qualname__)
+    for value in (
+        error,
+        (kind, error.args, state),
+        (kind, (str(error),), {}),
+        (name, error.args, state),
+        (name, (str(error),), {}),
+    ):
         # Python makes a pickled exception by calling its class with `args`, which fails for
         # classes with parameters of their own
         if _travels(value) and isinstance(_unpack(data := pickle.dumps(value)), type(error)):
@@ -113,7 +127,22 @@ def _unpack(data: bytes) -> Exception:
     if isinstance(value, Exception):
         return value
     kind, arguments, state = value
+    if isinstance(kind, tuple):
+        kind = _class_made_here(*kind)
     error: Exception = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(state)
     return error
+
+
+def _class_made_here(module: str, name: str) -> type[Exception]:
+    """The last class of exceptions of this name that code of this process has made."""
+    found, below = list[type[Exception]](), [Exception]
+    while below:
+        kind = below.pop()
+        below += kind.__subclasses__()
+        if (kind.__module__, kind.__qualname__) == (module, name):
+            found.append(kind)
+    if not found:
+        raise LookupError(f"{module}.{name}")
+    return found[0]

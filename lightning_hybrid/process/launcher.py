@@ -48,6 +48,10 @@ from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2
 _MARK = "_lightning_hybrid_mark"
+_NOT_CAUGHT = (
+    "it did not catch the error of an earlier run, which this process has caught. (`except` "
+    "holds on every rank if the class of the error stands at the top of a module)"
+)
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
 
@@ -171,6 +175,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         **kwargs: Any,
     ) -> Any:
         """Start the other processes of this node, then run ``function`` in this one."""
+        _miss_nobody()
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -192,6 +197,20 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
     def __getstate__(self) -> dict[str, Any]:
         """Processes cannot be copied, and whoever copies a Trainer wants none."""
         return vars(self) | {"procs": []}
+
+
+def _miss_nobody() -> None:
+    """After a run that failed: a process that has ended with it will not come to the next one.
+
+    Raises:
+        RemoteError: there is such a process.
+    """
+    ended = next((child for child in _Children.processes if child.poll()), None)
+    if _Children.failed and ended is not None:
+        raise RemoteError(
+            f"A process of this script (PID {ended.pid}) has ended with code {ended.returncode}: "
+            f"{_NOT_CAUGHT}. No run can follow; start the script anew."
+        )
 
 
 def _leave_nobody() -> None:
@@ -287,6 +306,7 @@ class _Observer(threading.Thread):
         super().__init__(daemon=True, name="hybrid-observer")
         self._children = children
         self._over = threading.Event()
+        self._after_a_failure = _Children.failed
 
     def close(self) -> None:
         """The run is over."""
@@ -304,8 +324,9 @@ class _Observer(threading.Thread):
         if self._over.wait(GRACE_S):
             return
         failed = next(child for child in self._children if child.returncode)
+        reason = f" {_NOT_CAUGHT};" if self._after_a_failure else ""
         print(
-            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode}; "
+            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};{reason} "
             f"the others did not end within {GRACE_S:.0f} s and are killed.",
             file=sys.stderr,
             flush=True,
@@ -368,6 +389,8 @@ class _ErrorFromElsewhere:
         else:
             short = " ".join(dict.fromkeys((first.strip().splitlines()[0], raised(first))))
             text = f"{here} ends because of {'its own error' if own else 'another'}: {short}"
+            if isinstance(error, RemoteError):
+                text = "\n".join((text, *getattr(error, "__notes__", ())))
         cls.forget()
         sys.excepthook = cls(error, text, 0.0 if at_once else _ECHO_DELAY_S, sys.excepthook)
 

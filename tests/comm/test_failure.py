@@ -76,13 +76,32 @@ def test_what_an_exception_holds_may_be_left_behind() -> None:
     assert len(pickle.dumps(heavy)) < 2**20
 
 
-def test_a_class_that_cannot_be_imported_is_a_remote_error() -> None:
+def test_a_class_that_is_made_inside_of_a_function_is_found_by_its_name() -> None:
+    def made() -> type[Exception]:
+        class Local(Exception):
+            pass
+
+        return Local
+
+    _, here = made(), made()
+    error = here("on purpose", 3)
+    error.step = 5  # type: ignore[attr-defined]
+    found = travelled(error)
+    assert type(found) is here
+    assert found.args == ("on purpose", 3)
+    assert vars(found)["step"] == 5
+
+
+def test_a_class_that_is_not_known_is_a_remote_error_which_says_so() -> None:
     class Local(Exception):
         pass
 
-    found = travelled(Local("on purpose"))
+    failure = Failure.of(Local("on purpose"), WHERE)
+    Local.__qualname__ = "Another"
+    found = failure.exception()
     assert type(found) is RemoteError
     assert "Local: on purpose" in str(found)
+    assert "Local is not known on this rank" in found.__notes__[0]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])

@@ -59,10 +59,11 @@ class Model(LightningModule):
         self.net = Net().double()
         self.fault, self.calls = fault, 0
         self.losses: list[float] = []
+        self.kind = OnPurpose
 
     def fail(self, where: str) -> None:
         if self.fault.get("where") == where and self.fault["rank"] in (None, RANK):
-            raise OnPurpose(len(self.losses), where)
+            raise self.kind(len(self.losses), where)
 
     def ran(self, name: str, trained: bool) -> None:
         """A layer ran in this process."""
@@ -139,6 +140,12 @@ def with_fault(config: dict[str, Any], fault: dict[str, Any], folder: Path) -> d
     """A fit that fails, and one without the fault."""
     seed_everything(1, verbose=False)
     model, seen = Model(fault), {}
+
+    class OfAFunction(OnPurpose):
+        """Nobody can import it."""
+
+    if fault.get("of_a_function"):
+        model.kind = OfAFunction
     try:
         make_trainer(config, folder).fit(model)
     except (OnPurpose, NetworkError) as error:
