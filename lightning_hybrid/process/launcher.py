@@ -326,8 +326,8 @@ class _Observer(threading.Thread):
         failed = next(child for child in self._children if child.returncode)
         reason = f" {_NOT_CAUGHT};" if self._after_a_failure else ""
         print(
-            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};{reason} "
-            f"the others did not end within {GRACE_S:.0f} s and are killed.",
+            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"
+            f"{reason} the others did not end within {GRACE_S:.0f} s and are killed.",
             file=sys.stderr,
             flush=True,
         )
