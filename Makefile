@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test newest conformance third lint bench
+.PHONY: setup demo test newest conformance third lint bench as-gpu
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -59,6 +59,11 @@ conformance: $(READY)
 # another third of the rows with each commit
 third: $(READY)
 	$(PYTEST) -m conformance --third "$$(git rev-parse HEAD)" tests/conformance
+
+# emulated GPUs, which the other tests must not see
+as-gpu: export OMP_NUM_THREADS := 1
+as-gpu: $(READY)
+	$(PYTEST) -m as_gpu tests/as_gpu
 
 lint: $(READY)
 	ruff check .

@@ -61,9 +61,10 @@ def loss_of(module: Model, output: Tensor) -> Tensor:
 class Calls:
     """Calls of a network as its strategy sees them: a graph, and the arguments of the graph."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, device: torch.device = CPU) -> None:
         self.compute: Callable[[NetworkGraph, Sequence[Any]], list[Any]] = self._at_once
-        self._network, self._hollow = network, Hollow(network, CPU)
+        self._network, self._device = network, device
+        self._hollow = Hollow(network, device)
         self._capture = Capture(network, own_forward(network), self._lifted)
 
     def __call__(self, value: Tensor) -> Any:
@@ -82,7 +83,7 @@ class Calls:
     def _at_once(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
         self._graph = graph
         codes = cut(graph, network_partitions(graph), [])
-        return run(graph, make_stages(codes, self._network, CPU), graph.bind(values))
+        return run(graph, make_stages(codes, self._network, self._device), graph.bind(values))
 
 
 def arguments(call: NetworkCall, value: Tensor) -> list[Any]:
@@ -103,6 +104,7 @@ class Ranks:
         timeout_s: how long a rank waits for another one.
         options: how stages compute.
         batches: that it is trained on, as far as later ones are known.
+        on: the device of each ``pp_rank``; the module goes to that of the driver.
 
     Attributes:
         model: the module.
@@ -121,19 +123,20 @@ class Ranks:
         *,
         options: StageOptions = PLAIN,
         batches: Batches | None = None,
+        on: Callable[[int], torch.device] = lambda _: CPU,
     ) -> None:
-        self.model = model
-        self.ranks = StrictReplica(workers + 1, timeout_s)
-        self.modules = {rank: deepcopy(model) for rank in range(1, workers + 1)}
+        self.model, self._on = model.to(on(0)), on
+        self.ranks = StrictReplica(workers + 1, timeout_s, on(0))
+        self.modules = {rank: deepcopy(model).to(on(rank)) for rank in range(1, workers + 1)}
         self.results: dict[int, Any] = {}
         self.workers = {
-            rank: Worker(module, self.mesh(rank), CPU, options)
+            rank: Worker(module, self.mesh(rank), on(rank), options)
             for rank, module in self.modules.items()
         }
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
-        self.driver = Driver(model, self.mesh(0), CPU, 0, options, batches=batches)
+        self.driver = Driver(model, self.mesh(0), on(0), 0, options, batches=batches)
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
@@ -163,6 +166,8 @@ class Ranks:
         )
 
     def _serve(self, rank: int) -> None:
+        if self._on(rank).type == "cuda":
+            torch.cuda.set_device(self._on(rank))
         try:
             self.results[rank] = self.workers[rank].serve()
         except Exception as error:
@@ -187,6 +192,7 @@ class Replica(Ranks):
         ends: of each stage the number after its last partition; empty: shares that are equal.
         options: how stages compute.
         batches: see :class:`Ranks`.
+        on: likewise.
 
     Attributes:
         network: as the driver sees it.
@@ -207,9 +213,10 @@ class Replica(Ranks):
         ends: Sequence[int] = (),
         options: StageOptions = PLAIN,
         batches: Batches | None = None,
+        on: Callable[[int], torch.device] = lambda _: CPU,
     ) -> None:
-        super().__init__(model, max(devices), timeout_s, options=options, batches=batches)
-        self._calls = Calls(model.net)
+        super().__init__(model, max(devices), timeout_s, options=options, batches=batches, on=on)
+        self._calls = Calls(model.net, on(0))
         graph = self._calls.graph(value)
         partitions = network_partitions(graph)
         share = len(partitions) / len(devices)

@@ -1,0 +1,101 @@
+"""The Trainer with a device for each of its processes, over groups with NCCL's rules."""
+
+import json
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_script
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DistributedSampler
+
+from lightning_hybrid.pipeline.random_numbers import draw_number, microbatch_seed
+
+SCRIPT = Path(trainer_script.__file__)
+ROOT = SCRIPT.parents[2]
+STEPS, PARTS = 4, 2
+
+
+def train(folder: Path, **config: Any) -> list[dict[str, Any]]:
+    """What each rank has seen."""
+    config |= {"steps": STEPS, "microbatches": PARTS}
+    (folder / "config.json").write_text(json.dumps(config))
+    paths = [str(ROOT), str(SCRIPT.parent), str(ROOT / "tests" / "helpers")]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = range(config["replicas"] * config["stages"])
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in ranks]
+
+
+def one_cpu(network: str, replicas: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """The losses of each replica and the weights; buffers are those of replica 0."""
+    module = trainer_script.made(network)
+    nets = [module.net, *(deepcopy(module.net) for _ in range(replicas - 1))]
+    optimizer = module.configure_optimizers()
+    samples = trainer_script.samples(network, STEPS, replicas)
+    x, y = samples.tensors
+    shares = [  # as Lightning has them for `ddp`
+        list(DistributedSampler(samples, replicas, replica, shuffle=replicas > 1, seed=0))
+        for replica in range(replicas)
+    ]
+    losses: list[list[float]] = [[] for _ in nets]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica, net in enumerate(nets):
+            net.load_state_dict(dict(module.net.named_parameters()), strict=False)
+            net.zero_grad()
+            mine = shares[replica][step * trainer_script.BATCH :][: trainer_script.BATCH]
+            outputs = []
+            for index, part in enumerate(x[mine].chunk(PARTS)):
+                torch.manual_seed(microbatch_seed(0, replica, draw_number(step, 0), index))
+                with sdpa_kernel(SDPBackend.MATH):  # as on the devices
+                    outputs.append(net(part))
+            loss = nn.functional.cross_entropy(torch.cat(outputs), y[mine])
+            loss.backward()
+            losses[replica].append(loss.item())
+        for own, *others in zip(*(net.parameters() for net in nets)):
+            own.grad = sum((each.grad for each in others), own.grad) / replicas
+        optimizer.step()
+    return losses, module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("network", "replicas", "stages", "schedule"),
+    [
+        ("resattnet", 1, 2, "gpipe"),
+        ("resattnet", 2, 1, "gpipe"),
+        ("transformer", 1, 3, "zero_bubble"),
+        ("transformer", 2, 2, "gpipe"),
+    ],
+)
+def test_the_trainer_trains_as_one_cpu(
+    tmp_path: Path, network: str, replicas: int, stages: int, schedule: str
+) -> None:
+    ranks = train(tmp_path, network=network, replicas=replicas, stages=stages, schedule=schedule)
+    losses, weights = one_cpu(network, replicas)
+    for replica in range(replicas):
+        found = ranks[replica * stages]["losses"]
+        assert found == pytest.approx(losses[replica], abs=1e-10)
+    for number, rank in enumerate(ranks):
+        for name, value in weights.items():
+            torch.testing.assert_close(
+                rank["weights"][name], value, rtol=1e-10, atol=1e-10, msg=f"{number}: {name}"
+            )
+        # in a steady step no engine waits for its device: each has two passes in a step
+        assert len(rank["passes"]) >= (2 * STEPS if stages > 1 else 0)
+        assert not any(rank["passes"][4:])
+        # and a rank has nothing on another's device
+        assert [n for n, peak in enumerate(rank["peak"]) if peak] == [number]

@@ -1,0 +1,134 @@
+"""A user's script on emulated GPUs: ``python trainer_script.py FOLDER``.
+
+FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import emulated_cuda
+
+if __name__ == "__main__":
+    emulated_cuda.emulate()
+
+import emulated_nccl
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.pipeline.engine import Engine
+from models import ResAttNet3D
+
+BATCH = 4
+
+
+class Encoder(nn.Module):
+    """A transformer with dropout, and one number for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(1))
+
+
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "resattnet": (lambda: ResAttNet3D(18), (1, 24, 24, 24)),
+    "transformer": (Encoder, (5, 16)),
+}
+
+
+class Classifier(LightningModule):
+    """Trains a network in float64.
+
+    Args:
+        network: its name.
+    """
+
+    def __init__(self, network: str) -> None:
+        super().__init__()
+        self.net = NETWORKS[network][0]().double()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def samples(network: str, steps: int, replicas: int = 1) -> TensorDataset:
+    """All that is trained on."""
+    count = steps * BATCH * replicas
+    generator = torch.Generator().manual_seed(1)
+    shape = (count, *NETWORKS[network][1])
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 2, (count,), generator=generator))
+
+
+def made(network: str) -> Classifier:
+    seed_everything(0, verbose=False)
+    return Classifier(network)
+
+
+def watch_engines(seen: list[list[tuple[str, str]]]) -> None:
+    """Note what each pass of an engine has the host wait for."""
+    for name in ("forward", "backward"):
+        whole = getattr(Engine, name)
+
+        def watched(*arguments: Any, whole: Any = whole, **options: Any) -> Any:
+            with emulated_cuda.EVENTS.during() as events:
+                result = whole(*arguments, **options)
+            seen.append([event for event in events if event[0] in emulated_cuda.WAITS])
+            return result
+
+        setattr(Engine, name, watched)
+
+
+def main(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    emulated_nccl.emulate()
+    passes: list[list[tuple[str, str]]] = []
+    watch_engines(passes)
+    replicas, stages, network = config["replicas"], config["stages"], config["network"]
+    module = made(network)
+    trainer = Trainer(
+        strategy=HybridGabraStrategy(
+            data_parallel_size=replicas,
+            pipeline_parallel_size=stages,
+            num_microbatches=config["microbatches"],
+            schedule=config["schedule"],
+        ),
+        accelerator="gpu",
+        devices=replicas * stages,
+        max_steps=config["steps"],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(samples(network, config["steps"], replicas), batch_size=BATCH))
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    found = {
+        "device": str(module.device),
+        "losses": [loss.item() for loss in module.losses],
+        "weights": {name: value.cpu() for name, value in module.state_dict().items()},
+        "passes": passes,
+        "peak": [torch.cuda.max_memory_allocated(n) for n in range(emulated_cuda.DEVICES)],
+    }
+    torch.save(found, folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
