@@ -39,10 +39,9 @@ FAST := $(PYTEST) -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=tr
 test: $(READY)
 	$(FAST)
 
-# The same on the newest torch and Lightning that the index offers, constraints of this machine or
-# not: first the wheel alone is installed, as by a user, and trains with two stages.
+# The same on the newest torch and Lightning that pip finds: first the wheel alone is installed, as by
+# a user, and trains with two stages.
 NEWEST := $(CURDIR)/.venv-newest
-newest: export PIP_CONSTRAINT := /dev/null
 newest: export PATH := $(NEWEST)/bin:$(PATH)
 newest:
 	$(PYTHON) -m venv --clear $(NEWEST)

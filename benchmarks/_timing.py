@@ -73,11 +73,11 @@ class Divided(Module):
         return Repeated(self.shape, self.batch // replicas, self.steps * replicas).loader()
 
 
-def bare_trainer(strategy: Any, **options: Any) -> Trainer:
-    """A Trainer on CPUs that only trains: no logger, checkpoints, progress bar or summary."""
+def bare_trainer(strategy: Any, accelerator: str = "cpu", **options: Any) -> Trainer:
+    """A Trainer that only trains: no logger, checkpoints, progress bar or summary."""
     return Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=accelerator,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,0 +1,389 @@
+"""One rank of a part of `first_gpu_run.py`: ``python _gpu_parts.py FOLDER``.
+
+FOLDER holds ``config.json``; the rank leaves there what it has found, as ``rank<N>.json``.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _timing import Clock, Divided, Module, Repeated, bare_trainer, durations
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid.pipeline.random_numbers import (
+    draw_number,
+    generators_of_microbatch,
+    microbatch_seed,
+)
+
+SEED, STEADY = 0, 4
+"""``STEADY``: how many steps come before those that are looked at."""
+
+
+class Normalised(nn.Module):
+    """Convolutions with batch statistics."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+        for _ in range(4):
+            layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+class Encoder(nn.Module):
+    """A transformer encoder over vectors, with one number for each class at the end."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, width // 16, 4 * width, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(1))
+
+
+def perceptron(width: int, dropout: float = 0.0) -> nn.Module:
+    inner: list[nn.Module] = []
+    for _ in range(8):
+        inner += [nn.Linear(width, width), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+    return nn.Sequential(*inner, nn.Linear(width, 2))
+
+
+def resattnet() -> nn.Module:
+    from models import ResAttNet3D  # wants what the extra `adni` installs
+
+    return ResAttNet3D(18)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and the shape of a sample, for GPUs and for a quick look on CPUs."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    quick: Callable[[], nn.Module]
+    quick_shape: tuple[int, ...]
+
+
+CASES = {
+    "perceptron": Case(lambda: perceptron(1024), (1024,), lambda: perceptron(16), (16,)),
+    "dropout": Case(lambda: perceptron(1024, 0.3), (1024,), lambda: perceptron(16, 0.3), (16,)),
+    "batch norm": Case(lambda: Normalised(64), (3, 64, 64), lambda: Normalised(4), (3, 8, 8)),
+    "transformer": Case(
+        lambda: Encoder(768, 12), (256, 768), lambda: Encoder(32, 2), (8, 32)
+    ),
+    "3D-ResAttNet": Case(resattnet, (1, 64, 64, 64), resattnet, (1, 40, 40, 40)),
+}  # fmt: skip
+
+
+def network_of(config: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...]]:
+    case = CASES[config["network"]]
+    torch.manual_seed(SEED)
+    if config["quick"]:
+        return case.quick(), case.quick_shape
+    return case.make(), case.shape
+
+
+def hybrid(config: dict[str, Any]) -> HybridGabraStrategy:
+    return HybridGabraStrategy(
+        data_parallel_size=1,
+        pipeline_parallel_size=config["ranks"],
+        num_microbatches=config["microbatches"],
+    )
+
+
+# ---------------------------------------------------------------- exactness
+
+
+class InParts(nn.Module):
+    """A network on one device, each micro-batch with the random numbers that it has in a pipeline.
+
+    Args:
+        network: the network.
+        parts: number of micro-batches.
+    """
+
+    def __init__(self, network: nn.Module, parts: int) -> None:
+        super().__init__()
+        self.network, self.parts, self.steps = network, parts, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for number, part in enumerate(x.chunk(self.parts)):
+            seed = microbatch_seed(SEED, 0, draw_number(self.steps, 0), number)
+            with generators_of_microbatch(seed, x.device):
+                outputs.append(self.network(part))
+        self.steps += 1
+        return torch.cat(outputs)
+
+
+class Observed(Module):
+    """Keeps its losses."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+
+def exactness(config: dict[str, Any]) -> dict[str, Any]:
+    """Train two stages, and then one device twice."""
+    # one device is compared with itself too: what it does not repeat says nothing of the stages
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    precision = {"float64": "64-true", "bf16": "bf16-mixed"}[config["precision"]]
+
+    def trained(strategy: Any, devices: int, parts: int) -> dict[str, Tensor]:
+        seed_everything(SEED, verbose=False)
+        network, shape = network_of(config)
+        module = Observed(InParts(network, parts) if parts else network)
+        options: Any = {"max_steps": config["steps"], "precision": precision}
+        trainer = bare_trainer(strategy, config["accelerator"], devices=devices, **options)
+        trainer.fit(module, Repeated(shape, config["batch"], config["steps"]).loader())
+        losses = torch.tensor([loss.item() for loss in module.losses])
+        state = {
+            name: value.detach().cpu().double() for name, value in network.state_dict().items()
+        }
+        return {"losses": losses.double(), **state}
+
+    found = trained(hybrid(config), config["ranks"], 0)
+    if rank():
+        return {}
+    for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)  # from here on one device
+    one, again = (trained("auto", 1, config["microbatches"]) for _ in range(2))
+    return {
+        "losses": found["losses"].tolist(),
+        "losses of one device": one["losses"].tolist(),
+        "two stages beside one device": furthest(found, one),
+        "one device beside itself": furthest(again, one),
+    }
+
+
+def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
+    """Where two trainings differ most, as a share of the largest number of that tensor.
+
+    Shares are between 0 and 2, which also stands for numbers that are not finite.
+    """
+    shares = {name: _share(found[name], value) for name, value in expected.items()}
+    worst = max(shares, key=lambda name: shares[name])
+    return {"losses": shares["losses"], "worst": shares[worst], "tensor": worst}
+
+
+def _share(found: Tensor, expected: Tensor) -> float:
+    largest = max(float(found.abs().max()), float(expected.abs().max()))
+    share = float((found - expected).abs().max()) / (largest or 1.0)
+    return share if share <= 2.0 else 2.0  # (no comparison with NaN holds)
+
+
+# ---------------------------------------------------------------- what engines do
+
+
+def watch_passes(each: Callable[[int, str], None]) -> None:
+    """Have ``each`` called before every pass of an engine, with its number and kind."""
+    count: Counter[str] = Counter()
+    for kind in ("forward", "backward"):
+        whole = getattr(Engine, kind)
+
+        def watched(*given: Any, kind: str = kind, whole: Any = whole, **named: Any) -> Any:
+            each(count[kind], kind)
+            count[kind] += 1
+            return whole(*given, **named)
+
+        setattr(Engine, kind, watched)
+
+
+def train(config: dict[str, Any]) -> HybridGabraStrategy:
+    seed_everything(SEED, verbose=False)
+    network, shape = network_of(config)
+    strategy = hybrid(config)
+    trainer = bare_trainer(
+        strategy, config["accelerator"], devices=config["ranks"], max_steps=config["steps"]
+    )
+    trainer.fit(Observed(network), Repeated(shape, config["batch"], config["steps"]).loader())
+    return strategy
+
+
+def memory(config: dict[str, Any]) -> dict[str, Any]:
+    """The most that this rank has held in steady steps, and what the plan says."""
+    on_gpu = config["accelerator"] == "gpu"
+    whole = 0
+
+    def begin(number: int, kind: str) -> None:
+        nonlocal whole
+        if on_gpu and (number, kind) == (STEADY, "forward"):
+            whole = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+    watch_passes(begin)
+    plan = train(config).plan
+    assert plan is not None
+    stages = [n for n, device in enumerate(plan.devices) if device == rank()]
+    found = {
+        "stages": stages,
+        "planned bytes": sum(plan.rows[n].memory_bytes or 0 for n in stages) if plan.rows else None,
+        "plan": asdict(plan),
+    }
+    if not on_gpu:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return found | {"max_rss of the process, bytes": peak}
+    return found | {
+        "max_memory_allocated before steady steps": whole,
+        "max_memory_allocated in steady steps": torch.cuda.max_memory_allocated(),
+        "max_memory_reserved": torch.cuda.max_memory_reserved(),
+        "memory_stats": {
+            name: value
+            for name, value in torch.cuda.memory_stats().items()
+            if name in ("num_alloc_retries", "num_ooms", "inactive_split_bytes.all.peak")
+        },
+    }
+
+
+SYNCHRONISES = (
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+    *("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"),
+)
+
+
+def profiled(config: dict[str, Any]) -> dict[str, Any]:
+    """What torch's profiler sees of steady steps on this rank, in passes of its engine."""
+    profiler = profile(activities=list(supported_activities()))
+    steps = config["steps"] - STEADY
+    seen: dict[str, float] = {}
+
+    def at(number: int, kind: str) -> None:
+        if kind == "forward" and number == STEADY:
+            profiler.start()
+            seen["began"] = time.perf_counter()
+        elif kind == "forward" and number == STEADY + steps - 1:
+            seen["s"] = time.perf_counter() - seen["began"]
+            profiler.stop()
+
+    watch_passes(at)
+    train(config)
+    steps -= 1
+    events = profiler.events()
+    assert events is not None
+    counts = Counter(event.name for event in events if event.name in SYNCHRONISES)
+    copies = Counter(event.name for event in events if event.name.startswith("Memcpy"))
+    kernels = [
+        (event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
+        for event in events
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name[:3]
+    ]
+    return {
+        "steps": steps,
+        "seconds of a step": seen["s"] / steps,
+        "synchronisations of a step": {name: n / steps for name, n in sorted(counts.items())},
+        "copies of a step": {name: n / steps for name, n in sorted(copies.items())},
+        "kernels": overlap(kernels) if kernels else "none: no GPU, or the profiler sees none",
+        "activities": sorted(str(each) for each in supported_activities()),
+        "CUDA was profiled": ProfilerActivity.CUDA in supported_activities(),
+    }
+
+
+def overlap(kernels: Sequence[tuple[float, float, bool]]) -> dict[str, float]:
+    """Microseconds in which kernels run: NCCL's, others, and both at the same time.
+
+    Args:
+        kernels: of each its begin, its end, and whether it is NCCL's.
+    """
+    edges = sorted(
+        [(begin, 1, nccl) for begin, _, nccl in kernels]
+        + [(end, -1, nccl) for _, end, nccl in kernels]
+    )
+    running, total, before = {True: 0, False: 0}, Counter[str](), edges[0][0]
+    for now, change, nccl in edges:
+        names = ("NCCL", running[True]), ("other", running[False])
+        for name, count in (*names, ("both", min(running.values()))):
+            total[name] += now - before if count else 0
+        running[nccl] += change
+        before = now
+    return {name: total[name] for name in ("NCCL", "other", "both")}
+
+
+def speed(config: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each step; ddp and fsdp share the same samples of a step."""
+    seed_everything(SEED, verbose=False)
+    network, shape = network_of(config)
+    clock = Clock()
+    strategy = hybrid(config) if config["peer"] == "hybrid" else config["peer"]
+    trainer = bare_trainer(
+        strategy,
+        config["accelerator"],
+        devices=config["ranks"],
+        max_steps=config["steps"] + STEADY,
+        callbacks=[clock],
+    )
+    trainer.fit(Divided(network, shape, config["batch"], config["steps"] + STEADY + 1))
+    if rank():
+        return {}
+    steps = durations(clock.starts, STEADY)
+    plan = getattr(strategy, "plan", None)
+    return {
+        "steps, s": steps,
+        "samples per second": config["batch"] * len(steps) / sum(steps),
+        "plan": plan and asdict(plan),
+    }
+
+
+def endless(config: dict[str, Any]) -> dict[str, Any]:
+    """Train until this rank is killed, or hears that another one is."""
+    folder = Path(sys.argv[1])
+
+    def at(number: int, kind: str) -> None:
+        if number == STEADY:
+            (folder / f"trains{rank()}").touch()
+
+    watch_passes(at)
+    train(config | {"steps": 10**9})
+    return {}
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "exactness": exactness,
+    "memory": memory,
+    "profile": profiled,
+    "speed": speed,
+    "killed": endless,
+}
+
+
+def rank() -> int:
+    return int(RANK)
+
+
+RANK = os.environ.get("LOCAL_RANK", "0")  # (of the part: for one device it is forgotten)
+
+
+def main(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    if config["accelerator"] == "cpu":
+        torch.set_num_threads(1)
+    found = KINDS[config["kind"]](config)
+    (folder / f"rank{rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

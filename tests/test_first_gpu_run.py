@@ -1,0 +1,102 @@
+"""`benchmarks/first_gpu_run.py`, over gloo; and on GPUs, where there are some."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+LIMIT_S = 500.0
+NETWORKS = ["perceptron", "dropout", "batch norm", "transformer", "3D-ResAttNet"]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    # a script, which finds its neighbours beside it
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("first_gpu_run")
+
+
+def differences(script: ModuleType, accelerator: str, ranks: int, part: str) -> tuple[float, float]:
+    """Of stages from one device, and of one device from itself."""
+    found = script.Run(accelerator, True, LIMIT_S, ranks).parts[f"exactness: {part}"]()
+    assert "error" not in found, found
+    driver = found["ranks"][0]
+    shares = driver["two stages beside one device"], driver["one device beside itself"]
+    return shares[0]["worst"], shares[1]["worst"]
+
+
+@pytest.mark.distributed
+def test_two_stages_are_compared_with_one_device(script: ModuleType) -> None:
+    assert max(differences(script, "cpu", 2, "dropout, float64")) < 1e-12
+
+
+def gpus(count: int) -> Any:
+    there = torch.cuda.device_count()
+    return pytest.mark.skipif(there < count, reason=f"wants {count} GPUs, and there are {there}")
+
+
+@pytest.mark.gpu
+@gpus(1)
+@pytest.mark.parametrize("network", ["perceptron", "batch norm"])
+def test_one_gpu_trains_as_under_a_plain_trainer(script: ModuleType, network: str) -> None:
+    hybrid, itself = differences(script, "gpu", 1, f"{network}, float64")
+    assert hybrid <= max(1e-9, 2 * itself)
+
+
+@pytest.mark.gpu
+@gpus(2)
+@pytest.mark.parametrize("precision", ["float64", "bf16"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_two_gpus_train_as_one(script: ModuleType, network: str, precision: str) -> None:
+    stages, itself = differences(script, "gpu", 2, f"{network}, {precision}")
+    assert stages <= max({"float64": 1e-9, "bf16": 1e-2}[precision], 2 * itself)
+
+
+def test_a_part_that_is_not_over_in_time_or_fails_is_noted_and_the_others_go_on(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    def broken() -> Any:
+        raise ValueError("on purpose")
+
+    late = script.Run("cpu", True, 0.2).parts["memory"]
+    out = tmp_path / "found.json"
+    parts = {"late": late, "broken": broken, "whole": lambda: {"seconds": 1.0, "ranks": [{}]}}
+    assert script.run(parts, out, {"quick": True}) == ["late", "broken"]
+    found = json.loads(out.read_text())["parts"]
+    assert found["late"]["error"] == "not over after 0 s: killed"
+    assert found["late"]["exit codes"] == [None, None]
+    assert found["broken"]["error"] == "ValueError: on purpose"
+    assert "error" not in found["whole"]
+
+
+def test_the_overlap_of_kernels_is_the_time_in_which_both_kinds_run(script: ModuleType) -> None:
+    parts = importlib.import_module("_gpu_parts")
+    kernels = [(0.0, 4.0, False), (1.0, 3.0, True), (2.0, 6.0, True), (5.0, 8.0, False)]
+    assert parts.overlap(kernels) == {"NCCL": 5.0, "other": 7.0, "both": 4.0}
+
+
+@pytest.mark.conformance
+@pytest.mark.distributed
+@pytest.mark.timeout(3000)
+def test_all_parts_run_over_gloo(script: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    script.main(["--accelerator", "cpu", "--quick", "--limit", "500", "--out", str(out)])
+    parts = json.loads(out.read_text())["parts"]
+    assert {name: found["error"] for name, found in parts.items() if "error" in found} == {}
+    exact = {name: found for name, found in parts.items() if name.endswith("float64")}
+    assert len(exact) == len(NETWORKS)
+    for name, found in exact.items():
+        assert found["ranks"][0]["two stages beside one device"]["worst"] < 1e-9, name
+    assert all(found["ranks"][n]["planned bytes"] for n in (0, 1) for found in [parts["memory"]])
+    for name in NETWORKS[-2:]:
+        for peer in ("hybrid", "ddp"):
+            assert parts[f"speed: {name}"][peer][0]["ranks"][0]["samples per second"] > 0
+    assert [parts[f"killed: {name}"]["exit codes"] for name in ("driver", "worker")] == [
+        [-9, 1],
+        [1, -9],
+    ]
