@@ -29,7 +29,7 @@ from .profiles import is_stripped
 from .records import ScanRecord
 from .voxels import head_box, missing_part, read_voxels
 
-_VERSION = 6  # raise it when a check changes
+_VERSION = 7  # raise it when a check changes
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def _reach(values: Any, sizes_mm: Any, stripped: bool) -> str:
     """Sides in mm of the box that a crop should hold.
 
     For a brain the box around the middle of the volume (X, Y, Z), where it is cropped, with all
-    but the background, which is what equals the corner. For a head the box around the head itself.
+    but the background, which is 0. For a head the box around the head itself.
     """
     if not stripped:
         return " ".join(f"{side:.0f}" for side in head_box(values, sizes_mm)[1])
-    tissue = values != values[0, 0, 0]
+    tissue = values > 0
     reach = []
     for axis, size in enumerate(sizes_mm):
         rest = tuple(other for other in range(3) if other != axis)

@@ -21,17 +21,17 @@ _BRAIN_LITRES, _HEAD_LITRES = (
     2.5,
     2.8,
 )  # the largest brains with their fluid; a head from the eyes up
-_EMPTY, _NOISY = 0.4, 0.1  # shares of voxels at the lowest value
+_EMPTY, _NOISY = 0.4, 0.1  # shares of voxels that are 0
 
 
 def is_stripped(values: np.ndarray[Any, Any], voxel_mm3: float) -> str:
     """``yes`` for a brain in nothing, ``no`` for a head; empty where it is neither clearly.
 
     Args:
-        values: (X, Y, Z).
+        values: (X, Y, Z), the background at 0.
         voxel_mm3: size of a voxel.
     """
-    inside = int((values > values.min()).sum())
+    inside = int((values > 0).sum())
     litres, empty = inside * voxel_mm3 * 1e-6, 1 - inside / values.size
     if empty >= _EMPTY and litres < _BRAIN_LITRES:
         return "yes"

@@ -24,8 +24,8 @@ from monai.transforms.intensity.dictionary import (
 from monai.transforms.spatial.dictionary import Orientationd, RandAffined, RandFlipd, Spacingd
 from monai.transforms.transform import MapTransform, Transform
 from monai.transforms.utility.dictionary import EnsureTyped
-from torch import Tensor
 
+from .background import level, otsu
 from .nifti import affine_of
 from .profiles import Profile
 from .voxels import head_box
@@ -40,8 +40,9 @@ _LIMIT = 3.0  # standard deviations: beyond it lie vessels and artefacts
 class LoadScand(Transform):
     """Read the file named by ``image`` as a MONAI image (1, X, Y, Z) float32 with its affine.
 
-    A series of one volume is a volume. NaN and infinity become 0 and a file without orientation
-    is taken for RAS: the check has refused both, unless it was told not to.
+    The background is brought to 0 and nothing is below it, whatever the unit of the file. A series
+    of one volume is a volume. NaN and infinity become 0 and a file without orientation is taken for
+    RAS: the check has refused both, unless it was told not to.
     """
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
@@ -51,7 +52,7 @@ class LoadScand(Transform):
         while values.ndim > 3 and values.shape[-1] == 1:
             values = values[..., 0]
         values = np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-        voxels = torch.from_numpy(np.ascontiguousarray(values))[None]
+        voxels = torch.from_numpy(np.ascontiguousarray(level(values).values))[None]
         affine = torch.as_tensor(affine_of(image), dtype=torch.float64)
         return {**data, "image": MetaTensor(voxels, affine=affine)}
 
@@ -123,7 +124,7 @@ class StandardiseHeadd(MapTransform):
         out = dict(data)
         for key in self.key_iterator(out):
             values = out[key].as_tensor()
-            lowest = _otsu(values) if self.noisy_air else 0.0
+            lowest = otsu(values.numpy()) if self.noisy_air else 0.0
             head = values[values > lowest]
             if head.numel() > 1:
                 scaled = ((values - head.mean()) / head.std().clamp_min(_TINY)).clamp(
@@ -132,20 +133,6 @@ class StandardiseHeadd(MapTransform):
                 out[key] = out[key].clone()
                 out[key][:] = torch.where(values > lowest, scaled, 0.0)
         return out
-
-
-def _otsu(values: Tensor) -> float:
-    """The threshold between dark and bright (Otsu 1979): the largest variance between the two."""
-    top = float(torch.quantile(values.flatten()[::7], 0.999))  # a few bright vessels say nothing
-    if top <= 0:
-        return 0.0
-    counts = torch.histc(values, 256, 0.0, top).double()
-    middles = (torch.arange(256, dtype=torch.float64) + 0.5) * top / 256
-    dark, bright = counts.cumsum(0), counts.sum() - counts.cumsum(0)
-    sums = (counts * middles).cumsum(0)
-    means = sums / dark.clamp_min(1), (sums[-1] - sums) / bright.clamp_min(1)
-    best = int((dark * bright * (means[0] - means[1]).square()).argmax())
-    return float(middles[best])
 
 
 def fixed_transforms(

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .background import level
 from .nifti import AGAIN, BadFile, Leniency
+from .overflow import refuse_heap, refuse_wrapped
 
 Array = npt.NDArray[Any]
 
 _LARGEST, _SMALLEST = 1e15, 1e-15  # range of voxels: squares must fit into single precision
 _OUTLIER = 20.0  # brightest voxel over the 99.9th percentile; scans have 1 to 5
+_STEPS = 1e-4  # range over offset: below it single precision has less than a thousand steps
 _VARIATION = 0.01  # standard deviation over mean of what is not background; brains have 0.25
 _CONTRAST = 0.5  # standard deviation that clipping at three of them leaves; scans have 0.9 to 1
 _SAMPLE = 1_000_000  # voxels that statistics are taken from
@@ -31,7 +34,7 @@ _ENDS = (("left", "right"), ("back", "front"), ("bottom", "top"))
 
 
 def read_voxels(image: Any, leniency: Leniency) -> tuple[Array, dict[str, str]]:
-    """The voxels (X, Y, Z) as the file has them, finite, and warnings about them.
+    """The voxels (X, Y, Z) as float32, finite, the background at 0, and warnings about them.
 
     Raises:
         BadFile: they are not the intensities of a scan.
@@ -50,12 +53,26 @@ def read_voxels(image: Any, leniency: Leniency) -> tuple[Array, dict[str, str]]:
                 raise BadFile("NON_FINITE", detail, action)
             warnings["NON_FINITE"] = f"taken for 0: {detail}"
             values = np.where(finite, values, 0)
-    _check_intensities(values)
-    return values, warnings
+    _check_range(values)
+    _refuse_wrapped(image, values)
+    levelled = level(values)
+    if levelled.note:
+        warnings["BACKGROUND"] = levelled.note.replace(": ", ", ", 1)
+    refuse_heap(levelled.values)
+    _check_contrast(levelled.values)
+    return levelled.values, warnings
 
 
-def _check_intensities(values: Array) -> None:
-    """Raise unless scaling to mean 0 and standard deviation 1 leaves a picture."""
+def _refuse_wrapped(image: Any, values: Array) -> None:
+    """Look at the numbers that the file has before its slope, if they are whole."""
+    scaled = (image.dataobj.slope, image.dataobj.inter) != (1.0, 0.0)
+    if scaled and image.get_data_dtype().kind in "iu":
+        values = np.asarray(image.dataobj.get_unscaled()).reshape(values.shape)
+    refuse_wrapped(values, scaled)
+
+
+def _check_range(values: Array) -> None:
+    """Raise unless the values are those of a picture, of which no voxel hides the rest."""
     low, high = float(values.min()), float(values.max())
     if low == high:
         raise BadFile("CONSTANT", f"every voxel is {low:g}", AGAIN)
@@ -70,6 +87,8 @@ def _check_intensities(values: Array) -> None:
     if usual == 0:
         number = int((values != middle).sum())
         raise BadFile("NEARLY_CONSTANT", f"all but {number} voxels are {middle:g}", AGAIN)
+    if usual < _STEPS * abs(middle):
+        raise BadFile("NEARLY_CONSTANT", f"{middle:.7g} +- {usual:.2g} everywhere", AGAIN)
     furthest = low if middle - low > high - middle else high
     if abs(furthest - middle) > _OUTLIER * usual:
         place = tuple(int(i) for i in np.argwhere(values == furthest)[0])
@@ -77,7 +96,16 @@ def _check_intensities(values: Array) -> None:
             f"the voxel at {place} is {furthest:.4g}, 99.9 % are within {usual:.4g} of {middle:.4g}"
         )
         raise BadFile("OUTLIER", detail, "repair or exclude the scan: nothing else would be seen")
-    inside = some[some > low]
+
+
+def _check_contrast(values: Array) -> None:
+    """Raise unless scaling to mean 0 and standard deviation 1 leaves a picture.
+
+    Args:
+        values: (X, Y, Z), the background at 0.
+    """
+    some = _sample(values).astype(np.float64)
+    inside, furthest = some[some > 0], float(values.max())
     mean, spread = float(inside.mean()), float(inside.std())
     if spread < _VARIATION * abs(mean):
         raise BadFile("NEARLY_CONSTANT", f"{mean:.5g} +- {spread:.2g} everywhere", AGAIN)

@@ -215,7 +215,7 @@ SCANS: dict[str, tuple[str, Damage]] = {
     "one voxel of 1e30": ("OUT_OF_RANGE", replaced(with_value(1e30))),
     "one voxel of 100000": ("OUTLIER", replaced(with_value(1e5))),
     "beyond float32": ("OUT_OF_RANGE", replaced(lambda v: v.astype(float) * 1e300)),
-    "bright columns": ("OUTLIER", replaced(bright_columns)),
+    "bright columns": ("OVERFLOW", replaced(bright_columns)),
     "nearly constant": (
         "NEARLY_CONSTANT",
         replaced(lambda v: (1000 + 0.01 * v / v.max()).astype(np.float32)),
