@@ -24,6 +24,7 @@ from .records import ScanRecord, fingerprint, read_manifest, write_manifest
 from .report import class_table, write_demographics, write_shareable
 from .seeding import Draws, EpochLoader
 from .sources import Layout
+from .space import shared_middle
 from .split_drawing import make_split
 from .splits import (
     SPLITS,
@@ -39,7 +40,7 @@ from .splits import (
     permuted,
     save_split,
 )
-from .survey import cut_brains, refuse_inside, survey, write_problems
+from .survey import cut_brains, refuse_inside, refuse_nothing, survey, write_problems
 from .transforms import SHAPE, SPACING_MM, fixed_transforms, random_transforms
 
 
@@ -87,6 +88,8 @@ class ADNIDataModule(lightning.LightningDataModule):
         diagnosis_csv: ADNIMERGE, DXSUM, or a table or BIDS folder of Clinica; diagnoses are then
             those at the scan, with what came of them. None: such a table directly in ``root``, or
             else the groups that the source gives.
+        subject_pattern: regular expression whose first group is the person in a subject's name, for
+            names that end in a session; those of ADNI, OASIS and BIDS are known.
         split_file: read the split from here, or write it here when the file does not exist.
         cache_dir: prepared images, results of the check, manifests and splits.
         cache_images: keep prepared images on disk.
@@ -133,6 +136,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         gaps: Literal["leave", "fill"] = "leave",
         collection_csv: str | Path | None = None,
         diagnosis_csv: str | Path | None = None,
+        subject_pattern: str = "",
         split_file: str | Path | None = None,
         cache_dir: str | Path = ".cache/adni",
         cache_images: bool = True,
@@ -169,6 +173,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         )
         self.collection_csv = Path(collection_csv) if collection_csv else None
         self.diagnosis_csv = Path(diagnosis_csv) if diagnosis_csv else None
+        self.subject_pattern = subject_pattern
         self.split_file = Path(split_file) if split_file else None
         self.cache_dir = Path(cache_dir)
         self.cache_images = cache_images
@@ -205,6 +210,7 @@ class ADNIDataModule(lightning.LightningDataModule):
                 self.leniency,
                 self.collection_csv,
                 self.diagnosis_csv,
+                *((self.subject_pattern,) if self.subject_pattern else ()),
             )
         )
         name = f"{self.root.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
@@ -222,6 +228,7 @@ class ADNIDataModule(lightning.LightningDataModule):
                 leniency=self.leniency,
                 collection_csv=self.collection_csv,
                 diagnosis_csv=self.diagnosis_csv,
+                subject_pattern=self.subject_pattern,
                 progress=advance,
             )
         found.warnings.extend(cut_brains(found.records, self.spatial_shape, self.spacing_mm))
@@ -229,6 +236,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         write_problems(report, found)
         if found.problems and self.on_bad == "error":
             raise ProblemsError(found.problems, str(self.root), str(report))
+        refuse_nothing(found)
         write_manifest(self.state_dir / "manifest.tsv", found.records)
         path = self._split_path()
         if not path.exists():
@@ -317,7 +325,10 @@ class ADNIDataModule(lightning.LightningDataModule):
         return ScanDataset(
             self.scans(part),
             fixed_transforms(
-                self.spatial_shape, self.spacing_mm, choose_profile(self.profile, self.records)
+                self.spatial_shape,
+                self.spacing_mm,
+                choose_profile(self.profile, self.records),
+                shared_middle(self.records),
             ),
             random_transforms(self.flip) if augment else (),
             self.cache_dir / "images" if self.cache_images else None,
@@ -380,10 +391,12 @@ class ADNIDataModule(lightning.LightningDataModule):
 
         A network's results mean something only for images that were prepared as in training.
         """
+        middle = shared_middle(self.records)
         return {
             "profile": choose_profile(self.profile, self.records),
             "spacing_mm": float(self.spacing_mm),
             "spatial_shape": [int(n) for n in self.spatial_shape],
+            "middle_mm": None if middle is None else list(middle),
         }
 
     def state_dict(self) -> dict[str, Any]:

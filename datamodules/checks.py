@@ -29,7 +29,7 @@ from .profiles import is_stripped
 from .records import ScanRecord
 from .voxels import head_box, missing_part, read_voxels
 
-_VERSION = 7  # raise it when a check changes
+_VERSION = 8  # raise it when a check changes
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class FileReport:
         zooms: size of a voxel along the same axes, in mm.
         axcodes: where the axes point to, e.g. ``RAS``.
         reach: sides in mm of the box that a crop should hold; see ``ScanRecord``.
+        middle_mm: where the middle of the volume lies, in mm, ``x y z``.
         sample: voxels of a coarse lattice as text, by which copies of a picture are found.
         stripped: ``yes``, ``no`` or empty; see ``ScanRecord``.
     """
@@ -59,6 +60,7 @@ class FileReport:
     zooms: str = ""
     axcodes: str = ""
     reach: str = ""
+    middle_mm: str = ""
     sample: str = ""
     stripped: str = ""
 
@@ -99,9 +101,16 @@ def _describe(path: Path, leniency: Leniency) -> FileReport:
         zooms=" ".join(f"{size:.4g}" for size in sizes),
         axcodes="".join(nib.aff2axcodes(affine)),
         reach=_reach(turned, sizes_ras, stripped == "yes"),
+        middle_mm=" ".join(f"{place:.4g}" for place in _middle(affine, values.shape)),
         sample=sample_voxels(turned),
         stripped=stripped,
     )
+
+
+def _middle(affine: Any, shape: tuple[int, ...]) -> list[float]:
+    """Of a volume, in mm; 0 is not -0."""
+    places = affine[:3, :3] @ ((np.array(shape) - 1) / 2) + affine[:3, 3]
+    return [float(place) for place in places.round(1) + 0.0]
 
 
 def _reach(values: Any, sizes_mm: Any, stripped: bool) -> str:
@@ -195,6 +204,7 @@ def _apply(
                 zooms=report.zooms,
                 axcodes=report.axcodes,
                 reach=report.reach,
+                middle_mm=report.middle_mm,
                 stripped=report.stripped,
                 problem=report.code,
             )

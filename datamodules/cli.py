@@ -28,7 +28,7 @@ from .screen import show, show_groups
 from .sources import LAYOUTS
 from .split_drawing import extend_split, make_split, rarest_classes
 from .splits import SPLITS, load_split, save_split
-from .survey import Survey, refuse_inside, survey, write_problems
+from .survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from .synth.levels import GROUPS, Diagnosis, Difficulty
 
 _PROGRAM = "python -m datamodules"
@@ -137,6 +137,13 @@ def _add_source(parser: ArgumentParser) -> None:
         type=Path,
         help="diagnoses over time: ADNIMERGE, DXSUM, a table of `clinica iotools merge-tsv` or "
         "a BIDS folder (default: the one directly in ROOT)",
+    )
+    parser.add_argument(
+        "--subject-pattern",
+        default="",
+        metavar="REGEX",
+        help="what of a subject's name is the person: the first group, '(OAS1_\\d+)_MR\\d+'; a "
+        "group named session is the session (default: the names of ADNI, OASIS and BIDS are known)",
     )
     parser.add_argument(
         "--nan", choices=("error", "zero"), default="error", help="NaN voxels (default: error)"
@@ -313,6 +320,7 @@ def _check(options: Namespace) -> int:
         write_montage(options.out / "montage.png", found.records)
         written.append(options.out / "montage.png")
     show(f"report: {', '.join(map(str, written))}")
+    refuse_nothing(found)
     return 1 if found.problems else 0
 
 
@@ -338,6 +346,7 @@ def _survey(
         leniency=Leniency(nan=options.nan, assume=options.assume),
         collection_csv=options.collection_csv,
         diagnosis_csv=options.diagnosis_csv,
+        subject_pattern=options.subject_pattern,
         progress=progress,
     )
 
@@ -360,6 +369,7 @@ def _manifest(options: Namespace) -> int:
     write_manifest(options.out, found.records)
     show_groups(demographics(found.records), p_values(found.records))
     show(f"manifest: {options.out}")
+    refuse_nothing(found)
     return 1 if found.problems else 0
 
 
@@ -396,6 +406,7 @@ def _split(options: Namespace) -> int:
         if len(tasks) > 1:
             show(f"task {task}:")
         surveys[TASKS[task]] = _read_unchecked(options, task)
+        refuse_nothing(surveys[TASKS[task]])
     records = [record for found in surveys.values() for record in found.records]
     if old is not None:
         split = extend_split(old, records)

@@ -11,13 +11,13 @@ from dataclasses import replace
 from datetime import date
 
 from .errors import Problem
-from .labels import Task, diagnosis, known_words
+from .labels import CONCLUSIONS, Task, diagnosis, known_words
 from .progression import LabelRule, Visit, filled, label_visit, visit_of_scan
 from .records import ScanRecord
 from .series import choose_series
 from .sources.clinical import Clinical, Person
 
-_MCI_REASONS = ("short_follow_up", "interval_censored", "converts_after_horizon")
+_MCI_REASONS = ("short_follow_up", "interval_censored", "converts_after_horizon", "no_dates")
 """Reasons why it is not known what became of an MCI, which is MCI all the same."""
 
 
@@ -84,7 +84,10 @@ def _from_history(
     if visit is None:
         return replace(record, reason=record.reason or "no_dx_near_scan")
     record = _at_visit(record, visit, day)
-    dx, reason = _class_of(person, visit, rule)
+    if clinical.final:
+        dx, reason = visit.dx, CONCLUSIONS.get(visit.dx, "")
+    else:
+        dx, reason = _class_of(person, visit, rule)
     if _is_mci_all_the_same(reason, person, visit, rule) and visit.dx in task.class_names:
         dx, reason = visit.dx, ""
     record = replace(record, dx=dx or visit.dx, label=task.label(dx) if dx else None)

@@ -16,7 +16,11 @@ _WORDS = {
     "AD": ("ad", "dementia"),
     "sMCI": ("smci",),
     "pMCI": ("pmci",),
+    "rMCI": ("rmci", "regmci"),
+    "uMCI": ("umci", "ukmci", "usmci"),
 }
+CONCLUSIONS = {"sMCI": "", "pMCI": "", "rMCI": "reverted", "uMCI": "unstable"}
+"""What is said of an MCI when its future is known, and why some of them have no class."""
 _ALIASES = {word: name for name, words in _WORDS.items() for word in words}
 
 

@@ -20,6 +20,7 @@ from .cache import Item, ScanDataset
 from .profiles import choose_profile
 from .records import ScanRecord
 from .seeding import Draws
+from .space import shared_middle
 from .transforms import SHAPE, SPACING_MM, fixed_transforms, random_transforms
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +43,8 @@ def write_montage(path: Path, records: Sequence[ScanRecord], count: int = 6) -> 
     used = [record for record in records if record.used]
     chosen = np.unique(np.linspace(0, len(used) - 1, min(count, len(used))).round())
     records = [used[int(number)] for number in chosen]
-    fixed = fixed_transforms(SHAPE, SPACING_MM, choose_profile("auto", records))
+    profile, middle = choose_profile("auto", records), shared_middle(records)
+    fixed = fixed_transforms(SHAPE, SPACING_MM, profile, middle)
     dataset = ScanDataset(records, fixed)
     varied = ScanDataset(records, fixed, random_transforms(flip=False), draws=Draws(0))
     # one Axes for all panels: 54 of them take five times as long to lay out and to draw

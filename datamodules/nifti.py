@@ -24,6 +24,8 @@ _LARGEST_BYTES = 2 << 30  # of one volume, by its header; 512 x 512 x 512 double
 _SLACK_BYTES = 1 << 20  # what may follow the volume: some writers pad their files
 _START_BYTES = 1 << 16  # holds the header, packed or not
 _FORMS_APART_MM = 1.0
+_SMALLEST_MM, _LARGEST_MM = 0.05, 20.0  # of a voxel
+_OTHER_UNITS = ("micron", "meter")
 _GZIP = b"\x1f\x8b"
 
 
@@ -197,12 +199,36 @@ def check_geometry(image: Any, leniency: Leniency) -> tuple[Any, dict[str, str]]
             raise BadFile("NO_ORIENTATION", detail, action)
         warnings["NO_ORIENTATION"] = "taken for RAS: sform and qform codes are 0"
     affine = affine_of(image)
-    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-6:
+    sizes = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
+    flat = not np.isfinite(affine).all() or sizes.min() == 0
+    if not flat:
+        _check_units(header, sizes)
+    if flat or abs(np.linalg.det(affine[:3, :3])) < 1e-6:
         raise BadFile("SINGULAR_AFFINE", f"affine {affine[:3].tolist()}", _CONVERT)
     _check_forms(header, shape)
-    sizes = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
     odd = _odd_measures(sizes, sizes * shape)
     return affine, warnings | ({"GEOMETRY": odd} if odd else {})
+
+
+def _check_units(header: Any, sizes: Any) -> None:
+    """Refuse voxels that are no millimetres: every reader takes them for such."""
+    unit = header.get_xyzt_units()[0]
+    if sizes.max() <= _LARGEST_MM and sizes.min() >= _SMALLEST_MM and unit not in _OTHER_UNITS:
+        return
+    voxels = " x ".join(f"{size:.3g}" for size in sizes)
+    said = f", and the header says {unit}" if unit in _OTHER_UNITS else ""
+    meant = (
+        "micrometres"
+        if unit == "micron" or sizes.min() > 100
+        else "metres"
+        if unit == "meter" or sizes.max() < _SMALLEST_MM
+        else ""
+    )
+    raise BadFile(
+        "BAD_UNITS",
+        f"voxels of {voxels} mm{said}" + (f": these are {meant}" if meant else ""),
+        f"{_CONVERT}, or bring affine and header to mm",
+    )
 
 
 def affine_of(image: Any) -> Any:

@@ -73,6 +73,7 @@ class Visit:
         phase: ADNI1, ADNIGO, ADNI2, ADNI3 or ADNI4, as the table writes it.
         field_strength: tesla.
         dated: whether ``day`` is a date of the calendar.
+        timed: whether distances between days mean something; if not, only their order does.
     """
 
     day: date
@@ -84,6 +85,7 @@ class Visit:
     phase: str = ""
     field_strength: float | None = None
     dated: bool = True
+    timed: bool = True
 
 
 def filled(visits: Sequence[Visit]) -> list[Visit]:
@@ -119,7 +121,8 @@ def label_visit(
 
     Reasons: ``smc``, ``reverted``, ``unstable``, ``short_follow_up``, ``interval_censored``
     (converted between two visits around the horizon), ``converts_after_horizon``,
-    ``demented_later`` (AD, but not at the first visit, where that is asked for).
+    ``demented_later`` (AD, but not at the first visit, where that is asked for), ``no_dates`` (MCI,
+    and sessions that name no time).
     """
     rule = rule or LabelRule()
     if rule.smc == "normal":
@@ -140,7 +143,7 @@ def label_visit(
         return "", "smc"
     if any(visit.dx == "AD" for visit in visits if visit.day < near.day):
         return "", "unstable"
-    return _label_mci(near, later, rule)
+    return _label_mci(near, later, rule) if near.timed else ("", "no_dates")
 
 
 def _label_mci(scan: Visit, later: Sequence[Visit], rule: LabelRule) -> tuple[str, str]:

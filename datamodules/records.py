@@ -61,6 +61,7 @@ class ScanRecord:
         reach: sides in mm, right-left, back-front, down-up, of what a crop should hold: of a brain
             the box around the middle of the volume with all that is not background, of a head its
             own box.
+        middle_mm: where the middle of the volume lies, in mm, ``x y z``.
         problem: code of what is wrong.
         split: train, val or test.
         fold: fold of a subject that is not in the test set, 0 to k - 1.
@@ -99,6 +100,7 @@ class ScanRecord:
     zooms: str = ""
     axcodes: str = ""
     reach: str = ""
+    middle_mm: str = ""
     problem: str = ""
     split: str = ""
     fold: int | None = None

@@ -23,9 +23,21 @@ from dataclasses import replace
 from .records import ScanRecord
 
 # descriptions with every special character turned into an underscore, as in folder names
-_T1 = re.compile(r"MP_?RAGE|^MPR(_|$)|^MT1(_|$)|SPGR|_T1w$", re.IGNORECASE)
+_T1 = re.compile(
+    r"MP_?RAGE|(^|_)MPR(_|$)|^MT1(_|$)"  # Siemens; ADNI's MPR and MT1
+    r"|SPGR|BRAVO"  # GE: 3D spoiled gradient echo
+    r"|T1.*T?FE|TFE.*T1"  # Philips: T1 TFE, T1W_3D_TFE, 3D T1 FFE
+    r"|MP2RAGE.*DEN"  # with its noise removed; UNI alone has bright noise for air
+    r"|(^|_)T1W$|^T1$|(^|_)S?T1W?_?3D|(^|_)3D_?T1",
+    re.IGNORECASE,
+)
 _NOT_T1 = re.compile(
-    r"MASK|SPATIALLY_NORMALIZED|HHP_6_DOF|HARP|SCOUT|LOCALI[SZ]ER|CALIBRATION|_ND$", re.IGNORECASE
+    r"MASK|SPATIALLY_NORMALIZED|HHP_6_DOF|HARP|SCOUT|LOCALI[SZ]ER|CALIBRATION|_ND$|REFORMAT|SUBTRACT"
+    r"|PHASE(?!_ENC)|(^|_)PHA?(_|$)|(^|_)(REAL|IMAG(INARY)?)(_|$)|INV_?[12]"  # parts of an image
+    r"|GADO|GADAV|(^|_)(GAD|GD)(_|$)|(^|_)(POST|C|KM)(_|$)|CONTRAST"  # an agent
+    r"|(^|_)T2|FLAIR|(^|_)PD(W|_|$)|(^|_)(T|F)?SE(_|$)|SPIN_?ECHO"  # other weightings, slices
+    r"|SWI|DWI|DTI|(^|_)EPI|BOLD|(^|_)ASL|FIELD_?MAP|FIESTA|CISS|(^|_)TOF|ANGIO",
+    re.IGNORECASE,
 )
 
 

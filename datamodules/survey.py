@@ -18,7 +18,9 @@ from .nifti import STRICT, Leniency
 from .profiles import refuse_mixture
 from .progression import LabelRule
 from .records import ScanRecord, count_line
-from .sources import Layout, Reading, data_folders, read_source
+from .sources import Layout, Names, Reading, data_folders, read_source
+from .sources.people import refuse_two_names
+from .space import name_grids
 
 _EXAMPLES = 2  # of one kind of warning
 _AROUND_BRAIN_MM = 8.0  # scalp and bone, where they are thin
@@ -89,6 +91,7 @@ def survey(
     leniency: Leniency = STRICT,
     collection_csv: Path | None = None,
     diagnosis_csv: Path | None = None,
+    subject_pattern: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Survey:
     """Find the scans, join them with their tables, label them and read every used file to its end.
@@ -103,6 +106,7 @@ def survey(
         collection_csv: the portal's collection table; None: the only one directly in ``root``.
         diagnosis_csv: diagnoses at each visit; None: those in ``root``, or else the groups that
             the source gives.
+        subject_pattern: what of a subject's name is the person; see ``sources.people.Names``.
         progress: called with (files read, files to read).
 
     Raises:
@@ -111,7 +115,15 @@ def survey(
         TableError: a table is missing, ambiguous or not understood.
     """
     root = root.absolute()  # paths in manifests must not depend on where a run was started
-    reading = read_source(root, layout, collection_csv=collection_csv, diagnosis_csv=diagnosis_csv)
+    reading = read_source(
+        root,
+        layout,
+        collection_csv=collection_csv,
+        diagnosis_csv=diagnosis_csv,
+        names=Names(subject_pattern),
+    )
+    if not subject_pattern:
+        refuse_two_names((r.subject for r in reading.records), str(_first(reading.tables, root)))
     if task.needs_history and reading.clinical is None and reading.layout != "csv":
         raise DataError(
             "NEEDS_HISTORY",
@@ -126,12 +138,44 @@ def survey(
         records, bad, warnings = check_records(records, store, leniency=leniency, progress=progress)
         records, mixed = refuse_mixture(records)
         problems += [*bad, *mixed]
+        warnings = [*warnings, *name_grids(records)]
     warnings += _research_groups(reading, records)
     clinical = reading.clinical
     tables = tuple(dict.fromkeys((*reading.tables, *((clinical.path,) if clinical else ()))))
     labels = f"{clinical.source}, at the visit of each scan" if clinical else reading.groups
     notes = reading.notes + (clinical.notes if clinical else ())
     return Survey(root, reading.layout, tables, records, problems, warnings, labels, notes)
+
+
+def _first(tables: Sequence[Path], root: Path) -> Path:
+    return tables[0] if tables else root
+
+
+def refuse_nothing(found: Survey) -> None:
+    """Raise where no scan is left to use.
+
+    Raises:
+        DataError: ``NOTHING_USED``, with the most frequent cause.
+    """
+    if any(record.used for record in found.records):
+        return
+    causes = Counter(r.problem or r.reason.partition(":")[0] for r in found.records)
+    cause, scans = causes.most_common(1)[0]
+    raise DataError(
+        "NOTHING_USED",
+        f"none of {len(found.records)} scans is used; {scans} of them: {cause}",
+        str(found.root),
+        _REMEDIES.get(cause, "the manifest has each reason, docs/adni.md their meaning"),
+    )
+
+
+_REMEDIES = {
+    "not_in_task": "choose another --task / --data.task, or give scans of its classes",
+    "not_t1": "give T1-weighted scans, or correct the names of the series in the table",
+    "missing": "give diagnoses of these people: --data.diagnosis_csv / --diagnosis-csv",
+    "no_dx_near_scan": "give a table with visits near the scans, or the sessions' own names",
+    "no_dates": "give a table with examination dates: --data.diagnosis_csv / --diagnosis-csv",
+}
 
 
 def _research_groups(reading: Reading, records: Sequence[ScanRecord]) -> list[Problem]:

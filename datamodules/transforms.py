@@ -21,6 +21,7 @@ from monai.transforms.intensity.dictionary import (
     RandGaussianNoised,
     RandScaleIntensityd,
 )
+from monai.transforms.spatial.array import SpatialResample
 from monai.transforms.spatial.dictionary import Orientationd, RandAffined, RandFlipd, Spacingd
 from monai.transforms.transform import MapTransform, Transform
 from monai.transforms.utility.dictionary import EnsureTyped
@@ -28,6 +29,7 @@ from monai.transforms.utility.dictionary import EnsureTyped
 from .background import level, otsu
 from .nifti import affine_of
 from .profiles import Profile
+from .space import Millimetres
 from .voxels import head_box
 
 SHAPE, SPACING_MM = (91, 109, 91), 2.0
@@ -103,6 +105,39 @@ class CropHeadd(MapTransform):
         return MetaTensor(cropped, affine=affine)
 
 
+class ResampleInSpaced(MapTransform):
+    """Bring images onto one grid of their common space: RAS, cubic voxels, around a point.
+
+    Args:
+        keys: of the images, MONAI images with their affine.
+        spatial_size: voxels (D, H, W) afterwards; what lies outside of the image is 0.
+        spacing_mm: voxel size.
+        middle_mm: where the middle of the grid lies.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        spatial_size: tuple[int, int, int],
+        spacing_mm: float,
+        middle_mm: Millimetres,
+    ) -> None:
+        super().__init__(keys)
+        self.spatial_size = spatial_size
+        affine = np.diag([spacing_mm] * 3 + [1.0])
+        affine[:3, 3] = np.array(middle_mm) - spacing_mm * (np.array(spatial_size) - 1) / 2
+        self.affine = torch.as_tensor(affine)
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return ``data`` with the resampled images."""
+        out = dict(data)
+        resample = SpatialResample(mode="bilinear", padding_mode="zeros", align_corners=True)
+        for key in self.key_iterator(out):
+            there = resample(out[key], dst_affine=self.affine, spatial_size=self.spatial_size)
+            out[key] = MetaTensor(there.as_tensor().float(), affine=self.affine)
+        return out
+
+
 class StandardiseHeadd(MapTransform):
     """Bring the head to mean 0 and standard deviation 1, clip at three of them; the rest is 0.
 
@@ -136,20 +171,30 @@ class StandardiseHeadd(MapTransform):
 
 
 def fixed_transforms(
-    spatial_shape: tuple[int, int, int], spacing_mm: float, profile: Profile = "stripped"
+    spatial_shape: tuple[int, int, int],
+    spacing_mm: float,
+    profile: Profile = "stripped",
+    middle_mm: Millimetres | None = None,
 ) -> list[Transform]:
     """File to plain float32 tensor (1, D, H, W), RAS, at the given size and voxel size.
 
-    Raw heads are cropped around the head, all others around the middle of the volume: there the
-    space that they share is worth more.
+    With ``middle_mm`` all scans lie on one grid around that point of the space they share. Else raw
+    heads are cropped around the head, all others around the middle of the volume.
     """
     keys = ["image"]
-    crop = CropHeadd if profile == "raw" else ResizeWithPadOrCropd
+    place: list[Transform]
+    if middle_mm is not None:
+        place = [ResampleInSpaced(keys, spatial_shape, spacing_mm, middle_mm)]
+    else:
+        crop = CropHeadd if profile == "raw" else ResizeWithPadOrCropd
+        place = [
+            Orientationd(keys, axcodes="RAS", labels=None),
+            Spacingd(keys, pixdim=(spacing_mm,) * 3, mode="bilinear"),
+            crop(keys, spatial_size=spatial_shape),
+        ]
     return [
         LoadScand(),
-        Orientationd(keys, axcodes="RAS", labels=None),
-        Spacingd(keys, pixdim=(spacing_mm,) * 3, mode="bilinear"),
-        crop(keys, spatial_size=spatial_shape),
+        *place,
         StandardiseHeadd(keys, noisy_air=profile != "stripped"),
         KeepAffined(),
         EnsureTyped(keys, dtype=torch.float32, track_meta=False),

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from models.attention import AttentionKind
+from models.errors import UseError
 from models.metrics import evaluate, intervals
 from models.optimisation import OptimizerName, ScheduleName, make_optimizer, rate_factor
 from models.predictions import Prediction, Predictions, arrays
@@ -180,9 +181,10 @@ class ResAttNetClassifier(LightningModule):
             return optimizer
         steps, epochs = self.trainer.estimated_stepping_batches, self.trainer.max_epochs or 0
         if steps == float("inf") or not 0 <= warmup_epochs < max(epochs, 1):
-            raise ValueError(
+            raise UseError(
                 f"lr_schedule={schedule!r} with warmup_epochs={warmup_epochs} needs a run that "
-                f"ends after its warm-up: trainer.max_epochs is {self.trainer.max_epochs}."
+                f"ends after its warm-up: trainer.max_epochs is {self.trainer.max_epochs}. Give "
+                "more epochs, or a shorter warm-up: --model.warmup_epochs 0."
             )
         warmup = warmup_epochs / max(epochs, 1)
         follow = LambdaLR(optimizer, lambda step: rate_factor(schedule, step / steps, warmup))

@@ -13,12 +13,13 @@ from .bids import find_bids, read_bids
 from .caps import find_caps, read_caps
 from .clinical import find_clinical
 from .ida import discover, find_ida, read_ida
+from .people import Names
 from .plain import REQUIRED as PLAIN_COLUMNS
 from .plain import plain_folders, read_plain
 from .reading import LAYOUTS, Layout, Reading
 from .tree import require_folder, what_is_there, what_to_do
 
-__all__ = ["LAYOUTS", "Layout", "Reading", "data_folders", "read_source"]
+__all__ = ["LAYOUTS", "Layout", "Names", "Reading", "data_folders", "read_source"]
 
 
 def read_source(
@@ -27,6 +28,7 @@ def read_source(
     *,
     collection_csv: Path | None = None,
     diagnosis_csv: Path | None = None,
+    names: Names = Names(),  # noqa: B008 (frozen)
 ) -> Reading:
     """Find the scans below ``root`` and what is said about them.
 
@@ -36,6 +38,7 @@ def read_source(
         collection_csv: the portal's collection table (``ida``).
         diagnosis_csv: ADNIMERGE, DXSUM, a table of ``clinica iotools merge-tsv``, or a BIDS folder
             with the tables that Clinica writes. None: looked for in ``root``.
+        names: how names of people are read.
 
     Raises:
         FolderError: nothing there, or no layout or several that fit.
@@ -43,14 +46,14 @@ def read_source(
     """
     found = layout or detect_layout(root)
     if found == "csv":
-        clinical = find_clinical(None, diagnosis_csv)  # its own labels are there for use
-        return read_plain(_plain_table(root), clinical)
+        clinical = find_clinical(None, diagnosis_csv, names)  # its own labels are there for use
+        return read_plain(_plain_table(root), clinical, names)
     if found == "ida":
         scans = discover(root)  # first: a missing folder says more than a missing table
-        return read_ida(root, scans, collection_csv, find_clinical(root, diagnosis_csv))
+        return read_ida(root, scans, collection_csv, find_clinical(root, diagnosis_csv, names))
     if found == "bids":
-        return read_bids(root, find_clinical(root, diagnosis_csv))
-    return read_caps(root, find_clinical(root, diagnosis_csv))
+        return read_bids(root, find_clinical(root, diagnosis_csv, names), names)
+    return read_caps(root, find_clinical(root, diagnosis_csv, names), names)
 
 
 def detect_layout(root: Path) -> Layout:

@@ -15,7 +15,8 @@ from ..errors import FolderError, TableError
 from ..records import ScanRecord
 from ..tables import MISSING, read_table
 from .clinical import Clinical
-from .ids import canonical_session, canonical_subject, image_number
+from .ids import canonical_session, image_number
+from .people import Names
 from .reading import Reading
 from .tree import bare_record, is_nifti, require_folder, stem, what_is_there
 
@@ -32,7 +33,7 @@ def _scans(root: Path) -> Iterator[Path]:
         yield from (p for p in root.glob(pattern) if is_nifti(p) and not p.name.startswith("."))
 
 
-def read_bids(root: Path, clinical: Clinical | None) -> Reading:
+def read_bids(root: Path, clinical: Clinical | None, names: Names) -> Reading:
     """All T1-weighted scans with what the tables of the folder say about them.
 
     Raises:
@@ -49,7 +50,7 @@ def read_bids(root: Path, clinical: Clinical | None) -> Reading:
             "give the BIDS folder itself, the one with participants.tsv",
         )
     table = root / "participants.tsv"
-    people = _participants(table) if table.is_file() else {}
+    people = _participants(table, names) if table.is_file() else {}
     if clinical is None and not any("diagnosissc" in row for row, _ in people.values()):
         raise TableError(
             "NO_TABLE",
@@ -57,28 +58,29 @@ def read_bids(root: Path, clinical: Clinical | None) -> Reading:
             str(root),
             "give ADNIMERGE or DXSUM with --data.diagnosis_csv / --diagnosis-csv",
         )
-    records = [_record(path, table, people) for path in paths]
+    records = [_record(path, table, people, names) for path in paths]
     groups = "participants.tsv:diagnosis_sc"
     return Reading("bids", records, [], clinical, groups, (table,) if table.is_file() else ())
 
 
+# other parts of a complex image, and images with a contrast agent
+_OTHER_IMAGE = re.compile(r"_part-(?!mag)|_ce-(?!none)|_desc-(?:brain)?mask")
 _ENTITY = re.compile(r"(?:^|_)([a-z]+)-([0-9A-Za-z]+)")
 _People = dict[str, tuple[dict[str, str], int]]
 
 
-def _participants(table: Path) -> _People:
+def _participants(table: Path, names: Names) -> _People:
     """The row of each subject, and its line."""
     read = read_table(table, ("participantid",))
     return {
-        canonical_subject(row["participantid"]): (row, line)
-        for row, line in zip(read.rows, read.lines)
+        names.person(row["participantid"]): (row, line) for row, line in zip(read.rows, read.lines)
     }
 
 
-def _record(path: Path, table: Path, people: _People) -> ScanRecord:
+def _record(path: Path, table: Path, people: _People, names: Names) -> ScanRecord:
     """A scan, with what the tables say of it."""
     parts = dict(_ENTITY.findall(stem(path)))
-    subject = canonical_subject(parts.get("sub", ""))
+    subject = names.person(f"sub-{parts.get('sub', '')}")
     row, line = people.get(subject, ({}, 0))
     about = _about(path)
     image_id = image_number(about.get("scanid", ""))
@@ -90,6 +92,7 @@ def _record(path: Path, table: Path, people: _People) -> ScanRecord:
         row=f"{table}, line {line}" if line else "",
         session=canonical_session(parts.get("ses", "")) or parts.get("ses", ""),
         description=stem(path).split("_", 2)[-1] if "run-" in path.name else "T1w",
+        reason="not_t1" if _OTHER_IMAGE.search(path.name) else "",
         dx_bl="" if group.lower() in MISSING else group,
         dx_source=f"participants.tsv:diagnosis_sc={group}",
         sex=row.get("sex", "")[:1].upper() if row.get("sex", "")[:1] in "FMfm" else "",

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..errors import FolderError, TableError
 from .clinical import Clinical
-from .ids import canonical_session, canonical_subject
+from .ids import canonical_session
+from .people import Names
 from .reading import Reading
 from .tree import bare_record, is_nifti, require_folder, what_is_there
 
@@ -23,7 +24,7 @@ def find_caps(root: Path) -> bool:
     return any(True for _ in root.glob(_SCANS))
 
 
-def read_caps(root: Path, clinical: Clinical | None) -> Reading:
+def read_caps(root: Path, clinical: Clinical | None, names: Names) -> Reading:
     """All scans of ``t1-linear``.
 
     Raises:
@@ -52,7 +53,7 @@ def read_caps(root: Path, clinical: Clinical | None) -> Reading:
         folder = path.parent.parent  # subjects/<sub>/<ses>/t1_linear/<file>
         record = bare_record(
             path,
-            canonical_subject(folder.parent.name),
+            names.person(folder.parent.name),
             f"{folder.parent.name}_{folder.name}" + ("" if "_desc-Crop" in path.name else "_whole"),
             "caps",
         )

@@ -8,7 +8,8 @@ adds dates to their names.
 * DXSUM: ``DIAGNOSIS`` (1 normal, 2 MCI, 3 demented, or words), and in older releases ``DXCHANGE`` 1
   to 9 (ADNIGO/2) and ``DXCURREN`` 1 to 3 (ADNI1). Those releases know the subject by RID alone.
 * Clinica: ``participant_id, session_id, diagnosis``, in one table of ``clinica iotools merge-tsv``
-  or in the ``*_sessions.tsv`` and ``participants.tsv`` of a BIDS folder.
+  or in the ``*_sessions.tsv`` and ``participants.tsv`` of a BIDS folder. Lists of ClinicaDL look
+  the same and hold conclusions (``sMCI``, ``pMCI``, or a column ``progression``).
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from pathlib import Path
 
 from ..dates import dates_in, find_dates
 from ..errors import TableError
-from ..labels import diagnosis, known_words
+from ..labels import CONCLUSIONS, diagnosis, known_words
 from ..progression import DAYS_PER_MONTH, Visit
 from ..tables import MISSING, Table, header_of, read_table
 from .ids import canonical_session, canonical_subject, registry_number
+from .people import Names
 
 _CODES = {"1": "NC", "2": "MCI", "3": "AD"}
 # the state that a change ends in: stable, conversions 4 to 6, reversions 7 to 9
 _CHANGES = dict(zip("123456789", ["NC", "MCI", "AD", "MCI", "AD", "AD", "NC", "MCI", "NC"]))
+_PROGRESSIONS = {"s": "sMCI", "p": "pMCI", "r": "rMCI", "uk": "uMCI", "us": "uMCI"}
+_DAYS = ("examinationdate", "acqtime", "examdate", "date")
 _SUFFIXES = (".csv", ".tsv", ".txt", ".xls", ".xlsx")
 # the names under which the portal gives them; its dictionaries describe columns
 _NAME = re.compile(r"(?!.*dict)(adnimerge|dxsum)", re.IGNORECASE)
@@ -64,19 +68,26 @@ class Clinical:
         source: file and column of the diagnoses, for messages.
         persons: by canonical ID, or by ``RID <number>`` in tables that know no more.
         notes: what was read in an unusual way.
+        final: whether the diagnoses are conclusions (stable or progressive MCI) and no diagnoses at
+            a visit; they are used as they are.
     """
 
     path: Path
     source: str
     persons: dict[str, Person] = field(repr=False)
     notes: tuple[str, ...] = ()
+    final: bool = False
 
     def person(self, subject: str) -> Person | None:
         """The person with this canonical ID."""
         return self.persons.get(subject) or self.persons.get(f"RID {registry_number(subject)}")
 
 
-def find_clinical(root: Path | None, given: Path | None) -> Clinical | None:
+def find_clinical(
+    root: Path | None,
+    given: Path | None,
+    names: Names = Names(),  # noqa: B008 (frozen)
+) -> Clinical | None:
     """Read the table that is given, or the only one directly in ``root``; None without any.
 
     Raises:
@@ -84,14 +95,16 @@ def find_clinical(root: Path | None, given: Path | None) -> Clinical | None:
             is none.
     """
     if given is not None:
-        return read_clinical(given)
+        return read_clinical(given, names)
     if root is None:
         return None
-    names = sorted(path for path in root.glob("*") if path.suffix.lower() in _SUFFIXES)
-    tables = [path for path in names if _kind(header_of(path))]
-    for path in names:
+    files = sorted(path for path in root.glob("*") if path.suffix.lower() in _SUFFIXES)
+    tables = [path for path in files if _kind(header_of(path))]
+    for path in files:
         if path not in tables and _NAME.match(path.name):
-            read_clinical(path)  # says why not: other labels must not stand in for these in silence
+            read_clinical(
+                path, names
+            )  # says why not: other labels must not stand in for these in silence
     if len(tables) > 1:
         raise TableError(
             "SEVERAL_TABLES",
@@ -100,18 +113,18 @@ def find_clinical(root: Path | None, given: Path | None) -> Clinical | None:
             "name the one to use with --data.diagnosis_csv / --diagnosis-csv",
         )
     if tables:
-        return read_clinical(tables[0])
-    return _read_bids_tables(root) if any(root.glob("sub-*/*_sessions.tsv")) else None
+        return read_clinical(tables[0], names)
+    return _read_bids_tables(root, names) if any(root.glob("sub-*/*_sessions.tsv")) else None
 
 
-def read_clinical(path: Path) -> Clinical:
+def read_clinical(path: Path, names: Names = Names()) -> Clinical:  # noqa: B008 (frozen)
     """Read one table of diagnoses, or the tables of a BIDS folder.
 
     Raises:
         TableError: see ``read_table``; also unknown diagnoses and unreadable dates.
     """
     if path.is_dir():
-        return _read_bids_tables(path)
+        return _read_bids_tables(path, names)
     table = read_table(path, ())
     kind = _kind(set(table.rows[0]))
     if kind == "adnimerge":
@@ -119,7 +132,7 @@ def read_clinical(path: Path) -> Clinical:
     if kind == "dxsum":
         return _dxsum(table)
     if kind == "sessions":
-        return _clinica(path, table.rows, [(table, row, n) for row, n in _numbered(table)])
+        return _clinica(path, table.rows, [(table, row, n) for row, n in _numbered(table)], names)
     raise TableError(
         "BAD_TABLE",
         f"no table of diagnoses; the header is: {', '.join(table.rows[0])[:300]}",
@@ -211,7 +224,7 @@ def _dxsum(table: Table) -> Clinical:
             continue
         visits[subject].append(
             Visit(
-                day or _nominal(session),
+                day or _nominal(session) or _FORGOTTEN,
                 _dxsum_state(table, line, row),
                 session=session,
                 phase=_known(row, "colprot") or _known(row, "phase"),
@@ -232,7 +245,7 @@ def _dxsum_state(table: Table, line: int, row: dict[str, str]) -> str:
     return _CODES.get(_whole(current)) or _word(table, line, row, column)
 
 
-def _read_bids_tables(root: Path) -> Clinical:
+def _read_bids_tables(root: Path, names: Names) -> Clinical:
     files = sorted(root.glob("sub-*/*_sessions.tsv"))
     if not files:
         raise TableError(
@@ -249,27 +262,30 @@ def _read_bids_tables(root: Path) -> Clinical:
     ]
     participants = root / "participants.tsv"
     people = read_table(participants, ("participantid",)).rows if participants.is_file() else ()
-    return _clinica(root, people, rows)
+    return _clinica(root, people, rows, names)
 
 
 def _clinica(
     path: Path,
     people: Iterable[dict[str, str]],
     rows: Iterable[tuple[Table, dict[str, str], int]],
+    names: Names,
 ) -> Clinical:
     visits: dict[str, list[Visit]] = defaultdict(list)
     rows = list(rows)
-    column = "examinationdate"
+    column = next((c for c in _DAYS if any(c in row for _, row, _ in rows)), _DAYS[0])
     dates = find_dates(((t.path, line, row.get(column, "")) for t, row, line in rows), column)
     for table, row, line in rows:
-        session = canonical_session(row["sessionid"])
+        name = row["sessionid"].strip()
+        session = canonical_session(name) or name.removeprefix("ses-")
         day = dates.day(row.get(column, ""))
         if not session and day is None:
             continue
-        visits[canonical_subject(row["participantid"])].append(
+        nominal = _nominal(session)
+        visits[names.person(row["participantid"])].append(
             Visit(
-                day or _nominal(session),
-                _word(table, line, row, "diagnosis"),
+                day or nominal or _FORGOTTEN,
+                _concluded(_word(table, line, row, "diagnosis"), row),
                 session=session,
                 age=_number(row, "age"),
                 mmse=_number(row, "mmse"),
@@ -277,9 +293,10 @@ def _clinica(
                 phase=_known(row, "currentstudy"),
                 field_strength=_number(row, "mrifield"),
                 dated=day is not None,
+                timed=(day or nominal) is not None,
             )
         )
-    described = {canonical_subject(row["participantid"]): row for row in people}
+    described = {names.person(row["participantid"]): row for row in people}
     persons = {
         subject: replace(
             _described(described.get(subject, {}), "sex", "diagnosissc"),
@@ -287,25 +304,51 @@ def _clinica(
         )
         for subject, seen in visits.items()
     }
-    return Clinical(path, f"{path.name}:diagnosis", persons, _notes(dates.note))
+    final = any(visit.dx in CONCLUSIONS for seen in visits.values() for visit in seen)
+    source = f"{path.name}:diagnosis" + (" (final classes)" if final else "")
+    return Clinical(path, source, persons, _notes(dates.note), final)
+
+
+def _concluded(dx: str, row: dict[str, str]) -> str:
+    """What became of an MCI, where a list of ClinicaDL says it in a column of its own."""
+    word = _known(row, "progression").lower()
+    return _PROGRESSIONS.get(word, dx) if dx == "MCI" else dx
 
 
 def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
     """Days of one person's visits on one scale: real ones and nominal ones do not mix.
 
-    An undated visit is placed by its month from a dated one; without any, all stay nominal.
+    An undated visit is placed by its month from a dated one; without any, all stay nominal. If the
+    sessions name no time at all, only their order is known.
     """
     if not any(visit.dated for visit in visits):
-        return tuple(visits)
-    anchor = next((visit for visit in visits if visit.dated and visit.session), None)
+        if all(visit.timed for visit in visits):
+            return tuple(visits)
+        ordered = sorted(visits, key=lambda visit: _natural(visit.session))
+        days = (_FORGOTTEN + timedelta(days=number) for number in range(len(ordered)))
+        return tuple(replace(v, day=day, timed=False) for v, day in zip(ordered, days))
+    anchors = ((v, _nominal(v.session)) for v in visits if v.dated and v.session)
+    anchor = next(((v, nominal) for v, nominal in anchors if nominal), None)
     if anchor is None:
         return tuple(visit for visit in visits if visit.dated)
-    shift = anchor.day - _nominal(anchor.session)
-    return tuple(v if v.dated else replace(v, day=v.day + shift) for v in visits)
+    shift = anchor[0].day - anchor[1]
+    return tuple(
+        v if v.dated else replace(v, day=v.day + shift) for v in visits if v.dated or v.timed
+    )
 
 
-def _nominal(session: str) -> date:
-    return _FORGOTTEN + timedelta(days=round(int(session[1:]) * DAYS_PER_MONTH))
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts ``ses-2`` before ``ses-10``."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _nominal(session: str) -> date | None:
+    """The day that a session names, by month (``M012``) or by day (``d0129``); None for others."""
+    if match := re.fullmatch(r"M(\d+)", session):
+        return _FORGOTTEN + timedelta(days=round(int(match[1]) * DAYS_PER_MONTH))
+    if match := re.fullmatch(r"d(\d+)", session):
+        return _FORGOTTEN + timedelta(days=int(match[1]))
+    return None
 
 
 def _known(row: dict[str, str], column: str) -> str:

@@ -6,6 +6,12 @@ import re
 
 PTID = re.compile(r"\d{3}_S_\d{4,5}")  # five digits since ADNI4
 _SPELLING = re.compile(r"(?:SUB-)?(?:ADNI)?(\d{3})_?S_?(\d{4,5})", re.IGNORECASE)
+# studies whose names of people end in a session: OASIS-1 and -2, OASIS-3, BIDS
+_WITH_SESSION = (
+    re.compile(r"(OAS[12]_\d{4})_(MR\d+)(?:_.*)?", re.IGNORECASE),
+    re.compile(r"(OAS3\d{4})_(?:[A-Za-z]+\d*_)?(d\d{4,5})(?:_.*)?", re.IGNORECASE),
+    re.compile(r"((?:sub-)?[0-9A-Za-z]+)_ses-([0-9A-Za-z]+)(?:_.*)?"),
+)
 _MONTH = re.compile(r"(?:SES-)?M(\d{1,3})", re.IGNORECASE)
 
 
@@ -16,8 +22,24 @@ def adni_subject(text: str) -> str:
 
 
 def canonical_subject(text: str) -> str:
-    """The ADNI spelling of an ADNI subject; any other name as it is, without ``sub-``."""
-    return adni_subject(text) or text.strip().removeprefix("sub-")
+    """The ADNI spelling of an ADNI subject; any other without ``sub-`` and without a session.
+
+    ``OAS1_0001_MR1`` is ``OAS1_0001``, ``OAS30001_MR_d0129`` is ``OAS30001``, ``sub-01_ses-M000``
+    is ``01``.
+    """
+    text = text.strip()
+    for pattern in _WITH_SESSION:
+        if match := pattern.fullmatch(text):
+            text = match[1].upper() if match[1][:3].upper() == "OAS" else match[1]
+            break
+    return adni_subject(text) or text.removeprefix("sub-")
+
+
+def session_in_name(text: str) -> str:
+    """The session that follows a person in a name; empty without one."""
+    matches = (pattern.fullmatch(text.strip()) for pattern in _WITH_SESSION)
+    found = next((match[2] for match in matches if match), "")
+    return canonical_session(found) or found
 
 
 def canonical_session(text: str) -> str:

@@ -3,7 +3,7 @@
 Paths are relative to the table. Labels are words: NC, AD, MCI, sMCI, pMCI and their usual synonyms.
 Further columns are used when they are there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``,
 ``cdr_sb``, ``apoe4`` (0 to 2), ``site``, ``phase``, ``field_strength``, ``acq_date``,
-``registered`` (yes or no).
+``registered`` (yes or no), ``description`` (name of the series).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pathlib import Path
 from ..dates import dates_in
 from ..errors import NO_SCAN, FolderError, Problem
 from ..records import ScanRecord
+from ..series import is_t1
 from ..tables import read_table
 from .clinical import Clinical
-from .ids import canonical_session, canonical_subject
+from .ids import canonical_session
+from .people import Names
 from .reading import Reading
 from .tree import bare_record, stem
 
@@ -33,7 +35,7 @@ def plain_folders(table: Path) -> list[Path]:
     return sorted({(table.parent / row["path"]).parent for row in rows})
 
 
-def read_plain(table: Path, clinical: Clinical | None) -> Reading:
+def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
     """The listed scans; their labels, unless there are diagnoses over time.
 
     Raises:
@@ -46,7 +48,7 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
     records, problems = [], []
     for values, line in zip(read.rows, read.lines):
         path = (table.parent / values["path"]).absolute()
-        subject = canonical_subject(values.get("subject", ""))
+        subject = names.person(values.get("subject", ""))
         name = values.get("imageid") or f"{subject}_{stem(path)}"
         where = f"{table}, line {line}"
         if not path.is_file():
@@ -66,7 +68,10 @@ def read_plain(table: Path, clinical: Clinical | None) -> Reading:
             acq_date=day.isoformat() if day else "",
             problem=problem,
         )
-        records.append(_with_columns(record, values))
+        record = _with_columns(record, values)
+        if not record.session:
+            record = replace(record, session=names.session(values.get("subject", "")))
+        records.append(record)
     if not records:
         raise FolderError(
             "NO_SCANS",
@@ -84,7 +89,8 @@ def _with_columns(record: ScanRecord, values: Mapping[str, str]) -> ScanRecord:
     return replace(
         record,
         session=canonical_session(values.get("session", "")) or values.get("session", ""),
-        description="T1w",
+        description=values.get("description", "") or "T1w",
+        reason="" if is_t1(values.get("description", "") or "T1w") else "not_t1",
         dx_bl=values.get("label", ""),
         age=_number(values.get("age", "")),
         sex={"f": "F", "female": "F", "m": "M", "male": "M"}.get(values.get("sex", "").lower(), ""),

@@ -126,7 +126,7 @@ def test_the_rate_warms_up_and_falls_step_by_step(tmp_path, optimizer) -> None:
 
 def test_a_schedule_needs_a_run_with_an_end(tmp_path) -> None:
     model = ResAttNetClassifier(lr_schedule="cosine", warmup_epochs=3, widths=NARROW)
-    with pytest.raises(ValueError, match=r"warmup_epochs=3 needs .*max_epochs is 2"):
+    with pytest.raises(UseError, match=r"warmup_epochs=3 needs .*max_epochs is 2"):
         trainer(tmp_path, max_epochs=2).fit(model, loader(), loader())
 
 

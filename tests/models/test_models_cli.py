@@ -220,6 +220,15 @@ def test_untrained_weights_are_never_evaluated(config, name, monkeypatch, capsys
     assert "ckpt_path" in capsys.readouterr().err
 
 
+def test_fewer_epochs_than_the_warm_up_are_told_without_a_traceback(
+    cohort, tmp_path, monkeypatch, capsys
+):
+    said = refused(monkeypatch, capsys, "fit", "--config", smaller("modern", cohort, tmp_path))
+    assert "warmup_epochs=3" in said
+    assert "max_epochs is 1" in said
+    assert "--model.warmup_epochs 0" in said
+
+
 def test_trouble_with_the_data_is_told_without_a_traceback(
     config, tmp_path, monkeypatch, capsys
 ) -> None:
