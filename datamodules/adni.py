@@ -407,6 +407,8 @@ class ADNIDataModule(lightning.LightningDataModule):
             "split": self.split.fingerprint,
             "scans": fingerprint(self.records),
             "preprocessing": self.preprocessing,
+            "trained_files": sorted({r.sha256[:16] for r in self.scans("train")}),
+            "trained_pictures": sorted({r.picture for r in self.scans("train")}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ import nibabel as nib
 import numpy as np
 
 from .atomic import write_atomically
-from .content import same_pictures, sample_voxels
+from .content import picture_hash, same_pictures, sample_voxels
 from .errors import Problem
 from .nifti import AGAIN, STRICT, BadFile, Leniency, check_geometry, read_image
 from .profiles import is_stripped
@@ -200,6 +200,7 @@ def _apply(
                 record,
                 sha256=report.sha256,
                 content=min([*twins, record.image_id]) if twins else "",
+                picture=picture_hash(report.sample),
                 shape=report.shape,
                 zooms=report.zooms,
                 axcodes=report.axcodes,

@@ -55,6 +55,7 @@ class ScanRecord:
         mtime_ns: modification time of the file, in ns.
         sha256: of the file as it lies on disk.
         content: image ID of the first scan with the same picture; empty when no other has it.
+        picture: hash of a coarse lattice of its voxels, the same for most ways to save it again.
         shape: voxels along each axis of the file, separated by spaces.
         zooms: size of a voxel along the same axes, in mm.
         axcodes: where the axes point to, e.g. ``RAS``.
@@ -96,6 +97,7 @@ class ScanRecord:
     mtime_ns: int = 0
     sha256: str = ""
     content: str = ""
+    picture: str = ""
     shape: str = ""
     zooms: str = ""
     axcodes: str = ""

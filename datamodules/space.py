@@ -36,6 +36,12 @@ def shared_middle(records: Sequence[ScanRecord]) -> Millimetres | None:
     return x, y, z
 
 
+def off_middle_mm(middle_mm: str, shared: Sequence[float]) -> float:
+    """How far a file's middle is from that of a space; 0 where that may be another crop of it."""
+    away = float(np.linalg.norm(np.subtract([float(x) for x in middle_mm.split()], shared)))
+    return away if away > _OFF_MM else 0.0
+
+
 def _middle(record: ScanRecord) -> Millimetres:
     x, y, z = (float(place) for place in record.middle_mm.split())
     return x, y, z

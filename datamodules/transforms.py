@@ -134,7 +134,7 @@ class ResampleInSpaced(MapTransform):
         resample = SpatialResample(mode="bilinear", padding_mode="zeros", align_corners=True)
         for key in self.key_iterator(out):
             there = resample(out[key], dst_affine=self.affine, spatial_size=self.spatial_size)
-            out[key] = MetaTensor(there.as_tensor().float(), affine=self.affine)
+            out[key] = MetaTensor(there.as_subclass(torch.Tensor).float(), affine=self.affine)
         return out
 
 

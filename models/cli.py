@@ -25,6 +25,7 @@ from models.results import beside, free_path, run_folder, save_result, scans_has
 from models.transfer import read_checkpoint, state_of
 
 DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has its own --help.
+`predict --ckpt_path FILE --scans WHAT` classifies scans that nobody has labelled.
 Two more commands work on runs: `folds --config FILE --folds K` trains and tests K of them and
 sums them up, `report RUN` writes one HTML page about a run."""
 
@@ -194,7 +195,19 @@ class ClassifierCLI(LightningCLI):
             self._keep_cohort(Path(log_dir))
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         if best:
+            self._remember(Path(best))
             print(f"best checkpoint: {best}")
+
+    def _remember(self, best: Path) -> None:
+        """Write into the best checkpoint what its scans were like, for scans that come later."""
+        from models.reference import measure, to_checkpoint
+
+        if not best.is_file():
+            return
+        model = ResAttNetClassifier(**{**self.model.hparams, "transfer_from": None})
+        state = read_checkpoint(best)["state_dict"]
+        model.load_state_dict({k: v for k, v in state.items() if k.startswith("network.")})
+        to_checkpoint(best, measure(model.network, self.datamodule))
 
     def test(self, **arguments: Any) -> None:
         """Test; write metrics with intervals, a table of all predictions, and pictures of them."""
@@ -285,11 +298,19 @@ def main() -> None:
             from models.folds import main as folds
 
             folds(sys.argv[2:])
+        elif sys.argv[1:2] == ["predict"] and _names_scans(sys.argv[2:]):
+            from models.predict_scans import main as predict_scans
+
+            sys.exit(predict_scans(sys.argv[2:]))
         else:
             _lightning_cli()
     except (DataError, UseError) as error:  # say themselves what is wrong, and what to do
         print(error, file=sys.stderr)
         sys.exit(2)
+
+
+def _names_scans(arguments: Sequence[str]) -> bool:
+    return any(argument.partition("=")[0] == "--scans" for argument in arguments)
 
 
 def _lightning_cli() -> None:

@@ -36,6 +36,28 @@ def save_overlay(case: Case, one: Map, path: Path, class_names: Sequence[str]) -
     )
 
 
+def save_unlabelled(
+    image: Array, values: Array, affine: Array, path: Path, title: str, name: str
+) -> None:
+    """Draw a map (D, H, W) over a scan of which the class is not known.
+
+    Args:
+        image: (D, H, W), prepared.
+        values: map of the evidence for a class, within the head.
+        affine: (4, 4) voxels to mm, of both.
+        path: of the PNG.
+        title: first line.
+        name: of the explained class.
+    """
+    what = f"HiResCAM, evidence for {name}, hottest {TOP:.0%} of the head"
+    note = (
+        f"Hot is what speaks most for {name} in this scan. The scale is the map's own, so there is "
+        "always a hottest place; it is no sign of disease by itself."
+    )
+    empty = "" if values.any() else f"no evidence for {name} was found"
+    _draw(image, values, affine, path, f"{title}\n{empty or what}", note)
+
+
 def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str]) -> list[Path]:
     """Draw the mean map of each class and method over the mean scan of the class."""
     paths = []

@@ -1,0 +1,101 @@
+"""Scans that nobody has labelled: a file, a folder, or a table of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from datamodules.errors import TableError
+from datamodules.sources.people import Names
+from datamodules.sources.tree import is_nifti, stem, walk
+from datamodules.tables import MISSING, read_table
+from models.errors import UseError
+
+
+@dataclass(frozen=True)
+class NewScan:
+    """One scan to be looked at.
+
+    Attributes:
+        path: of the file.
+        name: of the scan in tables and pictures; no two have the same.
+        subject: the person; the name of the file without a session where no table says it.
+        age: years; None: not known.
+        sex: F, M or empty.
+        field_strength: tesla; None: not known.
+    """
+
+    path: Path
+    name: str
+    subject: str
+    age: float | None = None
+    sex: str = ""
+    field_strength: float | None = None
+
+
+def find_scans(given: Path) -> list[NewScan]:
+    """The scans of a NIfTI file, of a folder with such files at any depth, or of a table.
+
+    A table has a column ``path`` (relative to it), and may have ``subject``, ``image_id``, ``age``,
+    ``sex`` and ``field_strength``.
+
+    Raises:
+        UseError: nothing is there.
+        TableError: the table cannot be understood.
+    """
+    if given.is_dir():
+        found = [_from_file(path, given) for path in walk(given) if is_nifti(path)]
+        if not found:
+            raise UseError(f"There is no .nii or .nii.gz file below {given}.")
+        return _unique(found)
+    if not given.is_file():
+        raise UseError(f"There is no file or folder {given}; give a scan, a folder or a table.")
+    if given.suffix.lower() in (".csv", ".tsv", ".txt"):
+        return _unique(_from_table(given))
+    return [_from_file(given, given.parent)]
+
+
+def _from_file(path: Path, root: Path) -> NewScan:
+    """Files of one name in several folders are named after their folders too."""
+    folders = path.relative_to(root).parts[:-1]
+    name = "_".join((*folders, stem(path)))
+    return NewScan(path, name, Names().person(stem(path)))
+
+
+def _from_table(table: Path) -> list[NewScan]:
+    read = read_table(table, ("path",))
+    found = []
+    for row in read.rows:
+        path = (table.parent / row["path"]).absolute()
+        known = {key: "" if value.lower() in MISSING else value for key, value in row.items()}
+        found.append(
+            NewScan(
+                path,
+                known.get("imageid") or stem(path),
+                Names().person(known.get("subject") or stem(path)),
+                _number(table, known, "age"),
+                known.get("sex", "")[:1].upper(),
+                _number(table, known, "fieldstrength"),
+            )
+        )
+    return found
+
+
+def _number(table: Path, row: dict[str, str], column: str) -> float | None:
+    text = row.get(column, "")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise TableError(
+            "BAD_TABLE", f"{column} {text!r} is no number", str(table), "correct the table"
+        ) from None
+
+
+def _unique(scans: list[NewScan]) -> list[NewScan]:
+    """Names that occur twice get a number."""
+    seen: dict[str, int] = {}
+    found = []
+    for scan in scans:
+        seen[scan.name] = seen.get(scan.name, 0) + 1
+        number = seen[scan.name]
+        name = scan.name if number == 1 else f"{scan.name}_{number}"
+        found.append(NewScan(**{**scan.__dict__, "name": name}))
+    return found

@@ -1,0 +1,303 @@
+"""``python -m models predict --ckpt_path BEST --scans WHAT``: scans that nobody has labelled.
+
+The checkpoint knows how its scans were prepared and what they were like. Each scan is checked as
+training data is, and refused by name where it is damaged or of another kind; the others go on.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+from torch import Tensor
+
+from datamodules import ADNIDataModule
+from datamodules.checks import FileReport, check_file
+from datamodules.content import picture_hash
+from datamodules.nifti import BadFile, Leniency
+from datamodules.records import ScanRecord
+from datamodules.space import off_middle_mm
+from datamodules.survey import cut_brains
+from datamodules.transforms import fixed_transforms
+from models.classifier import ResAttNetClassifier
+from models.environment import save_environment
+from models.errors import UseError
+from models.maps import HiResCAM3D
+from models.maps.native import masked, to_native
+from models.new_scans import NewScan, find_scans
+from models.reference import Reference, from_checkpoint, intensities, scores_and_features
+from models.results import run_folder, writable
+from models.tables import write_table
+from models.transfer import KEY, hashed, read_checkpoint, state_of
+
+_EMPTY = 0.05  # standard deviation of a prepared image, which is about 1 within the head
+_ACTION = "prepare the scan as those that the network was trained on"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network as its checkpoint has it.
+
+    Attributes:
+        model: in evaluation mode, on the CPU.
+        preprocessing: how its scans were prepared.
+        reference: what they were like; None: an older checkpoint does not know.
+        people: hashes of those it was trained on.
+        files: hashes of the files of their scans, and of the pictures in them.
+    """
+
+    model: ResAttNetClassifier
+    preprocessing: Mapping[str, Any]
+    reference: Reference | None
+    people: frozenset[str]
+    files: frozenset[str]
+
+    def prepare(self, path: Path) -> tuple[Tensor, Tensor]:
+        """Image (1, D, H, W) and affine (4, 4) of a scan that was checked."""
+        own = self.preprocessing
+        middle = own.get("middle_mm")
+        steps = fixed_transforms(
+            tuple(own["spatial_shape"]),
+            own["spacing_mm"],
+            own["profile"],
+            None if middle is None else tuple(middle),
+        )
+        data: Any = {"image": str(path)}
+        for step in steps:
+            data = step(data)
+        return data["image"], data["affine"]
+
+
+@dataclass
+class Answer:
+    """What is said of one scan.
+
+    Attributes:
+        scan: the scan.
+        problem: why nothing is said of it; empty: all below is known.
+        probabilities: of the classes, as the network gives them.
+        calibrated: the same, calibrated on validation scans.
+        outside: what lies outside of the range of the training scans, by name.
+        notes: warnings of the check.
+        picture: file with the overlay.
+    """
+
+    scan: NewScan
+    problem: str = ""
+    probabilities: list[float] = field(default_factory=list)
+    calibrated: list[float] = field(default_factory=list)
+    outside: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    picture: Path | None = None
+
+
+def load(ckpt_path: Path) -> Trained:
+    """Read a checkpoint of ``python -m models fit``.
+
+    Raises:
+        UseError: it is none, or does not know how its scans were prepared.
+    """
+    checkpoint = read_checkpoint(ckpt_path)
+    state = state_of(ADNIDataModule.__new__(ADNIDataModule), checkpoint)
+    options = {k: v for k, v in checkpoint.get("hyper_parameters", {}).items() if k[:1] != "_"}
+    if "preprocessing" not in state or "task" not in options:
+        raise UseError(
+            f"{ckpt_path} does not know how its scans were prepared: it was not written by "
+            "`python -m models fit`, or by an older version. Train again, or test with --config."
+        )
+    model = ResAttNetClassifier(**{**options, "transfer_from": None})
+    weights = {k: v for k, v in checkpoint["state_dict"].items() if k.startswith("network.")}
+    model.load_state_dict(weights)
+    files = (*state.get("trained_files", ()), *state.get("trained_pictures", ()))
+    return Trained(
+        model.eval(),
+        state["preprocessing"],
+        from_checkpoint(checkpoint),
+        frozenset(checkpoint.get(KEY, ())),
+        frozenset(files),
+    )
+
+
+def answer(
+    trained: Trained, scan: NewScan, out: Path, leniency: Leniency, layer: str = "layer1"
+) -> Answer:
+    """Check, prepare and classify one scan; write its overlay and its map. Never raises for it."""
+    said = Answer(scan)
+    try:
+        report = check_file(scan.path, leniency)
+        if report.code:
+            raise BadFile(report.code, report.detail, report.action)
+        said.notes += [f"{code}: {detail}" for code, detail in report.warnings.items()]
+        _refuse_other_kind(trained.preprocessing, report)
+        image, affine = trained.prepare(scan.path)
+        if not bool(image.isfinite().all()) or float(image.std()) < _EMPTY:
+            raise BadFile("CONSTANT", "nothing is left of the scan when prepared", _ACTION)
+        _classify(trained, said, report, image)
+        _draw(trained, said, image, affine, out, layer)
+    except BadFile as bad:
+        said.problem = f"{bad.code}: {bad.detail} -> {bad.action}"
+    except (OSError, ValueError, RuntimeError) as error:
+        said.problem = f"UNREADABLE: {type(error).__name__}: {error}"
+    return said
+
+
+def _refuse_other_kind(preprocessing: Mapping[str, Any], report: FileReport) -> None:
+    profile, wants = preprocessing["profile"], preprocessing["profile"] == "stripped"
+    if report.stripped and (report.stripped == "yes") is not wants:
+        found, known = (
+            ("heads with", "brains without") if wants else ("brains without", "heads with")
+        )
+        raise BadFile(
+            "OTHER_INPUT",
+            f"the scan is one of {found} skull, the network was trained on {known}",
+            _ACTION,
+        )
+    middle = preprocessing.get("middle_mm")
+    off = off_middle_mm(report.middle_mm, middle) if middle else 0.0
+    if off:
+        raise BadFile(
+            "OTHER_INPUT",
+            f"the middle of the scan is {off:.0f} mm from that of the space in which the network's "
+            f"{profile} scans lay",
+            "register the scan as those that the network was trained on",
+        )
+
+
+def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor) -> None:
+    scan, reference = said.scan, trained.reference
+    scores, features = scores_and_features(trained.model.network, image[None])
+    said.probabilities = scores.softmax(dim=1)[0].tolist()
+    seen = {report.sha256[:16], picture_hash(report.sample)} & trained.files
+    if seen or set(hashed([scan.subject])) & trained.people:
+        said.notes.append("TRAINED_ON: the network has seen this " + ("scan" if seen else "person"))
+    shape, spacing = trained.preprocessing["spatial_shape"], trained.preprocessing["spacing_mm"]
+    said.notes += [
+        f"{problem.code}: {problem.detail}"
+        for problem in cut_brains([_record(scan, report)], tuple(shape), spacing)
+    ]
+    if reference is None:
+        return
+    said.calibrated = reference.calibrated(scores)[0].tolist()
+    sizes = [float(size) for size in report.zooms.split()]
+    levels = intensities(image[0].numpy(), spacing**3 / 1000)
+    said.outside = reference.outside({"age": scan.age, **levels})
+    for size in (min(sizes), max(sizes)):
+        said.outside |= reference.outside({"voxel_mm": size})
+    known = reference.field_strengths
+    if scan.field_strength is not None and known:
+        near = min(known, key=lambda tesla: abs(tesla - (scan.field_strength or 0)))
+        if abs(near - scan.field_strength) > 0.3:
+            names = ", ".join(f"{tesla:g}" for tesla in known)
+            said.outside["field_strength"] = f"{scan.field_strength:g} T, trained on {names} T"
+    far = reference.distance(features[0])
+    if far > reference.limit:
+        said.outside["features"] = f"{far / reference.limit:.1f} times as far as any held-out scan"
+
+
+def _record(scan: NewScan, report: FileReport) -> ScanRecord:
+    return ScanRecord(
+        subject=scan.subject,
+        image_id=scan.name,
+        path=str(scan.path),
+        stripped=report.stripped,
+        reach=report.reach,
+    )
+
+
+def _draw(
+    trained: Trained, said: Answer, image: Tensor, affine: Tensor, out: Path, layer: str
+) -> None:
+    """The overlay, and the map on the grid of the scan."""
+    from models.overlay import save_unlabelled  # plotting libraries are slow to import
+
+    names, voxels = trained.model.class_names, image[0].numpy()
+    explained = len(names) - 1
+    found = HiResCAM3D(trained.model.network, layer)(image[None], explained)[0, 0].numpy()
+    values = masked(found, voxels)
+    title = f"{said.scan.name}   |   the network: {shown(said, explained)} {names[explained]}"
+    said.picture = out / f"{said.scan.name}_hirescam.png"
+    save_unlabelled(voxels, values, np.asarray(affine, float), said.picture, title, names[-1])
+    there = to_native(values, np.asarray(affine, float), said.scan.path)
+    nib.save(there, said.picture.with_suffix(".nii.gz"))
+
+
+def shown(said: Answer, label: int) -> str:
+    """A probability in words: the calibrated one, if there is one."""
+    values = said.calibrated or said.probabilities
+    return f"{values[label]:.0%}"
+
+
+def table_rows(answers: Sequence[Answer], class_names: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each scan, with the same columns."""
+    rows = []
+    for said in answers:
+        known = said.calibrated or said.probabilities
+        row: dict[str, Any] = {"scan": said.scan.name, "subject": said.scan.subject}
+        row["predicted"] = class_names[int(np.argmax(known))] if known else ""
+        for kind, values in (("p", said.probabilities), ("calibrated", said.calibrated)):
+            row |= {f"{kind}_{n}": values[k] if values else "" for k, n in enumerate(class_names)}
+        row["outside"] = "; ".join(f"{name}: {what}" for name, what in said.outside.items())
+        rows.append(
+            row
+            | {
+                "notes": "; ".join(said.notes),
+                "problem": said.problem,
+                "path": str(said.scan.path),
+            }
+        )
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; the exit code is 1 if a scan was refused."""
+    parser = argparse.ArgumentParser(
+        prog="python -m models predict",
+        description="Classify scans that nobody has labelled. No configuration is needed: the "
+        "checkpoint knows how its scans were prepared. (With --config instead of --scans: the test "
+        "scans of a run.)",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ckpt_path", required=True, type=Path, help="RUN/checkpoints/best.ckpt")
+    parser.add_argument(
+        "--scans", required=True, type=Path, help="a NIfTI file, a folder, or a table with `path`"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the results (default: RUN/new_scans)")
+    parser.add_argument("--layer", default="layer1", help="of the network, for the map")
+    parser.add_argument("--nan", choices=("error", "zero"), default="error")
+    parser.add_argument("--assume", choices=("", "RAS"), default="")
+    options = parser.parse_args(arguments)
+    trained, scans = load(options.ckpt_path), find_scans(options.scans)
+    out = writable(options.out or _free(run_folder(options.ckpt_path) / "new_scans"))
+    leniency = Leniency(nan=options.nan, assume=options.assume)
+    answers = []
+    for number, scan in enumerate(scans, 1):
+        said = answer(trained, scan, out, leniency, options.layer)
+        answers.append(said)
+        print(f"{number} of {len(scans)}  {_line(said, trained.model.class_names)}", flush=True)
+    write_table(table_rows(answers, trained.model.class_names), out / "predictions.tsv")
+    from models.prediction_page import write_page
+
+    page = write_page(out / "predictions.html", trained, answers)
+    save_environment(out)
+    failed = sum(bool(said.problem) for said in answers)
+    print(f"{len(answers) - failed} scans classified, {failed} refused; {page}")
+    return 1 if failed else 0
+
+
+def _line(said: Answer, names: Sequence[str]) -> str:
+    if said.problem:
+        return f"{said.scan.name}: refused, {said.problem}"
+    outside = f"; outside of what was trained on: {', '.join(said.outside)}" if said.outside else ""
+    return f"{said.scan.name}: {shown(said, len(names) - 1)} {names[-1]}{outside}"
+
+
+def _free(folder: Path) -> Path:
+    """The folder, or one with a number where there is something already."""
+    number, path = 1, folder
+    while path.exists() and any(path.iterdir()):
+        number += 1
+        path = folder.with_name(f"{folder.name}_{number}")
+    return path

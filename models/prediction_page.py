@@ -1,0 +1,72 @@
+"""One page about scans that were classified: what was said, how far to trust it, and why not."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from models.report import html
+
+if TYPE_CHECKING:
+    from models.predict_scans import Answer, Trained
+
+
+def write_page(path: Path, trained: "Trained", answers: Sequence["Answer"]) -> Path:
+    """Write the page, which opens without network, and return its path."""
+    names = trained.model.class_names
+    title = f"{len(answers)} scan{'s' * (len(answers) > 1)}, {names[-1]} against {names[0]}"
+    good = [said for said in answers if not said.problem]
+    bad = [said for said in answers if said.problem]
+    parts = [
+        ("Not a diagnosis", _about(trained)),
+        ("Results", html.table([_row(said, names) for said in good])),
+        ("Refused", html.table([{"scan": s.scan.name, "why": s.problem} for s in bad])),
+        *((said.scan.name, _one(said, names)) for said in good),
+    ]
+    path.write_text(html.page(title, parts), encoding="utf-8")
+    return path
+
+
+def _about(trained: "Trained") -> str:
+    own, reference = trained.preprocessing, trained.reference
+    size = " x ".join(map(str, own["spatial_shape"]))
+    text = (
+        "This is what a network says that was trained for research. It knows the classes "
+        f"{', '.join(trained.model.class_names)} and gives one of them to everybody, whatever else "
+        f"they have. It was trained on {own['profile']} scans, brought to {size} voxels of "
+        f"{own['spacing_mm']:g} mm"
+    )
+    if reference is None:
+        return html.note(f"{text}. The checkpoint does not know more of them: train it again.")
+    counts = ", ".join(f"{count} {name}" for name, count in reference.scans.items())
+    age = reference.ranges.get("age")
+    ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
+    fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
+    return html.note(
+        f"{text}: {counts}{ages}{f', at {fields} T' if fields else ''}. Probabilities are "
+        f"calibrated on {reference.calibrated_on} validation scans (temperature "
+        f"{reference.temperature:.2f}), and hold where {trained.model.class_names[-1]} is as "
+        "frequent as there."
+    )
+
+
+def _row(said: "Answer", names: Sequence[str]) -> dict[str, object]:
+    values = said.calibrated or said.probabilities
+    return {
+        "scan": said.scan.name,
+        **{f"P({name})": value for name, value in zip(names, values)},
+        "outside of what was trained on": ", ".join(said.outside) or "nothing",
+        "notes": "; ".join(said.notes),
+    }
+
+
+def _one(said: "Answer", names: Sequence[str]) -> str:
+    outside = "".join(
+        f"<li>{escape(name.replace('_', ' '))}: {escape(what)}</li>"
+        for name, what in said.outside.items()
+    )
+    text = ""
+    if outside:
+        text += html.note("Outside of the range of the training scans:") + f"<ul>{outside}</ul>"
+        text += html.note("What the network says of such a scan has not been tested.")
+    return text + (html.picture(said.picture) if said.picture else "")

@@ -1,0 +1,192 @@
+"""What a network was trained on, kept in its checkpoint, to tell whether a new scan is like it.
+
+Ranges of age, voxel size and the intensities within the head; field strengths; where the network's
+own features of the training scans lie; and the temperature that calibrates its probabilities on the
+validation scans. Plain numbers and tensors, and nothing of any single person.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from models.metrics import Array
+
+KEY = "reference"
+"""Entry of a checkpoint."""
+PERCENTILES = (5, 25, 50, 75, 95)
+_MARGIN = 0.5  # standard deviations around a range: the next scan may be a little further out
+_LIMIT = 1.2  # times the largest distance of a validation scan
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What training scans were like.
+
+    Attributes:
+        class_names: of the task, in the order of the labels.
+        scans: number of training scans of each class.
+        ranges: lowest and highest value by name: ``age``, ``voxel_mm`` and those of `intensities`.
+        field_strengths: in tesla; empty: not known.
+        temperature: that scores are divided by for calibrated probabilities.
+        calibrated_on: number of validation scans it was found on.
+        centre: (C,) mean of the network's features.
+        precision: (C, C) inverse of their covariance.
+        limit: distance beyond which no held-out scan lay.
+    """
+
+    class_names: tuple[str, ...]
+    scans: dict[str, int]
+    ranges: dict[str, tuple[float, float]]
+    field_strengths: tuple[float, ...]
+    temperature: float
+    calibrated_on: int
+    centre: Tensor
+    precision: Tensor
+    limit: float
+
+    def distance(self, features: Tensor) -> float:
+        """Mahalanobis distance of features (C,) from those of the training scans."""
+        away = features.double() - self.centre.double()
+        return float((away @ self.precision.double() @ away).clamp_min(0).sqrt())
+
+    def calibrated(self, scores: Tensor) -> Tensor:
+        """Probabilities (n, K) of scores (n, K)."""
+        return (scores / self.temperature).softmax(dim=-1)
+
+    def outside(self, values: Mapping[str, float | None]) -> dict[str, str]:
+        """What lies outside of the training scans' range, in words, by name; unknown is not."""
+        found = {}
+        for name, value in values.items():
+            if value is None or name not in self.ranges:
+                continue
+            low, high = self.ranges[name]
+            if not low <= value <= high:
+                found[name] = f"{value:.4g}, trained on {low:.4g} to {high:.4g}"
+        return found
+
+
+def intensities(image: Array, voxel_ml: float) -> dict[str, float]:
+    """Numbers that describe a prepared image (D, H, W): the head's volume, and its grey levels."""
+    head = image[image != 0]
+    levels = np.percentile(head, PERCENTILES) if head.size else [0.0] * len(PERCENTILES)
+    named = {f"intensity_p{p}": float(level) for p, level in zip(PERCENTILES, levels)}
+    return {"head_ml": head.size * voxel_ml} | named
+
+
+@torch.no_grad()
+def scores_and_features(network: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (n, K) of images (n, C, D, H, W), and what the last layer sees (n, F)."""
+    kept: list[Tensor] = []
+    last = network.get_submodule("classifier")
+    handle = last.register_forward_pre_hook(lambda module, inputs: kept.append(inputs[0]))
+    try:
+        scores = network(images)
+    finally:
+        handle.remove()
+    return scores.float(), kept[0].float()
+
+
+def measure(network: nn.Module, datamodule: Any) -> Reference:
+    """Look at all training and validation scans with a trained network, in evaluation mode.
+
+    Args:
+        network: of the checkpoint, on the CPU.
+        datamodule: an ``ADNIDataModule`` that is set up.
+    """
+    from sklearn.covariance import LedoitWolf  # a second that only this needs
+
+    network.eval()
+    train, validation = (_seen(network, datamodule, part) for part in ("train", "val"))
+    spread = LedoitWolf().fit(train.features.numpy())
+    records = datamodule.scans("train")
+    measures = {"age": [record.age for record in records if record.age is not None]}
+    measures["voxel_mm"] = [float(size) for record in records for size in record.zooms.split()]
+    for name in train.intensities[0]:
+        measures[name] = [values[name] for values in train.intensities]
+    names = tuple(datamodule.class_names)
+    found = Reference(
+        class_names=names,
+        scans={name: int((train.labels == k).sum()) for k, name in enumerate(names)},
+        ranges={name: _range(values) for name, values in measures.items() if values},
+        field_strengths=tuple(sorted({r.field_strength for r in records if r.field_strength})),
+        temperature=temperature(validation.scores, validation.labels),
+        calibrated_on=len(validation.labels),
+        centre=torch.tensor(spread.location_, dtype=torch.float32),
+        precision=torch.tensor(spread.precision_, dtype=torch.float32),
+        limit=0.0,
+    )
+    far = [found.distance(f) for f in (*train.features, *validation.features)]
+    return Reference(**{**found.__dict__, "limit": _LIMIT * max(far)})
+
+
+@dataclass(frozen=True)
+class _Seen:
+    scores: Tensor
+    features: Tensor
+    labels: Tensor
+    intensities: list[dict[str, float]]
+
+
+def _seen(network: nn.Module, datamodule: Any, part: str) -> _Seen:
+    scores, features, labels = [], [], []
+    levels: list[dict[str, float]] = []
+    voxel_ml = datamodule.spacing_mm**3 / 1000
+    for batch in DataLoader(datamodule.dataset(part), batch_size=datamodule.batch_size):
+        one, seen = scores_and_features(network, batch["image"])
+        scores.append(one)
+        features.append(seen)
+        labels.append(batch["label"])
+        levels += [intensities(image[0].numpy(), voxel_ml) for image in batch["image"]]
+    return _Seen(torch.cat(scores), torch.cat(features), torch.cat(labels), levels)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    room = _MARGIN * float(np.std(values))
+    return min(values) - room, max(values) + room
+
+
+def temperature(scores: Tensor, labels: Tensor) -> float:
+    """The number that scores (n, K) are divided by for the likeliest probabilities of the labels.
+
+    Labels are not taken for certain (Platt 1999): n + 1 of n + 2 is what n scans can show, so that
+    validation scans which are all right do not make every probability 0 or 1.
+    """
+    counts = torch.bincount(labels, minlength=scores.shape[1])
+    sure = (counts + 1.0) / (counts + 2.0)
+    targets = ((1 - sure[labels]) / (scores.shape[1] - 1))[:, None].repeat(1, scores.shape[1])
+    targets[torch.arange(len(labels)), labels] = sure[labels]
+
+    def loss(power: float) -> float:
+        logs = (scores.double() / 10.0**power).log_softmax(dim=1)
+        return float(-(targets * logs).sum(dim=1).mean())
+
+    return float(10 ** minimize_scalar(loss, bounds=(-1.0, 1.5), method="bounded").x)
+
+
+def to_checkpoint(path: Path, reference: Reference) -> None:
+    """Add a reference to a Lightning checkpoint; the file is whole at every moment."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    plain = asdict(reference)
+    plain["class_names"] = list(reference.class_names)
+    checkpoint[KEY] = plain
+    part = path.with_name(f".{path.name}.part")
+    torch.save(checkpoint, part)
+    part.replace(path)
+
+
+def from_checkpoint(checkpoint: Mapping[str, Any]) -> Reference | None:
+    """The reference in a checkpoint; None in one that has none."""
+    plain = checkpoint.get(KEY)
+    if plain is None:
+        return None
+    names = tuple(plain["class_names"])
+    ranges = {name: (low, high) for name, (low, high) in plain["ranges"].items()}
+    fields = tuple(plain["field_strengths"])
+    return Reference(**{**plain, "class_names": names, "ranges": ranges, "field_strengths": fields})

@@ -1,0 +1,159 @@
+"""Scans that nobody has labelled: one file, a folder with bad ones, a table, refusals by name."""
+
+import csv
+import gzip
+import shutil
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from test_models_cli import checkpoint, smaller
+
+from datamodules.synth import CohortSpec, generate
+from models.cli import main
+from models.errors import UseError
+from models.new_scans import find_scans
+from models.predict_scans import load
+from models.reference import Reference, temperature
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Folder with a cohort ``adni``, another one ``new`` of the same kind, and ``best.ckpt``."""
+    folder = tmp_path_factory.mktemp("trained")
+    generate(folder / "adni", CohortSpec((("AD", 8), ("NC", 8)), 8.0), workers=1)
+    generate(folder / "new", CohortSpec((("AD", 4), ("NC", 4)), 8.0, seed=7), workers=1)
+    config = smaller("demo", folder, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+        patch.setattr("sys.argv", ["models", "fit", "--config", config])
+        main()
+    shutil.copy(checkpoint(folder / "run" / "version_0"), folder / "best.ckpt")
+    return folder
+
+
+def scans_of(root: Path) -> list[Path]:
+    return sorted(p for p in (root / "ADNI").rglob("*.nii.gz") if "Mask" not in p.name)
+
+
+def predict(monkeypatch, trained: Path, what: Path, out: Path) -> tuple[int, list[dict[str, str]]]:
+    arguments = ["predict", "--ckpt_path", str(trained / "best.ckpt"), "--scans", str(what)]
+    monkeypatch.setattr("sys.argv", ["models", *arguments, "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    with (out / "predictions.tsv").open(newline="") as file:
+        return ended.value.code, list(csv.DictReader(file, delimiter="\t"))
+
+
+def test_one_file_gives_a_row_an_overlay_a_map_and_a_page(trained, tmp_path, monkeypatch):
+    path = scans_of(trained / "new")[0]
+    code, (row,) = predict(monkeypatch, trained, path, tmp_path / "out")
+    assert code == 0
+    assert float(row["p_NC"]) + float(row["p_AD"]) == pytest.approx(1, abs=1e-3)
+    assert float(row["calibrated_NC"]) + float(row["calibrated_AD"]) == pytest.approx(1, abs=1e-3)
+    name = row["scan"]
+    native = nib.load(tmp_path / "out" / f"{name}_hirescam.nii.gz")
+    assert native.shape == nib.load(path).shape
+    assert np.allclose(native.affine, nib.load(path).affine)
+    assert (tmp_path / "out" / f"{name}_hirescam.png").stat().st_size > 10_000
+    page = (tmp_path / "out" / "predictions.html").read_text()
+    assert all(word in page for word in (name, "Not a diagnosis", "data:image/png;base64"))
+
+
+def test_the_same_numbers_as_the_model_gives_for_the_prepared_scan(trained, tmp_path, monkeypatch):
+    path = scans_of(trained / "new")[1]
+    _, (row,) = predict(monkeypatch, trained, path, tmp_path / "out")
+    own = load(trained / "best.ckpt")
+    with torch.no_grad():
+        expected = own.model(own.prepare(path)[0][None]).softmax(dim=1)[0]
+    assert [float(row["p_NC"]), float(row["p_AD"])] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_bad_scans_say_why_and_do_not_end_the_others(trained, tmp_path, monkeypatch):
+    folder = tmp_path / "scans"
+    folder.mkdir()
+    for number, path in enumerate(scans_of(trained / "new")):
+        shutil.copy(path, folder / f"scan_{number}.nii.gz")
+    cut = folder / "scan_1.nii.gz"
+    cut.write_bytes(cut.read_bytes()[:-300])
+    (folder / "scan_2.nii.gz").write_bytes(gzip.compress(b"<!DOCTYPE html>" * 50))
+    generate(tmp_path / "raw", CohortSpec((("NC", 1),), 8.0, "L2"), workers=1)
+    raw = next(p for p in (tmp_path / "raw/ADNI").rglob("*.nii*"))
+    shutil.copy(raw, folder / f"scan_3{'.nii.gz' if raw.suffix == '.gz' else '.nii'}")
+    code, rows = predict(monkeypatch, trained, folder, tmp_path / "out")
+    assert code == 1
+    said = {row["scan"]: row["problem"].partition(":")[0] for row in rows}
+    assert said["scan_1"] == "CORRUPT_GZIP"
+    assert said["scan_2"] == "NOT_NIFTI"
+    assert "OTHER_INPUT" in {row["problem"].partition(":")[0] for row in rows}
+    assert sum(not row["problem"] for row in rows) == len(rows) - 3
+    assert "CORRUPT_GZIP" in (tmp_path / "out" / "predictions.html").read_text()
+
+
+def test_a_table_says_who_it_is_and_what_is_out_of_range(trained, tmp_path, monkeypatch):
+    first, second = scans_of(trained / "new")[:2]
+    table = tmp_path / "scans.csv"
+    table.write_text(
+        "path,subject,age,field_strength\n"
+        f"{first},old,120,7\n{second},usual,75,3\n{scans_of(trained / 'adni')[0]},same,75,3\n"
+    )
+    code, (odd, usual, _) = predict(monkeypatch, trained, table, tmp_path / "out")
+    assert code == 0
+    assert odd["subject"] == "old"
+    assert "age: 120, trained on" in odd["outside"]
+    assert "field_strength: 7 T, trained on" in odd["outside"]
+    assert "age" not in usual["outside"]
+
+
+def test_scans_and_people_that_were_trained_on_are_told(trained, tmp_path, monkeypatch):
+    from models.transfer import hashed, read_checkpoint
+
+    people = set(read_checkpoint(trained / "best.ckpt")["trained_on"])
+    mine = [p for p in scans_of(trained / "adni") if hashed([p.parents[3].name])[0] in people]
+    renamed = tmp_path / "somebody.nii.gz"
+    renamed.write_bytes(gzip.compress(gzip.decompress(mine[0].read_bytes()), 1))
+    _, (row,) = predict(monkeypatch, trained, renamed, tmp_path / "out")
+    assert "TRAINED_ON: the network has seen this scan" in row["notes"]
+    _, (row,) = predict(monkeypatch, trained, scans_of(trained / "new")[0], tmp_path / "other")
+    assert "TRAINED_ON" not in row["notes"]
+
+
+def test_a_checkpoint_that_knows_nothing_of_its_scans_is_refused(trained, tmp_path):
+    state = torch.load(trained / "best.ckpt", weights_only=True)
+    del state["ADNIDataModule"]
+    torch.save(state, tmp_path / "old.ckpt")
+    with pytest.raises(UseError, match="does not know how its scans were prepared"):
+        load(tmp_path / "old.ckpt")
+
+
+def test_files_of_one_name_in_two_folders_have_two_names(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t1.nii").touch()
+    assert [scan.name for scan in find_scans(tmp_path)] == ["a_t1", "b_t1"]
+    (tmp_path / "a" / "t1.nii").unlink()
+    with pytest.raises(UseError, match=r"no \.nii"):
+        find_scans(tmp_path / "a")
+
+
+def test_temperature_recovers_what_the_scores_were_multiplied_with():
+    random = np.random.default_rng(0)
+    logits = random.normal(0, 1.5, 4000)
+    labels = torch.tensor(random.random(4000) < 1 / (1 + np.exp(-logits))).long()
+    scores = torch.tensor(np.stack([np.zeros(4000), 3 * logits], axis=1))
+    assert temperature(scores, labels) == pytest.approx(3, rel=0.1)
+    sure = torch.tensor([[5.0, -5.0], [-5.0, 5.0]] * 5)
+    assert temperature(sure, torch.tensor([0, 1] * 5)) > 2  # ten right ones are no certainty
+
+
+def test_distance_grows_with_the_departure_from_the_training_scans():
+    features = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    precision = torch.linalg.inv(torch.cov(features.T))
+    own = Reference(("a", "b"), {}, {}, (), 1.0, 0, features.mean(dim=0), precision, 3.0)
+    distances = [own.distance(own.centre + step) for step in (0.0, 1.0, 4.0)]
+    assert distances == sorted(distances)
+    assert distances[0] == 0
