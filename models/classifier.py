@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from models.attention import AttentionKind
 from models.errors import UseError
-from models.metrics import evaluate, intervals
+from models.intervals import intervals
+from models.metrics import evaluate
 from models.optimisation import OptimizerName, ScheduleName, make_optimizer, rate_factor
 from models.predictions import Prediction, Predictions, arrays
 from models.resattnet import WIDTHS, Depth, ResAttNet3D, StemKernel, StemStride
@@ -28,8 +29,8 @@ class ResAttNetClassifier(LightningModule):
     A batch is a dictionary with at least ``image`` (B, C, D, H, W) and ``label`` (B,), the index of
     a class name of the task. Logs ``train/loss``, and for validation and test the loss and the
     metrics of `models.metrics`; for the test also ``<metric>_low`` and ``<metric>_high``, the ends
-    of a 95 % bootstrap interval by ``subject``. Scans that a distributed sampler repeats count once
-    (by ``image_id``).
+    of a 95 % interval by ``subject`` (`models.intervals`). Scans that a distributed sampler repeats
+    count once (by ``image_id``).
 
     Args:
         task: "ad_nc", "pmci_smci" or "three_way": decides number and names of the classes.

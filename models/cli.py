@@ -26,8 +26,9 @@ from models.transfer import read_checkpoint, state_of
 
 DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has its own --help.
 `predict --ckpt_path FILE --scans WHAT` classifies scans that nobody has labelled.
-Two more commands work on runs: `folds --config FILE --folds K` trains and tests K of them and
-sums them up, `report RUN` writes one HTML page about a run."""
+More commands work on runs: `folds --config FILE --folds K` trains and tests K of them and
+sums them up, `compare RUN RUN` tests whether two differ, `report RUN` writes one HTML page about
+a run."""
 
 
 class ExplainingTrainer(Trainer):
@@ -298,6 +299,10 @@ def main() -> None:
             from models.folds import main as folds
 
             folds(sys.argv[2:])
+        elif sys.argv[1:2] == ["compare"]:
+            from models.compare import main as compare
+
+            compare(sys.argv[2:])
         elif sys.argv[1:2] == ["predict"] and _names_scans(sys.argv[2:]):
             from models.predict_scans import main as predict_scans
 

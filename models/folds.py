@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from models.errors import UseError
-from models.metrics import evaluate, intervals
+from models.intervals import intervals
+from models.metrics import evaluate
 from models.results import load_metrics, writable
 from models.tables import read_table, write_table
 
@@ -99,7 +100,7 @@ def summarise(runs: Sequence[Path]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"metric": name, "folds": len(values)}
         row["mean"] = float(np.mean(values)) if values else ""
         row["sd"] = float(np.std(values, ddof=1)) if len(values) > 1 else ""
-        low, high = bounds[name]
+        low, high = bounds.get(name, ("", ""))
         rows.append(row | {"vote": vote[name], "vote_low": low, "vote_high": high})
     return rows
 

@@ -5,7 +5,6 @@ label 1 is the positive one; with more, sensitivity, specificity, F1 and AUROC a
 classes, each against the others. A value that the data leave undefined is NaN.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,6 @@ Array = npt.NDArray[Any]
 
 BINS = 10
 """Bins of confidence for the calibration error."""
-DRAWS = 1000
-"""Bootstrap samples."""
 LEVEL = 0.95
 """Coverage of an interval."""
 
@@ -40,34 +37,9 @@ def evaluate(probabilities: Array, labels: Array) -> dict[str, float]:
         "specificity": float(specificity[shown].mean()),
         "f1": float(_ratio(2 * true, positive + called)[shown].mean()),
         "mcc": _mcc(true, positive, called, total),
+        "brier": brier(probabilities, labels),
         "calibration_error": calibration_error(probabilities, labels),
     }
-
-
-def intervals(
-    probabilities: Array, labels: Array, subjects: Sequence[str], seed: int = 0
-) -> dict[str, tuple[float, float]]:
-    """Bootstrap intervals (low, high) of every metric, at ``LEVEL``.
-
-    Subjects are drawn, not scans: two scans of one person are nearly one scan, and drawing them
-    apart would make the interval too narrow. Draws in which a metric is undefined do not count.
-    """
-    _, group = np.unique(np.asarray(subjects), return_inverse=True)
-    members = [np.flatnonzero(group == number) for number in range(group.max(initial=-1) + 1)]
-    random = np.random.default_rng(seed)
-    drawn: dict[str, list[float]] = {name: [] for name in evaluate(probabilities, labels)}
-    for _ in range(DRAWS if members else 0):
-        chosen = random.integers(len(members), size=len(members))
-        rows = np.concatenate([members[number] for number in chosen])
-        for name, value in evaluate(probabilities[rows], labels[rows]).items():
-            drawn[name].append(value)
-    tail = 100 * (1 - LEVEL) / 2
-    found = {}
-    for name, values in drawn.items():
-        known = np.array(values)[~np.isnan(values)]
-        low, high = np.percentile(known, [tail, 100 - tail]) if len(known) else (np.nan, np.nan)
-        found[name] = (float(low), float(high))
-    return found
 
 
 def confusion(probabilities: Array, labels: Array) -> Array:
@@ -76,6 +48,24 @@ def confusion(probabilities: Array, labels: Array) -> Array:
     counts = np.zeros((classes, classes), dtype=np.int64)
     np.add.at(counts, (labels, probabilities.argmax(axis=1)), 1)
     return counts
+
+
+def brier(probabilities: Array, labels: Array) -> float:
+    """Mean squared distance of the probabilities from what was the case; 0.25 says nothing.
+
+    Of the positive class for two classes, the sum over the classes for more.
+    """
+    if not len(labels):
+        return float("nan")
+    squares = (probabilities - np.eye(probabilities.shape[1])[labels]) ** 2
+    own = squares[:, 1] if squares.shape[1] == 2 else squares.sum(axis=1)
+    return float(own.mean())
+
+
+def mcc(probabilities: Array, labels: Array) -> float:
+    """Matthews' correlation of label and predicted class, -1 to 1."""
+    counts = confusion(probabilities, labels)
+    return _mcc(np.diag(counts), counts.sum(axis=1), counts.sum(axis=0), counts.sum())
 
 
 def calibration_curve(probabilities: Array, labels: Array) -> list[tuple[float, float, int]]:

@@ -87,8 +87,9 @@ def metrics(run: Path) -> str:
     if not text:
         return ""
     return text + html.note(
-        "Intervals: bootstrap over subjects. They say how much the choice of held-out people "
-        "matters, not how much another training run would."
+        "Intervals: Wilson for shares, DeLong or Newcombe for the AUROC, BCa bootstrap for Brier "
+        "score and MCC; none where people are too few for one that holds. They say how much the "
+        "choice of held-out people matters, not how much another training run would."
     )
 
 

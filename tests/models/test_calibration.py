@@ -1,0 +1,63 @@
+"""Calibration: slope and intercept find what was done to honest probabilities."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.special import expit, logit
+from sklearn.linear_model import LogisticRegression
+
+from models.calibration import (
+    observed,
+    predictive_values,
+    recalibrated,
+    slope_and_intercept,
+)
+
+
+def honest(scans: int = 6000) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    probabilities = expit(random.normal(0, 1.5, scans))
+    return probabilities, (random.random(scans) < probabilities).astype(int)
+
+
+def test_honest_probabilities_have_slope_one_and_intercept_zero():
+    slope, intercept = slope_and_intercept(*honest())
+    assert slope == pytest.approx(1, abs=0.08)
+    assert intercept == pytest.approx(0, abs=0.08)
+
+
+def test_what_was_done_to_them_is_found_and_undone():
+    probabilities, labels = honest()
+    extreme = expit(2.5 * logit(probabilities))
+    slope, _ = slope_and_intercept(extreme, labels)
+    assert slope == pytest.approx(1 / 2.5, rel=0.08)
+    shifted = expit(logit(probabilities) + 1)
+    assert slope_and_intercept(shifted, labels)[1] == pytest.approx(-1, abs=0.1)
+    assert recalibrated(extreme, 1 / 2.5, 0) == pytest.approx(probabilities, abs=0.01)
+
+
+def test_the_slope_is_that_of_a_logistic_regression():
+    probabilities, labels = honest(200)
+    fit = LogisticRegression(C=np.inf, tol=1e-8).fit(logit(probabilities)[:, None], labels)
+    assert slope_and_intercept(probabilities, labels)[0] == pytest.approx(fit.coef_[0, 0], rel=1e-3)
+
+
+def test_classes_that_do_not_overlap_have_no_slope():
+    slope, intercept = slope_and_intercept(np.array([0.1, 0.2, 0.8, 0.9]), np.array([0, 0, 1, 1]))
+    assert math.isnan(slope)
+    assert abs(intercept) < 1
+    assert all(map(math.isnan, slope_and_intercept(np.array([0.4, 0.6]), np.array([1, 1]))))
+
+
+def test_the_curve_of_honest_probabilities_lies_on_the_diagonal():
+    for mean, share, bounds, count in observed(*honest()):
+        assert count == 1200
+        assert bounds is not None
+        assert bounds[0] - 0.02 <= mean <= bounds[1] + 0.02
+        assert share == pytest.approx(mean, abs=0.04)
+
+
+def test_predictive_values_are_bayes():
+    assert predictive_values(0.9, 0.8, 0.1) == pytest.approx((0.09 / 0.27, 0.72 / 0.73))
+    assert math.isnan(predictive_values(0, 1, 0.1)[0])
