@@ -27,6 +27,12 @@ demo: $(READY)
 	&& $(call run,python -m models test --config configs/demo.yaml --ckpt_path $$best) \
 	&& $(call run,python -m models explain --config configs/demo.yaml --ckpt_path $$best \
 		--truth demo/adni/truth/planted) \
+	&& $(call run,python -m datamodules synth demo/elsewhere --subjects 24 --resolution 4 \
+		--elsewhere --seed 1) \
+	&& $(call run,python -m models test --ckpt_path $$best --cohort demo/elsewhere) \
+	&& scan=$$(find demo/elsewhere/ADNI -name "*MT1*.nii.gz" | sort | head -1) \
+	&& $(call run,python -m models predict --ckpt_path $$best --scans $$scan \
+		--out $$run/new_scans) \
 	&& $(call run,python -m models report $$run) \
 	&& $(call run,python -m models.summary $$run)
 

@@ -243,6 +243,12 @@ def _add_variety(parser: ArgumentParser) -> None:
         action="store_true",
         help="add one subject with MCI for each course over time that the label rule knows",
     )
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="another hospital, for external validation: a site of its own, older people, other "
+        "scanners",
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument(
         "--visits",
@@ -287,6 +293,7 @@ def _synth(options: Namespace) -> int:
         site_bias=options.site_bias,
         layout=options.layout,
         courses=options.courses,
+        elsewhere=options.elsewhere,
     )
     with progress_bar("scans") as advance:
         summary = generate(options.out, spec, workers=options.workers, progress=advance)

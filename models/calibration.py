@@ -10,7 +10,7 @@ from scipy.special import expit, log_expit, logit
 from models.intervals import FEWEST, Interval, wilson
 from models.metrics import Array
 
-_SURE = 1e-6  # no probability is taken for certain
+_SURE = 1e-12  # no probability is taken for certain
 BINS = 5
 """Groups of equally many scans in the curve."""
 

@@ -25,7 +25,8 @@ from models.results import beside, free_path, run_folder, save_result, scans_has
 from models.transfer import read_checkpoint, state_of
 
 DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has its own --help.
-`predict --ckpt_path FILE --scans WHAT` classifies scans that nobody has labelled.
+`predict --ckpt_path FILE --scans WHAT` classifies scans that nobody has labelled,
+`test --ckpt_path FILE --cohort ROOT` tests on another cohort.
 More commands work on runs: `folds --config FILE --folds K` trains and tests K of them and
 sums them up, `compare RUN RUN` tests whether two differ, `report RUN` writes one HTML page about
 a run."""
@@ -303,7 +304,11 @@ def main() -> None:
             from models.compare import main as compare
 
             compare(sys.argv[2:])
-        elif sys.argv[1:2] == ["predict"] and _names_scans(sys.argv[2:]):
+        elif sys.argv[1:2] == ["test"] and _has("--cohort"):
+            from models.external import main as external
+
+            sys.exit(external(sys.argv[2:]))
+        elif sys.argv[1:2] == ["predict"] and _has("--scans"):
             from models.predict_scans import main as predict_scans
 
             sys.exit(predict_scans(sys.argv[2:]))
@@ -314,8 +319,9 @@ def main() -> None:
         sys.exit(2)
 
 
-def _names_scans(arguments: Sequence[str]) -> bool:
-    return any(argument.partition("=")[0] == "--scans" for argument in arguments)
+def _has(option: str) -> bool:
+    """Whether the command line has an option, which makes another command of its name."""
+    return any(argument.partition("=")[0] == option for argument in sys.argv[2:])
 
 
 def _lightning_cli() -> None:

@@ -43,7 +43,8 @@ def cdr_sb(subject: Subject, months: int) -> float:
 
 def site(subject: Subject) -> int:
     """Where the person is scanned: a site for each scanner, all of them unused by ADNI."""
-    return SITE - SCANNERS + subject.scanner
+    start = SITE - SCANNERS if subject.scanner < SCANNERS else SITE - 4 * SCANNERS
+    return start + subject.scanner
 
 
 def clinical_rows(plans: Iterable[ScanPlan]) -> Iterator[tuple[str, ...]]:

@@ -19,8 +19,9 @@ from .levels import GROUPS, Diagnosis, Difficulty
 
 Kind = Literal["t1", "repeat", "mask"]
 
-SITE = 999  # no such site in ADNI
-FIRST_IMAGE_ID = 9_000_000
+SITE, OTHER_SITE = 999, 998  # no such sites in ADNI
+_OLDER = 4.0  # years, the people of the other hospital
+FIRST_IMAGE_ID, OTHER_FIRST_IMAGE_ID = 9_000_000, 9_500_000
 SCANNERS = 6
 _MISSING = 0.15  # share of follow-up visits that did not happen
 _E4 = {"NC": 0.15, "sMCI": 0.22, "pMCI": 0.38, "AD": 0.42}  # frequency of the allele
@@ -53,6 +54,8 @@ class CohortSpec:
         site_bias: 0 to 1, how strongly the scanner gives the diagnosis away (confounding).
         layout: how the files lie and which tables are beside them; the scans are the same, except
             that ``caps`` has registered ones at every level.
+        elsewhere: another hospital: a site of its own, older people, and scanners that differ in
+            contrast, blur, bias field, noise and gain, also where a level has one scanner only.
         courses: add one subject with MCI for each course over time in ``courses.COURSES``.
     """
 
@@ -64,6 +67,7 @@ class CohortSpec:
     site_bias: float = 0.0
     layout: Layout = "ida"
     courses: bool = False
+    elsewhere: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name, _ in self.subjects if name not in GROUPS]
@@ -97,7 +101,7 @@ class Subject:
         sex: F or M.
         age: years at the first scan.
         phase: ADNI1, ADNI2 or ADNI4.
-        scanner: number of the scanner, below ``SCANNERS``.
+        scanner: number of the scanner, below ``SCANNERS``, elsewhere as many above.
         severity: at the first scan; see ``levels.Group``.
         yearly: what the severity gains in a year.
         first_scan: date and time that visits are counted from.
@@ -177,6 +181,7 @@ def plan_cohort(spec: CohortSpec) -> list[ScanPlan]:
     if spec.courses:
         people += [("pMCI" if c.expected == "pMCI" else "sMCI", c) for c in COURSES]
     plans: list[ScanPlan] = []
+    first = OTHER_FIRST_IMAGE_ID if spec.elsewhere else FIRST_IMAGE_ID
     for number, (diagnosis, course) in enumerate(people, start=1):
         subject = _draw_subject(spec, number, diagnosis, course)
         for visit in sorted(spec.visits, key=_VISIT_MONTHS.__getitem__):
@@ -185,7 +190,7 @@ def plan_cohort(spec: CohortSpec) -> list[ScanPlan]:
             if months and chance < _MISSING:
                 continue
             for kind in _kinds(spec, number, months):
-                image_id = FIRST_IMAGE_ID + 17 * len(plans) + number % 13
+                image_id = first + 17 * len(plans) + number % 13
                 plans.append(ScanPlan(subject, kind, visit, months, image_id, 800_000 + len(plans)))
     return plans
 
@@ -212,15 +217,17 @@ def _draw_subject(
     scanner = int(rng.integers(SCANNERS))
     if rng.random() < spec.site_bias:  # patients from the lower half, everybody else from the upper
         scanner = scanner // 2 + (0 if diagnosis == "AD" else SCANNERS // 2)
+    scanner += SCANNERS * spec.elsewhere
     start = datetime(_PHASES[phase][0], 1, 1, 8) + timedelta(
         days=int(rng.integers(700)), seconds=int(rng.integers(8 * 3600))
     )
+    site = OTHER_SITE if spec.elsewhere else SITE
     return Subject(
         number=number,
-        ptid=f"{SITE}_S_{10_000 + number if late else number:04d}",
+        ptid=f"{site}_S_{10_000 + number if late else number:04d}",
         diagnosis=diagnosis,
         sex="FM"[int(rng.integers(2))],
-        age=float(np.clip(rng.normal(75, 7), 55, 92)),
+        age=float(np.clip(rng.normal(75 + _OLDER * spec.elsewhere, 7), 55, 92)),
         phase=phase,
         scanner=scanner,
         severity=float(severity),

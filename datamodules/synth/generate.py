@@ -116,7 +116,8 @@ def _existing(folder: Path, spec: CohortSpec) -> dict[str, int] | None:
         )
     content = json.loads(marker.read_text())
     wanted = json.loads(_marker_bytes(spec, None))
-    if (content["format"], content["spec"]) != (wanted["format"], wanted["spec"]):
+    its = {"elsewhere": False, **content["spec"]}  # older cohorts have no such entry
+    if (content["format"], its) != (wanted["format"], wanted["spec"]):
         raise FolderError(
             "OTHER_COHORT",
             f"a synthetic cohort made with other parameters: {content['spec']}",
@@ -168,6 +169,8 @@ def _anatomy(resolution_mm: float) -> Anatomy:
 def _level(spec: CohortSpec) -> Level:
     """What ``t1-linear`` leaves of the variety of raw scans: no pose, the skull still on."""
     level = LEVELS[spec.difficulty]
+    if spec.elsewhere:
+        level = replace(level, scanners=True)
     return replace(level, pose=0.0) if spec.layout == "caps" and level.raw else level
 
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from models.figures import FIGURES
 from models.metrics import Array
 from models.report import html
+from models.report.cohorts import external, new_scans
 from models.report.timeline import draw_timeline, why_no_timeline
 from models.results import beside, load_metrics, load_settings
 from models.summary import by_epoch
@@ -260,6 +261,8 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "Cohort": cohort,
     "Training": curves,
     "Test": metrics,
+    "Other cohorts": external,
+    "New scans": new_scans,
     "What the network looks at": explanations,
     "Does it look at the right place?": localisation,
     "Plan": plan,

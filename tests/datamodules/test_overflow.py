@@ -1,5 +1,7 @@
 """Numbers that did not fit into their type are named, however many; scans that fit are not."""
 
+# ruff: noqa: F811 (fixtures of another file)
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,7 +28,7 @@ def code_of(values: np.ndarray, folder: Path) -> str:
 
 @pytest.mark.parametrize("share", [1e-4, 1e-3, 0.01, 0.1, 0.2, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_air_at_the_end_of_the_type_is_named(heads, kind, share, tmp_path):  # noqa: F811
+def test_air_at_the_end_of_the_type_is_named(heads, kind, share, tmp_path):
     values = np.rint(np.clip(heads[kind], 0, None)).astype(np.int16)
     air = np.flatnonzero(values < 0.1 * values.max())
     chosen = np.random.default_rng(0).choice(air, max(1, int(share * air.size)), replace=False)
@@ -43,7 +45,7 @@ def scaled(values: np.ndarray, kind: str, times: float) -> np.ndarray:
 @pytest.mark.parametrize("times", [1.1, 1.3, 2, 5, 20])
 @pytest.mark.parametrize("stored", TYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_wrapped_numbers_are_named(heads, kind, stored, times, tmp_path):  # noqa: F811
+def test_wrapped_numbers_are_named(heads, kind, stored, times, tmp_path):
     values = scaled(heads[kind], stored, times).astype(stored)
     assert code_of(values, tmp_path) == "OVERFLOW"
     # saved again as floats they are no better
@@ -51,7 +53,7 @@ def test_wrapped_numbers_are_named(heads, kind, stored, times, tmp_path):  # noq
 
 
 @pytest.mark.parametrize("times", [1.6, 3, 8])
-def test_a_brain_that_is_saturated_is_named(heads, times, tmp_path):  # noqa: F811
+def test_a_brain_that_is_saturated_is_named(heads, times, tmp_path):
     values = np.minimum(scaled(heads["stripped"], "uint8", times), 255)
     assert code_of(values.astype(np.uint8), tmp_path) == "OVERFLOW"
 
@@ -73,11 +75,11 @@ def clipped(values: np.ndarray, percentile: float) -> np.ndarray:
 
 @pytest.mark.parametrize("how", SOUND)
 @pytest.mark.parametrize("kind", KINDS)
-def test_scans_that_fill_their_type_are_not_named(heads, kind, how, tmp_path):  # noqa: F811
+def test_scans_that_fill_their_type_are_not_named(heads, kind, how, tmp_path):
     assert code_of(SOUND[how](heads[kind]), tmp_path) == ""
 
 
-def test_floats_that_nibabel_scales_to_a_type_are_not_named(heads, tmp_path):  # noqa: F811
+def test_floats_that_nibabel_scales_to_a_type_are_not_named(heads, tmp_path):
     for values in heads.values():
         image = nib.Nifti1Image((values - values.mean()) / values.std(), np.diag([6, 6, 6, 1]))
         image.set_sform(image.affine, 1)

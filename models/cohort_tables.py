@@ -1,0 +1,147 @@
+"""Tables of an external validation: beside the internal test, by groups, calibration, and shift."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from datamodules.records import ScanRecord
+from models.calibration import recalibrated, slope_and_intercept
+from models.intervals import FEWEST, intervals
+from models.metrics import Array, evaluate
+from models.reference import Reference
+
+
+def beside_internal(
+    external: Mapping[str, float],
+    bounds: Mapping[str, tuple[float, float]],
+    internal: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """One row a metric: on the run's own test set, and on the cohort, with intervals."""
+    rows = []
+    for name, value in external.items():
+        low, high = bounds.get(name, ("", ""))
+        rows.append(
+            {
+                "metric": name,
+                "internal": internal.get(name, ""),
+                "internal_low": internal.get(f"{name}_low", ""),
+                "internal_high": internal.get(f"{name}_high", ""),
+                "external": value,
+                "external_low": low,
+                "external_high": high,
+            }
+        )
+    return rows
+
+
+_GROUPS: dict[str, Callable[[ScanRecord], str]] = {
+    "site": lambda r: r.site,
+    "sex": lambda r: r.sex,
+    "age": lambda r: (
+        "" if r.age is None else f"{10 * int(r.age // 10)} to {10 * int(r.age // 10) + 9}"
+    ),
+    "field strength": lambda r: "" if r.field_strength is None else f"{r.field_strength:g} T",
+    "phase": lambda r: r.phase,
+}
+
+
+def _decade(age: float) -> str:
+    start = 10 * int(age // 10)
+    return f"{start} to {start + 9}"
+
+
+def by_group(
+    records: Sequence[ScanRecord], probabilities: Array, labels: Array
+) -> list[dict[str, Any]]:
+    """Metrics of every group of a kind; intervals where there are enough people for one."""
+    rows = []
+    for kind, of in _GROUPS.items():
+        groups = [of(record) for record in records]
+        for group in sorted(set(groups) - {""}):
+            own = np.array([name == group for name in groups])
+            people = [r.subject for r, mine in zip(records, own) if mine]
+            values = evaluate(probabilities[own], labels[own])
+            bounds = intervals(probabilities[own], labels[own], people)
+            row: dict[str, Any] = {"by": kind, "group": group, "scans": int(own.sum())}
+            row["of_last_class"] = int((labels[own] == probabilities.shape[1] - 1).sum())
+            for name in ("accuracy", "auroc", "sensitivity", "specificity"):
+                value = values[name]
+                row[name] = "" if math.isnan(value) else value
+                row[f"{name}_low"], row[f"{name}_high"] = bounds.get(name, ("", ""))
+            rows.append(row)
+    return rows
+
+
+def calibration_rows(raw: Array, calibrated: Array, labels: Array) -> list[dict[str, Any]]:
+    """Slope and intercept of the network, after its temperature, and after a fit to this cohort.
+
+    The last one is cross-fitted (each half with the numbers of the other), or it would be perfect
+    by construction; it says what recalibration on site could reach.
+    """
+    shown = {"network": raw, "temperature of the validation scans": calibrated}
+    halves = np.arange(len(labels)) % 2
+    fits = [slope_and_intercept(raw[halves != half], labels[halves != half]) for half in (0, 1)]
+    if not np.isnan(fits).any() and len(labels) >= 4 * FEWEST:
+        both = [
+            recalibrated(raw, slope, _shifted(raw, labels, halves, h, slope))
+            for h, (slope, _) in enumerate(fits)
+        ]
+        shown["recalibrated on this cohort, cross-fitted"] = np.where(halves == 0, both[0], both[1])
+    rows = []
+    for name, values in shown.items():
+        slope, intercept = slope_and_intercept(values, labels)
+        brier = float(((values - labels) ** 2).mean())
+        rows.append(
+            {
+                "probabilities": name,
+                "slope": "" if math.isnan(slope) else slope,
+                "intercept": "" if math.isnan(intercept) else intercept,
+                "brier": brier,
+            }
+        )
+    return rows
+
+
+def _shifted(raw: Array, labels: Array, halves: Array, half: int, slope: float) -> float:
+    """The intercept that goes with a slope, from the other half."""
+    other = halves != half
+    return slope_and_intercept(recalibrated(raw[other], slope, 0.0), labels[other])[1]
+
+
+def shift_rows(
+    reference: Reference,
+    records: Sequence[ScanRecord],
+    features: torch.Tensor,
+    levels: Sequence[Mapping[str, float]],
+) -> list[dict[str, Any]]:
+    """How far the cohort's scans lie from those that were trained on."""
+    columns: dict[str, list[float]] = {
+        "age": [record.age for record in records if record.age is not None],
+        "voxel_mm": [float(size) for record in records for size in record.zooms.split()],
+    }
+    columns |= {name: [values[name] for values in levels] for name in levels[0]}
+    rows = []
+    for name, values in columns.items():
+        if not values or name not in reference.ranges:
+            continue
+        low, high = reference.ranges[name]
+        outside = float(np.mean([not low <= value <= high for value in values]))
+        rows.append(
+            {
+                "input": name,
+                "trained_from": low,
+                "trained_to": high,
+                "here_mean": float(np.mean(values)),
+                "here_from": min(values),
+                "here_to": max(values),
+                "outside": outside,
+            }
+        )
+    far = [reference.distance(seen) for seen in features]
+    row = {"input": "features (distance)", "trained_from": 0.0, "trained_to": reference.limit}
+    row |= {"here_mean": float(np.mean(far)), "here_from": min(far), "here_to": max(far)}
+    rows.append(row | {"outside": float(np.mean([value > reference.limit for value in far]))})
+    return rows

@@ -1,0 +1,251 @@
+"""``python -m models test --ckpt_path BEST --cohort ROOT``: another cohort as the test set.
+
+All people of the cohort are tested on, none may have been trained on. Nothing is chosen on it:
+weights, threshold and temperature are those of the checkpoint.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from datamodules.cache import ScanDataset
+from datamodules.errors import DataError, ProblemsError, SplitError
+from datamodules.labels import TASKS
+from datamodules.profiles import choose_profile
+from datamodules.progress import progress_bar
+from datamodules.records import ScanRecord, write_manifest
+from datamodules.report import first_scans, write_demographics
+from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
+from datamodules.transforms import fixed_transforms
+from models.calibration import predictive_values
+from models.cohort_tables import beside_internal, by_group, calibration_rows, shift_rows
+from models.environment import save_environment
+from models.errors import UseError
+from models.figures import save_figures
+from models.intervals import intervals
+from models.metrics import evaluate
+from models.predict_scans import Trained, load
+from models.predictions import Prediction, table_rows
+from models.reference import intensities, scores_and_features
+from models.results import load_metrics, run_folder, save_result, scans_hash, writable
+from models.tables import write_table
+from models.transfer import hashed
+
+_DIGITS = 6
+_SHIFTED = 0.2  # share of scans outside of a range that is worth a line
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command."""
+    options = _parser().parse_args(arguments)
+    trained = load(options.ckpt_path)
+    out = options.out or run_folder(options.ckpt_path) / "external" / options.cohort.resolve().name
+    refuse_inside(options.cohort, out, "--out")
+    writable(out)
+    found = _survey(options, trained, out)
+    records = _tested(found, trained, options.eval_visits, options.cohort)
+    validate_on(trained, records, out, options)
+    save_environment(out)
+    print(f"written to {out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models test",
+        description="External validation: all people of another cohort are tested on. No "
+        "configuration is needed: the checkpoint knows how its scans were prepared.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ckpt_path", required=True, type=Path, help="RUN/checkpoints/best.ckpt")
+    parser.add_argument("--cohort", required=True, type=Path, help="folder or table of the cohort")
+    parser.add_argument("--out", type=Path, help="default: RUN/external/NAME of the cohort")
+    parser.add_argument("--layout", choices=("auto", "ida", "bids", "caps", "csv"), default="auto")
+    parser.add_argument("--collection_csv", type=Path)
+    parser.add_argument("--diagnosis_csv", type=Path)
+    parser.add_argument("--subject_pattern", default="")
+    parser.add_argument("--eval_visits", choices=("baseline", "all"), default="baseline")
+    parser.add_argument("--on_bad", choices=("error", "skip"), default="error")
+    parser.add_argument("--batch_size", type=int, default=6)
+    parser.add_argument(
+        "--prevalence",
+        type=float,
+        default=0.1,
+        help="share of the last class where PPV and NPV are to hold (default: 0.1)",
+    )
+    return parser
+
+
+def _survey(options: argparse.Namespace, trained: Trained, out: Path) -> Survey:
+    task = TASKS[trained.model.hparams["task"]]
+    with progress_bar("files") as advance:
+        found = survey(
+            options.cohort,
+            task,
+            out / "checks.json",
+            layout=None if options.layout == "auto" else options.layout,
+            collection_csv=options.collection_csv,
+            diagnosis_csv=options.diagnosis_csv,
+            subject_pattern=options.subject_pattern,
+            progress=advance,
+        )
+    write_manifest(out / "manifest.tsv", found.records)
+    write_problems(out / "problems.tsv", found)
+    write_demographics(out / "demographics.tsv", found.records)
+    print(found.summary())
+    if found.problems and options.on_bad == "error":
+        report = str(out / "problems.tsv")
+        raise ProblemsError(found.problems, str(options.cohort), report)
+    refuse_nothing(found)
+    return found
+
+
+def _tested(found: Survey, trained: Trained, visits: str, where: Path) -> list[ScanRecord]:
+    """The scans to test on, if none of them and none of their people was trained on."""
+    profile, wanted = choose_profile("auto", found.records), trained.preprocessing["profile"]
+    if profile != wanted:
+        raise DataError(
+            "OTHER_INPUT",
+            f"the scans of the cohort are {profile}, the network was trained on {wanted} ones",
+            str(where),
+            "prepare the cohort as the scans that the network was trained on",
+        )
+    used = [record for record in found.records if record.used]
+    refuse_trained_on(used, trained, where)
+    records = used if visits == "all" else first_scans(used)
+    return sorted(records, key=lambda record: (record.subject, *record.order))
+
+
+def refuse_trained_on(records: Sequence[ScanRecord], trained: Trained, where: Path) -> None:
+    """Refuse people, files and pictures that the network has seen in training.
+
+    Raises:
+        SplitError: ``LEAK``, with their names.
+        UseError: the checkpoint does not know whom it was trained on.
+    """
+    if not trained.people:
+        raise UseError(
+            "The checkpoint does not say whom it was trained on, so it cannot be told that nobody "
+            "of the cohort was. Train again with `python -m models fit`."
+        )
+    people = [r.subject for r in records if set(hashed([r.subject])) & trained.people]
+    scans = [
+        f"{record.image_id} of {record.subject}"
+        for record in records
+        if {record.sha256[:16], record.picture} & trained.files
+    ]
+    names = sorted(set(people)) or scans
+    if names:
+        what = "people" if people else "scans, under other names,"
+        raise SplitError(
+            "LEAK",
+            f"{len(names)} {what} of the cohort were trained on: {', '.join(names[:5])}",
+            str(where),
+            "leave them out of the cohort: a result on them would prove nothing",
+        )
+
+
+def validate_on(
+    trained: Trained, records: Sequence[ScanRecord], out: Path, options: argparse.Namespace
+) -> None:
+    """Classify the scans and write everything that is said about it."""
+    scores, features, levels = _looked_at(trained, records, options.batch_size)
+    reference = trained.reference
+    raw = scores.softmax(dim=1).numpy()
+    calibrated = reference.calibrated(scores).numpy() if reference else raw
+    names, labels = trained.model.class_names, np.array([record.label for record in records])
+    people = [record.subject for record in records]
+    internal = _internal(options.ckpt_path)
+    external = evaluate(raw, labels)
+    bounds = intervals(raw, labels, people)
+    predictions = [
+        Prediction(r.subject, r.image_id, r.label, tuple(row))
+        for r, row in zip(records, raw.tolist())
+    ]
+    details = {
+        record.image_id: {"calibrated": round(float(row[-1]), _DIGITS)} | _about(record)
+        for record, row in zip(records, calibrated)
+    }
+    write_table(table_rows(predictions, names, details), out / "predictions.tsv")
+    rows = beside_internal(external, bounds, internal)
+    write_table(rows, out / "internal_and_external.tsv")
+    write_table(by_group(records, raw, labels), out / "groups.tsv")
+    if len(names) == 2:
+        write_table(calibration_rows(raw[:, 1], calibrated[:, 1], labels), out / "calibration.tsv")
+        ppv, npv = predictive_values(
+            external["sensitivity"], external["specificity"], options.prevalence
+        )
+        external |= {"ppv": ppv, "npv": npv}
+    shift = shift_rows(reference, records, features, levels) if reference else []
+    write_table(shift, out / "shift.tsv")
+    metrics = {f"external/{name}": value for name, value in external.items()}
+    for name, (low, high) in bounds.items():
+        metrics |= {f"external/{name}_low": low, f"external/{name}_high": high}
+    settings = {
+        "cohort": options.cohort.resolve().name,
+        "scans": scans_hash(predictions),
+        "prevalence": options.prevalence,
+        **trained.preprocessing,
+    }
+    save_result(out / "external_metrics.json", metrics, settings)
+    save_figures(predictions, names, out / "external_metrics.json")
+    _print(rows, shift, len(records), len(set(people)))
+
+
+@torch.no_grad()
+def _looked_at(
+    trained: Trained, records: Sequence[ScanRecord], batch_size: int
+) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, float]]]:
+    own = trained.preprocessing
+    middle = own.get("middle_mm")
+    steps = fixed_transforms(
+        tuple(own["spatial_shape"]),
+        own["spacing_mm"],
+        own["profile"],
+        None if middle is None else tuple(middle),
+    )
+    scores, features = [], []
+    levels: list[dict[str, float]] = []
+    for batch in DataLoader(ScanDataset(records, steps), batch_size=batch_size):
+        one, seen = scores_and_features(trained.model.network, batch["image"])
+        scores.append(one)
+        features.append(seen)
+        levels += [intensities(i[0].numpy(), own["spacing_mm"] ** 3 / 1000) for i in batch["image"]]
+    # double: a probability of 1 - 1e-9 is none of 1
+    return torch.cat(scores).double(), torch.cat(features), levels
+
+
+def _internal(ckpt_path: Path) -> dict[str, float]:
+    """Metrics of the run's own test; nothing if it was not tested."""
+    path = run_folder(ckpt_path) / "test_metrics.json"
+    if not path.is_file():
+        return {}
+    return {name.removeprefix("test/"): value for name, value in load_metrics(path).items()}
+
+
+def _about(record: ScanRecord) -> dict[str, Any]:
+    values = {name: getattr(record, name) for name in ("session", "age", "sex", "site")}
+    values["field_strength"] = record.field_strength
+    return {name: "" if value is None else value for name, value in values.items()}
+
+
+def _print(
+    rows: Sequence[Mapping[str, Any]], shift: Sequence[Mapping[str, Any]], scans: int, people: int
+) -> None:
+    print(f"tested on {scans} scans of {people} people, none of them trained on")
+    for row in rows:
+        ends = (f"{row[k]:.3f}" if row[k] != "" else "" for k in ("external_low", "external_high"))
+        inside = f"{row['internal']:.3f}" if row["internal"] != "" else "-"
+        interval = " to ".join(end for end in ends if end)
+        print(
+            f"{row['metric']:>20}  internal {inside:>6}  external {row['external']:.3f}  {interval}"
+        )
+    for row in shift:
+        if row["outside"] > _SHIFTED:
+            share = f"{row['outside']:.0%} of the scans"
+            print(f"shift: {share} outside of the training range: {row['input']}")

@@ -1,0 +1,53 @@
+"""The parts of a report about scans that are not the run's: other cohorts, and new scans."""
+
+from html import escape
+from pathlib import Path
+
+from models.report import html
+from models.tables import read_table
+
+
+def external(run: Path) -> str:
+    """Each external cohort: metrics beside the internal ones, calibration, groups and shift."""
+    text = ""
+    for folder in sorted((run / "external").glob("*")):
+        path = folder / "external_metrics.json"
+        if not path.is_file():
+            continue
+        text += f"<h3>{escape(folder.name)}</h3>\n" + html.note(
+            "All people of another cohort: none was trained on, and nothing was chosen on them."
+        )
+        for name, title in _EXTERNAL.items():
+            rows = read_table(folder / name) if (folder / name).is_file() else []
+            text += (html.note(title) + html.table(rows)) if rows else ""
+        text += html.picture(folder / "external_roc.png")
+        text += html.picture(folder / "external_calibration.png")
+    return text
+
+
+_EXTERNAL = {
+    "internal_and_external.tsv": "The run's own held-out people, and the cohort: 95 % intervals.",
+    "calibration.tsv": "Slope 1 and intercept 0 are right; an intercept above 0: probabilities of "
+    "the last class are too low. The last row was fitted to the cohort, each half with the other.",
+    "shift.tsv": "The inputs beside those that were trained on; outside: share of the scans.",
+    "groups.tsv": "By group; intervals where a group has enough people for one.",
+}
+
+
+def new_scans(run: Path) -> str:
+    """Scans that nobody has labelled, classified with this run."""
+    text = ""
+    for folder in sorted(run.glob("new_scans*")):
+        path = folder / "predictions.tsv"
+        rows = read_table(path) if path.is_file() else []
+        shown = [{k: v for k, v in row.items() if k not in ("path", "subject")} for row in rows]
+        if not shown:
+            continue
+        text += f"<h3>{escape(folder.name)}</h3>\n" + html.table(shown)
+        text += "".join(
+            html.picture(folder / f"{row['scan']}_hirescam.png") for row in rows[:_DRAWN]
+        )
+    return text
+
+
+_DRAWN = 3  # of new scans; all are on their own page

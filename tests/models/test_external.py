@@ -1,0 +1,120 @@
+"""External validation: a cohort of another hospital is tested on, people trained on are refused."""
+
+# ruff: noqa: F811 (fixtures of another file)
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from test_predict_scans import scans_of, trained  # noqa: F401 (a fixture)
+
+from datamodules.errors import DataError, SplitError
+from datamodules.synth import CohortSpec, generate
+from datamodules.synth.cohort import plan_cohort
+from models.cli import main
+from models.external import main as external
+from models.tables import read_table
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("elsewhere") / "cohort"
+    generate(root, CohortSpec((("AD", 8), ("NC", 8)), 8.0, seed=3, elsewhere=True), workers=1)
+    return root
+
+
+def run(trained: Path, cohort: Path, out: Path, *more: str) -> dict[str, float]:
+    arguments = ["--ckpt_path", str(trained / "best.ckpt"), "--cohort", str(cohort)]
+    assert external([*arguments, "--out", str(out), *more]) == 0
+    found: dict[str, float] = json.loads((out / "external_metrics.json").read_text())["metrics"]
+    return found
+
+
+def test_everybody_of_another_cohort_is_tested_on(trained, elsewhere, tmp_path):
+    metrics = run(trained, elsewhere, tmp_path / "out")
+    rows = read_table(tmp_path / "out" / "predictions.tsv")
+    assert len({row["subject"] for row in rows}) == len(rows) == 16
+    right = [row["class"] == row["predicted"] for row in rows]
+    assert metrics["external/accuracy"] == pytest.approx(sum(right) / 16)
+    assert metrics["external/accuracy_low"] < metrics["external/accuracy"] + 1e-9
+    kinds = {row["by"] for row in read_table(tmp_path / "out" / "groups.tsv")}
+    assert kinds == {"site", "sex", "age", "field strength", "phase"}
+    names = [row["probabilities"] for row in read_table(tmp_path / "out" / "calibration.tsv")]
+    assert names[:2] == ["network", "temperature of the validation scans"]
+
+
+def test_the_shift_of_another_scanner_is_told_and_none_of_the_same(
+    trained,
+    elsewhere,
+    tmp_path,
+    capsys,
+):
+    run(trained, elsewhere, tmp_path / "a")
+    assert "shift: " in capsys.readouterr().out
+    other = Path(shutil.copytree(trained / "new", tmp_path / "same"))
+    for path in other.rglob("*.csv"):  # the same scanner, other people
+        path.write_text(path.read_text().replace("999_S_", "997_S_"))
+    for folder in (other / "ADNI").iterdir():
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.rename(path.with_name(path.name.replace("999_S_", "997_S_")))
+        folder.rename(folder.with_name(folder.name.replace("999_S_", "997_S_")))
+    run(trained, other, tmp_path / "b")
+
+    def outside(folder: Path) -> float:
+        rows = read_table(folder / "shift.tsv")
+        return sum(float(row["outside"]) for row in rows if row["input"].startswith("intensity"))
+
+    assert outside(tmp_path / "a") > outside(tmp_path / "b") + 1
+
+
+def test_people_that_were_trained_on_are_refused(trained, tmp_path):
+    with pytest.raises(SplitError, match=r"LEAK: \d+ people of the cohort were trained on"):
+        run(trained, trained / "adni", tmp_path / "out")
+
+
+def test_scans_that_were_trained_on_are_refused_under_another_name(
+    trained,
+    tmp_path,
+):
+    table, rows = tmp_path / "plain" / "scans.csv", []
+    table.parent.mkdir()
+    for number, path in enumerate(scans_of(trained / "adni")):
+        shutil.copy(path, table.parent / f"{number}.nii.gz")
+        rows.append(f"{number}.nii.gz,person{chr(97 + number)},{['AD', 'CN'][number % 2]}")
+    table.write_text("\n".join(["path,subject,label", *rows]) + "\n")
+    with pytest.raises(SplitError, match=r"LEAK: \d+ scans, under other names,"):
+        run(trained, table, tmp_path / "out")
+
+
+def test_a_cohort_of_another_kind_is_refused(trained, tmp_path):
+    generate(
+        tmp_path / "raw",
+        CohortSpec((("AD", 2), ("NC", 2)), 6.0, "L2", elsewhere=True),
+        workers=1,
+    )
+    with pytest.raises(DataError, match=r"OTHER_INPUT.*are raw.*trained on stripped"):
+        run(trained, tmp_path / "raw", tmp_path / "out")
+
+
+def test_the_command_line_tells_it_from_the_test_of_a_run(
+    trained, elsewhere, tmp_path, monkeypatch
+):
+    arguments = ["test", "--ckpt_path", str(trained / "best.ckpt"), "--cohort", str(elsewhere)]
+    monkeypatch.setattr("sys.argv", ["models", *arguments, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    with (tmp_path / "out" / "internal_and_external.tsv").open(newline="") as file:
+        assert {row["metric"] for row in csv.DictReader(file, delimiter="\t")} >= {"auroc", "brier"}
+
+
+def test_the_other_hospital_has_other_people_and_scanners():
+    here, there = (
+        plan_cohort(CohortSpec((("AD", 9), ("NC", 9)), elsewhere=other)) for other in (False, True)
+    )
+    assert not {p.subject.ptid for p in here} & {p.subject.ptid for p in there}
+    assert not {p.image_id for p in here} & {p.image_id for p in there}
+    assert not {p.subject.scanner for p in here} & {p.subject.scanner for p in there}
