@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from matplotlib.figure import Figure
 
+from models.calibration import observed, slope_and_intercept
 from models.metrics import Array, calibration_curve, confusion, evaluate, roc
 from models.predictions import Prediction, arrays
 from models.results import beside
@@ -47,7 +48,13 @@ def draw_confusion(probabilities: Array, labels: Array, class_names: Sequence[st
 
 
 def draw_calibration(probabilities: Array, labels: Array, class_names: Sequence[str]) -> Figure:
-    """Accuracy against confidence; the marks grow with the number of scans."""
+    """What was observed against what was said; the marks grow with the number of scans.
+
+    For two classes the share of the last one against its probability, in groups of equal size with
+    Wilson's intervals; for more, accuracy against confidence.
+    """
+    if len(class_names) == 2:
+        return _draw_observed(probabilities[:, 1], labels, class_names[1])
     curve = calibration_curve(probabilities, labels)
     error = evaluate(probabilities, labels)["calibration_error"]
     figure, axes = _axes("confidence", "accuracy", f"calibration, error {error:.3f}")
@@ -56,6 +63,24 @@ def draw_calibration(probabilities: Array, labels: Array, class_names: Sequence[
     axes.plot(confidence, right, color=_LINE, linewidth=1)
     axes.scatter(confidence, right, s=20 + 180 * scans / scans.sum(), color=_LINE)
     axes.set_xlim(1 / len(class_names) - 0.05, 1.02)
+    axes.set_ylim(-0.02, 1.02)
+    return figure
+
+
+def _draw_observed(positive: Array, labels: Array, name: str) -> Figure:
+    slope, intercept = slope_and_intercept(positive, labels)
+    shown = "classes apart" if np.isnan(slope) else f"slope {slope:.2f}"
+    title = f"calibration: {shown}, intercept {intercept:.2f}"
+    figure, axes = _axes(f"P({name}), mean of a group", f"share of {name} observed", title)
+    axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
+    groups = observed(positive, labels)
+    said, shares, bounds, scans = (list(column) for column in zip(*groups))
+    axes.plot(said, shares, color=_LINE, linewidth=1)
+    axes.scatter(said, shares, s=[20 + 180 * n / sum(scans) for n in scans], color=_LINE)
+    for x, ends in zip(said, bounds):
+        if ends is not None:
+            axes.plot([x, x], ends, color=_LINE, linewidth=1, alpha=0.6)
+    axes.set_xlim(-0.02, 1.02)
     axes.set_ylim(-0.02, 1.02)
     return figure
 
