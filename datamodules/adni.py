@@ -23,7 +23,8 @@ from .progression import LabelRule
 from .records import ScanRecord, fingerprint, read_manifest, write_manifest
 from .report import class_table, write_demographics, write_shareable
 from .seeding import Draws, EpochLoader
-from .sources import Layout
+from .sources import Layout, Names
+from .sources.people import label_map as words_of
 from .space import shared_middle
 from .split_drawing import make_split
 from .splits import (
@@ -90,6 +91,8 @@ class ADNIDataModule(lightning.LightningDataModule):
             else the groups that the source gives.
         subject_pattern: regular expression whose first group is the person in a subject's name, for
             names that end in a session; those of ADNI, OASIS and BIDS are known.
+        label_column: column of ``participants.tsv``, or of a table of scans, with the labels.
+        label_map: what words of the tables stand for, ``HC=NC,Patient=AD``.
         split_file: read the split from here, or write it here when the file does not exist.
         cache_dir: prepared images, results of the check, manifests and splits.
         cache_images: keep prepared images on disk.
@@ -137,6 +140,8 @@ class ADNIDataModule(lightning.LightningDataModule):
         collection_csv: str | Path | None = None,
         diagnosis_csv: str | Path | None = None,
         subject_pattern: str = "",
+        label_column: str = "",
+        label_map: str = "",
         split_file: str | Path | None = None,
         cache_dir: str | Path = ".cache/adni",
         cache_images: bool = True,
@@ -173,7 +178,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         )
         self.collection_csv = Path(collection_csv) if collection_csv else None
         self.diagnosis_csv = Path(diagnosis_csv) if diagnosis_csv else None
-        self.subject_pattern = subject_pattern
+        self.names = Names(subject_pattern, label_column, words_of(label_map))
         self.split_file = Path(split_file) if split_file else None
         self.cache_dir = Path(cache_dir)
         self.cache_images = cache_images
@@ -210,7 +215,7 @@ class ADNIDataModule(lightning.LightningDataModule):
                 self.leniency,
                 self.collection_csv,
                 self.diagnosis_csv,
-                *((self.subject_pattern,) if self.subject_pattern else ()),
+                *((self.names,) if self.names != Names() else ()),
             )
         )
         name = f"{self.root.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
@@ -228,7 +233,7 @@ class ADNIDataModule(lightning.LightningDataModule):
                 leniency=self.leniency,
                 collection_csv=self.collection_csv,
                 diagnosis_csv=self.diagnosis_csv,
-                subject_pattern=self.subject_pattern,
+                names=self.names,
                 progress=advance,
             )
         found.warnings.extend(cut_brains(found.records, self.spatial_shape, self.spacing_mm))

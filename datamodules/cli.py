@@ -25,7 +25,8 @@ from .progression import LabelRule
 from .records import read_manifest, write_manifest
 from .report import demographics, p_values, write_demographics, write_shareable
 from .screen import show, show_groups
-from .sources import LAYOUTS
+from .sources import LAYOUTS, Names
+from .sources.people import label_map
 from .split_drawing import extend_split, make_split, rarest_classes
 from .splits import SPLITS, load_split, save_split
 from .survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
@@ -43,8 +44,8 @@ _EXAMPLES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         code: int = options.run(options)
     except DataError as error:
         print(error, file=sys.stderr)
@@ -144,6 +145,20 @@ def _add_source(parser: ArgumentParser) -> None:
         metavar="REGEX",
         help="what of a subject's name is the person: the first group, '(OAS1_\\d+)_MR\\d+'; a "
         "group named session is the session (default: the names of ADNI, OASIS and BIDS are known)",
+    )
+    parser.add_argument(
+        "--label-column",
+        default="",
+        metavar="NAME",
+        help="column of participants.tsv, or of a table of scans, with the labels (default: the "
+        "usual ones)",
+    )
+    parser.add_argument(
+        "--label-map",
+        type=label_map,
+        default=(),
+        metavar="HC=NC,...",
+        help="what words of the tables stand for (default: known words only)",
     )
     parser.add_argument(
         "--nan", choices=("error", "zero"), default="error", help="NaN voxels (default: error)"
@@ -353,7 +368,7 @@ def _survey(
         leniency=Leniency(nan=options.nan, assume=options.assume),
         collection_csv=options.collection_csv,
         diagnosis_csv=options.diagnosis_csv,
-        subject_pattern=options.subject_pattern,
+        names=Names(options.subject_pattern, options.label_column, options.label_map),
         progress=progress,
     )
 

@@ -91,7 +91,7 @@ def survey(
     leniency: Leniency = STRICT,
     collection_csv: Path | None = None,
     diagnosis_csv: Path | None = None,
-    subject_pattern: str = "",
+    names: Names = Names(),  # noqa: B008 (frozen)
     progress: Callable[[int, int], None] | None = None,
 ) -> Survey:
     """Find the scans, join them with their tables, label them and read every used file to its end.
@@ -106,7 +106,7 @@ def survey(
         collection_csv: the portal's collection table; None: the only one directly in ``root``.
         diagnosis_csv: diagnoses at each visit; None: those in ``root``, or else the groups that
             the source gives.
-        subject_pattern: what of a subject's name is the person; see ``sources.people.Names``.
+        names: how names of people and words of diagnoses are read.
         progress: called with (files read, files to read).
 
     Raises:
@@ -120,11 +120,12 @@ def survey(
         layout,
         collection_csv=collection_csv,
         diagnosis_csv=diagnosis_csv,
-        names=Names(subject_pattern),
+        names=names,
     )
-    if not subject_pattern:
+    if not names.pattern:
         refuse_two_names((r.subject for r in reading.records), str(_first(reading.tables, root)))
-    if task.needs_history and reading.clinical is None and reading.layout != "csv":
+    own = reading.layout == "csv" or bool(names.label_column)
+    if task.needs_history and reading.clinical is None and not own:
         raise DataError(
             "NEEDS_HISTORY",
             f"task {task.name}: stable and progressive MCI differ in later visits only",
@@ -139,7 +140,8 @@ def survey(
         records, mixed = refuse_mixture(records)
         problems += [*bad, *mixed]
         warnings = [*warnings, *name_grids(records)]
-    warnings += _research_groups(reading, records)
+    if not own:
+        warnings += _research_groups(reading, records)
     clinical = reading.clinical
     tables = tuple(dict.fromkeys((*reading.tables, *((clinical.path,) if clinical else ()))))
     labels = f"{clinical.source}, at the visit of each scan" if clinical else reading.groups
@@ -180,7 +182,7 @@ _REMEDIES = {
 
 def _research_groups(reading: Reading, records: Sequence[ScanRecord]) -> list[Problem]:
     """A warning when labels are no diagnoses; a table of one's own says what it means."""
-    if reading.clinical is not None or reading.layout == "csv":
+    if reading.clinical is not None:
         return []
     return [
         Problem(

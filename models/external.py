@@ -20,6 +20,7 @@ from datamodules.profiles import choose_profile
 from datamodules.progress import progress_bar
 from datamodules.records import ScanRecord, write_manifest
 from datamodules.report import first_scans, write_demographics
+from datamodules.sources.people import Names, label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from datamodules.transforms import fixed_transforms
 from models.calibration import predictive_values
@@ -69,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--collection_csv", type=Path)
     parser.add_argument("--diagnosis_csv", type=Path)
     parser.add_argument("--subject_pattern", default="")
+    parser.add_argument("--label_column", default="")
+    parser.add_argument("--label_map", type=label_map, default=(), metavar="HC=NC,...")
     parser.add_argument("--eval_visits", choices=("baseline", "all"), default="baseline")
     parser.add_argument("--on_bad", choices=("error", "skip"), default="error")
     parser.add_argument("--batch_size", type=int, default=6)
@@ -91,7 +94,7 @@ def _survey(options: argparse.Namespace, trained: Trained, out: Path) -> Survey:
             layout=None if options.layout == "auto" else options.layout,
             collection_csv=options.collection_csv,
             diagnosis_csv=options.diagnosis_csv,
-            subject_pattern=options.subject_pattern,
+            names=Names(options.subject_pattern, options.label_column, options.label_map),
             progress=advance,
         )
     write_manifest(out / "manifest.tsv", found.records)

@@ -52,7 +52,9 @@ def read_source(
         scans = discover(root)  # first: a missing folder says more than a missing table
         return read_ida(root, scans, collection_csv, find_clinical(root, diagnosis_csv, names))
     if found == "bids":
-        return read_bids(root, find_clinical(root, diagnosis_csv, names), names)
+        # a column of people says more than the sessions' own, if one is asked for
+        where = None if names.label_column else root
+        return read_bids(root, find_clinical(where, diagnosis_csv, names), names)
     return read_caps(root, find_clinical(root, diagnosis_csv, names), names)
 
 

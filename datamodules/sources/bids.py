@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import FolderError, TableError
 from ..records import ScanRecord
-from ..tables import MISSING, read_table
+from ..tables import MISSING, normalise, read_table
 from .clinical import Clinical
 from .ids import canonical_session, image_number
 from .people import Names
@@ -51,15 +51,20 @@ def read_bids(root: Path, clinical: Clinical | None, names: Names) -> Reading:
         )
     table = root / "participants.tsv"
     people = _participants(table, names) if table.is_file() else {}
-    if clinical is None and not any("diagnosissc" in row for row, _ in people.values()):
+    column = _label_column(people, names)
+    if column is None and (clinical is None or names.label_column):
+        header = ", ".join(next(iter(people.values()), ({}, 0))[0]) or "no participants.tsv"
+        wanted = names.label_column or "diagnosis_sc, diagnosis_bl, diagnosis or group"
         raise TableError(
             "NO_TABLE",
-            "no sub-*/*_sessions.tsv with diagnoses, and no diagnosis_sc in participants.tsv",
+            f"no sub-*/*_sessions.tsv with diagnoses, and no {wanted} in participants.tsv; its "
+            f"columns are: {header}",
             str(root),
-            "give ADNIMERGE or DXSUM with --data.diagnosis_csv / --diagnosis-csv",
+            "name the column of the labels with --data.label_column / --label-column, or give "
+            "ADNIMERGE or DXSUM with --data.diagnosis_csv / --diagnosis-csv",
         )
-    records = [_record(path, table, people, names) for path in paths]
-    groups = "participants.tsv:diagnosis_sc"
+    records = [_record(path, table, people, names, column or "") for path in paths]
+    groups = f"participants.tsv:{column}"
     return Reading("bids", records, [], clinical, groups, (table,) if table.is_file() else ())
 
 
@@ -77,7 +82,17 @@ def _participants(table: Path, names: Names) -> _People:
     }
 
 
-def _record(path: Path, table: Path, people: _People, names: Names) -> ScanRecord:
+_LABELS = ("diagnosissc", "diagnosisbl", "diagnosis", "group", "dx")
+
+
+def _label_column(people: _People, names: Names) -> str | None:
+    """The normalised name of the column with a diagnosis for each person."""
+    columns = set().union(*(row for row, _ in people.values()))
+    wanted = (normalise(names.label_column),) if names.label_column else _LABELS
+    return next((column for column in wanted if column in columns), None)
+
+
+def _record(path: Path, table: Path, people: _People, names: Names, column: str) -> ScanRecord:
     """A scan, with what the tables say of it."""
     parts = dict(_ENTITY.findall(stem(path)))
     subject = names.person(f"sub-{parts.get('sub', '')}")
@@ -85,7 +100,7 @@ def _record(path: Path, table: Path, people: _People, names: Names) -> ScanRecor
     about = _about(path)
     image_id = image_number(about.get("scanid", ""))
     name = f"I{image_id}" if image_id else stem(path).removesuffix("_T1w")
-    group = row.get("diagnosissc", "")
+    group = names.word(row.get(column, ""))
     field = re.match(r"\d+(\.\d+)?", about.get("mrifield", ""))
     return replace(
         bare_record(path, subject, name, "bids"),
@@ -94,11 +109,18 @@ def _record(path: Path, table: Path, people: _People, names: Names) -> ScanRecor
         description=stem(path).split("_", 2)[-1] if "run-" in path.name else "T1w",
         reason="not_t1" if _OTHER_IMAGE.search(path.name) else "",
         dx_bl="" if group.lower() in MISSING else group,
-        dx_source=f"participants.tsv:diagnosis_sc={group}",
+        dx_source=f"participants.tsv:{column}={row.get(column, '')}",
+        age=_age(row),
         sex=row.get("sex", "")[:1].upper() if row.get("sex", "")[:1] in "FMfm" else "",
         field_strength=float(field[0]) if field else None,
         phase=row.get("originalstudy", ""),
     )
+
+
+def _age(row: dict[str, str]) -> float | None:
+    """At the first visit, where no table of sessions says more."""
+    text = row.get("age", "") or row.get("agebl", "")
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
 def _about(path: Path) -> dict[str, str]:

@@ -37,6 +37,7 @@ _DAYS = ("examinationdate", "acqtime", "examdate", "date")
 _SUFFIXES = (".csv", ".tsv", ".txt", ".xls", ".xlsx")
 # the names under which the portal gives them; its dictionaries describe columns
 _NAME = re.compile(r"(?!.*dict)(adnimerge|dxsum)", re.IGNORECASE)
+_PEOPLE = re.compile(r"(?!.*dict)adsl", re.IGNORECASE)  # of ADNIMERGE2
 _FORGOTTEN = date(1900, 1, 1)  # where undated visits are counted from
 
 
@@ -100,6 +101,14 @@ def find_clinical(
         return None
     files = sorted(path for path in root.glob("*") if path.suffix.lower() in _SUFFIXES)
     tables = [path for path in files if _kind(header_of(path))]
+    people = [path for path in files if _PEOPLE.match(path.name) and path not in tables]
+    if people and not tables:
+        raise TableError(
+            "BAD_TABLE",
+            "a table with one row for each person, and no visits with diagnoses",
+            str(people[0]),
+            "put DXSUM of the same release beside it, or move it away to go on without diagnoses",
+        )
     for path in files:
         if path not in tables and _NAME.match(path.name):
             read_clinical(
@@ -113,7 +122,9 @@ def find_clinical(
             "name the one to use with --data.diagnosis_csv / --diagnosis-csv",
         )
     if tables:
-        return read_clinical(tables[0], names)
+        found = read_clinical(tables[0], names)
+        unused = tuple(f"{path.name}: not used, it has people and no visits" for path in people)
+        return replace(found, notes=found.notes + unused)
     return _read_bids_tables(root, names) if any(root.glob("sub-*/*_sessions.tsv")) else None
 
 
@@ -285,7 +296,7 @@ def _clinica(
         visits[names.person(row["participantid"])].append(
             Visit(
                 day or nominal or _FORGOTTEN,
-                _concluded(_word(table, line, row, "diagnosis"), row),
+                _concluded(_word(table, line, row, "diagnosis", names), row),
                 session=session,
                 age=_number(row, "age"),
                 mmse=_number(row, "mmse"),
@@ -367,9 +378,15 @@ def _number(row: dict[str, str], column: str) -> float | None:
     return float(match[1]) if match else None
 
 
-def _word(table: Table, line: int, row: dict[str, str], column: str) -> str:
+def _word(
+    table: Table,
+    line: int,
+    row: dict[str, str],
+    column: str,
+    names: Names = Names(),  # noqa: B008
+) -> str:
     """The diagnosis in a cell, empty for a missing one."""
-    word = _known(row, column).lower().rpartition(" to ")[2]
+    word = names.word(_known(row, column)).lower().rpartition(" to ")[2]
     dx = diagnosis(word) if word else ""
     if dx is None:
         alike = sum(other.get(column, "") == row[column] for other in table.rows)
@@ -378,6 +395,6 @@ def _word(table: Table, line: int, row: dict[str, str], column: str) -> str:
             f"line {line}: {column} {row[column]!r} is none of {known_words()}; "
             f"{alike} rows have it",
             str(table.path),
-            "correct the table",
+            "say what it means with --data.label_map / --label-map WORD=DIAGNOSIS, or correct it",
         )
     return dx

@@ -24,7 +24,7 @@ _ALIASES = {
     "type": ("imagetype",),
     "field": ("fieldstrength", "mfgfieldstrength", "imagingprotocol"),
 }
-_CLINICAL = ("adnimerge", "dxsum")
+_CLINICAL = ("adnimerge", "dxsum", "adsl")
 
 
 @dataclass(frozen=True)

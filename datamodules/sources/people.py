@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import DataError, TableError
+from ..labels import diagnosis, known_words
 from .ids import PTID, canonical_session, canonical_subject, session_in_name
 
 _OPTION = "--data.subject_pattern / --subject-pattern"
@@ -25,14 +26,19 @@ _SESSION = re.compile(
 
 @dataclass(frozen=True)
 class Names:
-    """How names in a source are read.
+    """How names of people, and words of diagnoses, in a source are read.
 
     Attributes:
         pattern: regular expression that is searched in a name; its first group, or all that it
             matches, is the person, and a group ``session`` the session. Empty: known patterns only.
+        label_column: of ``participants.tsv`` or a table of scans, that has the labels; empty: the
+            usual ones.
+        label_map: what words of a source stand for, ``(("HC", "NC"),)``.
     """
 
     pattern: str = ""
+    label_column: str = ""
+    label_map: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -43,6 +49,18 @@ class Names:
                 f"{self.pattern!r} is no regular expression: {error}",
                 action=f"give one such as '(OAS1_\\d+)_MR\\d+' with {_OPTION}",
             ) from None
+        unknown = [name for _, name in self.label_map if diagnosis(name) is None]
+        if unknown:
+            raise DataError(
+                "BAD_LABEL_MAP",
+                f"{unknown[0]!r} is none of {known_words()}",
+                action="give --data.label_map / --label-map as WORD=DIAGNOSIS, such as HC=NC",
+            )
+
+    def word(self, text: str) -> str:
+        """A diagnosis as this package writes it, if the source's word was given one."""
+        meant = {word.strip().lower(): name for word, name in self.label_map}
+        return meant.get(text.strip().lower(), text)
 
     def person(self, name: str) -> str:
         """The person of a name.
@@ -71,6 +89,22 @@ class Names:
         return canonical_subject(groups[0] if groups else match[0]), canonical_session(
             found
         ) or found
+
+
+def label_map(text: str) -> tuple[tuple[str, str], ...]:
+    """``HC=NC,Patient=AD`` as pairs.
+
+    Raises:
+        DataError: a part is no pair.
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if any(not sign for _, sign, _ in pairs):
+        raise DataError(
+            "BAD_LABEL_MAP",
+            f"{text!r}",
+            action="give --data.label_map / --label-map as WORD=DIAGNOSIS, such as HC=NC",
+        )
+    return tuple((word.strip(), name.strip()) for word, _, name in pairs)
 
 
 def refuse_two_names(subjects: Iterable[str], where: str) -> None:

@@ -18,7 +18,7 @@ from ..dates import dates_in
 from ..errors import NO_SCAN, FolderError, Problem
 from ..records import ScanRecord
 from ..series import is_t1
-from ..tables import read_table
+from ..tables import normalise, read_table
 from .clinical import Clinical
 from .ids import canonical_session
 from .people import Names
@@ -42,7 +42,8 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
         FolderError: none of the listed files exists.
         TableError: see ``read_table``; also unreadable dates.
     """
-    read = read_table(table, REQUIRED)
+    aliases = {"label": (normalise(names.label_column),)} if names.label_column else {}
+    read = read_table(table, REQUIRED, aliases)
     dates = dates_in(read, "acqdate")
     copies = Counter(row["path"] for row in read.rows)
     records, problems = [], []
@@ -68,7 +69,7 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
             acq_date=day.isoformat() if day else "",
             problem=problem,
         )
-        record = _with_columns(record, values)
+        record = _with_columns(record, values, names)
         if not record.session:
             record = replace(record, session=names.session(values.get("subject", "")))
         records.append(record)
@@ -83,7 +84,7 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
     return Reading("csv", records, problems, clinical, f"{table.name}:label", (table,), notes)
 
 
-def _with_columns(record: ScanRecord, values: Mapping[str, str]) -> ScanRecord:
+def _with_columns(record: ScanRecord, values: Mapping[str, str], names: Names) -> ScanRecord:
     """A record, with what the further columns say."""
     subject, registered = record.subject, values.get("registered", "").lower()
     return replace(
@@ -91,7 +92,7 @@ def _with_columns(record: ScanRecord, values: Mapping[str, str]) -> ScanRecord:
         session=canonical_session(values.get("session", "")) or values.get("session", ""),
         description=values.get("description", "") or "T1w",
         reason="" if is_t1(values.get("description", "") or "T1w") else "not_t1",
-        dx_bl=values.get("label", ""),
+        dx_bl=names.word(values.get("label", "")),
         age=_number(values.get("age", "")),
         sex={"f": "F", "female": "F", "m": "M", "male": "M"}.get(values.get("sex", "").lower(), ""),
         site=values.get("site", "") or subject[:3] * (subject[3:6] == "_S_"),

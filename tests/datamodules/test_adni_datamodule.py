@@ -411,6 +411,7 @@ def test_trainer_keeps_split_and_preprocessing_in_the_checkpoint(trained, tiny_c
         "profile": "stripped",
         "spacing_mm": 8.0,
         "spatial_shape": [24, 28, 24],
+        "middle_mm": None,
     }
     made.refuse_other_images(saved | {"split": "another"})  # of images alone
     with pytest.raises(DataError, match=r"OTHER_PREPROCESSING: .*spacing_mm 2\.0 there, 8\.0 here"):
