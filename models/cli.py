@@ -25,11 +25,10 @@ from models.results import beside, free_path, run_folder, save_result, scans_has
 from models.transfer import read_checkpoint, state_of
 
 DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has its own --help.
-`predict --ckpt_path FILE --scans WHAT` classifies scans that nobody has labelled,
-`test --ckpt_path FILE --cohort ROOT` tests on another cohort.
-More commands work on runs: `folds --config FILE --folds K` trains and tests K of them and
-sums them up, `compare RUN RUN` tests whether two differ, `report RUN` writes one HTML page about
-a run."""
+With `test --cohort ROOT` all people of another cohort are tested on, with `predict --scans WHAT`
+scans are classified that nobody has labelled. More commands work on runs: `report RUN` writes one
+HTML page about a run, `folds --config FILE --folds K` trains and tests K of them and sums them up,
+`compare RUN RUN` tests whether two differ."""
 
 
 class ExplainingTrainer(Trainer):
@@ -305,11 +304,11 @@ def main() -> None:
 
             compare(sys.argv[2:])
         elif sys.argv[1:2] == ["test"] and _has("--cohort"):
-            from models.external import main as external
+            from models.commands.external import main as external
 
             sys.exit(external(sys.argv[2:]))
         elif sys.argv[1:2] == ["predict"] and _has("--scans"):
-            from models.predict_scans import main as predict_scans
+            from models.commands.predict_scans import main as predict_scans
 
             sys.exit(predict_scans(sys.argv[2:]))
         else:

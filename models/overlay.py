@@ -1,5 +1,6 @@
 """Pictures of maps over scans: slices through the head as PNG, and a page to click through."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -17,6 +18,7 @@ from models.maps.native import Array, head_mask, volume
 DISPLAY_MM = 2.0
 """Voxel size of pictures: coarser scans are resampled, so that they do not look like bricks."""
 _ALPHA = 0.65
+_PAGE_WIDTH = 1200  # pixels, of the three slices of a page
 
 
 def save_overlay(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> None:
@@ -49,7 +51,7 @@ def save_unlabelled(
         title: first line.
         name: of the explained class.
     """
-    what = f"HiResCAM, evidence for {name}, hottest {TOP:.0%} of the head"
+    what = f"HiResCAM, evidence for {name}, {top_text(values, image)}"
     note = (
         f"Hot is what speaks most for {name} in this scan. The scale is the map's own, so there is "
         "always a hottest place; it is no sign of disease by itself."
@@ -67,7 +69,8 @@ def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str
         green = "" if planted is None else "; green: planted in half of them, however weakly"
         title = (
             f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
-            f"\n{_subject(method)} {class_names[-1]}, hottest {TOP:.0%} of the head{green}"
+            f"\n{_subject(method)} {class_names[-1]}, {top_text(mean, findings.mean_images[label])}"
+            f"{green}"
         )
         note = "To be read only where the scans are registered to one space."
         image = findings.mean_images[label]
@@ -91,10 +94,17 @@ def save_page(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> N
         cmap="inferno",
         black_bg=True,
         opacity=_ALPHA,
-        title=case_title(case, class_names),
+        width_view=_PAGE_WIDTH,
         cut_coords=tuple(map(float, peak_mm(one.values, case.affine))),
     )
-    page.save_as_html(str(path))
+    # nilearn writes a title over the slices and cuts it off at their edge
+    title = f"{case_title(case, class_names)}<br>{map_title(case, one)}"
+    note = "Colours: share of the map's maximum."
+    heading = f'<p style="font: 15px sans-serif; margin: 8px">{title}<br>{note}</p>'
+    text = re.sub(
+        r"(<body[^>]*>)", lambda tag: str(tag[1]) + heading, str(page.get_standalone()), count=1
+    )
+    path.write_text(text, encoding="utf-8")
 
 
 def case_title(case: Case, class_names: Sequence[str]) -> str:
@@ -106,6 +116,14 @@ def case_title(case: Case, class_names: Sequence[str]) -> str:
     )
 
 
+def top_text(values: Array, image: Array) -> str:
+    """``hottest 5% of the head, 43% of the map``: what is drawn, and how much of all there is."""
+    head = head_mask(image)
+    inside = values[head].sum()
+    share = f", {hottest(values, head).sum() / inside:.0%} of the map" if inside > 0 else ""
+    return f"hottest {TOP:.0%} of the head{share}"
+
+
 def map_title(case: Case, one: Map) -> str:
     """What a map is, what it can tell apart, and how it meets the truth."""
     cells = " x ".join(f"{side:.0f}" for side in one.cell_mm)
@@ -113,7 +131,7 @@ def map_title(case: Case, one: Map) -> str:
     if one.empty:
         return f"{title}: no evidence found"
     if one.score is None:
-        title = f"{title}, hottest {TOP:.0%} of the head"
+        title = f"{title}, {top_text(one.values, case.image)}"
         if case.truth is None:
             return title
         return f"{title}; green: the change planted in this scan, however weak"
@@ -178,10 +196,29 @@ def _draw(
             axes=(0, 0.59 - 0.295 * row, 1, 0.29),
         )
         _lay_over(display, image, heatmap, affine, truth)
+    _draw_scale(figure, _drawn_from(image, heatmap))
     figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
     figure.text(0.01, 0.91, fill(note, 140), color="#bbbbbb", fontsize=9, va="top")
     figure.savefig(path, dpi=100, facecolor="black")
     plt.close(figure)
+
+
+def _drawn_from(image: Array, heatmap: Array) -> float | None:
+    """The lowest value of a map that is drawn; None if nothing is."""
+    shown = hottest(heatmap, head_mask(image))
+    return min(float(shown[shown > 0].min()), 0.99) if shown.any() else None
+
+
+def _draw_scale(figure: Any, least: float | None) -> None:
+    """A bar with the colours of what is laid over; a map is in shares of its own maximum."""
+    if least is None:
+        return
+    axes = figure.add_axes((0.8, 0.955, 0.18, 0.018))
+    colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(least, 1), "autumn")
+    bar = figure.colorbar(colours, cax=axes, orientation="horizontal", ticks=[least, 1])
+    bar.ax.set_xticklabels([f"{least:.2f}", "1"], color="white", fontsize=8)
+    bar.outline.set_visible(False)
+    axes.set_title("share of the map's maximum", color="white", fontsize=8, pad=3)
 
 
 def _lay_over(

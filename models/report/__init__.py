@@ -1,12 +1,16 @@
 """``python -m models report RUN``: one HTML page about a run, which needs nothing but itself."""
 
 import argparse
+from datetime import date
 from pathlib import Path
+
+import yaml
 
 from models.errors import UseError
 from models.report.html import page
 from models.report.sections import SECTIONS
 from models.results import writable
+from models.tasks import classes_of
 
 
 def write_report(run: Path) -> Path:
@@ -23,12 +27,26 @@ def write_report(run: Path) -> Path:
     parts = [(title, section(run)) for title, section in SECTIONS.items()]
     path = writable(run) / "report.html"
     try:
-        path.write_text(page(f"Run {run.name}", parts), encoding="utf-8")
+        path.write_text(page(_title(run), parts), encoding="utf-8")
     except OSError as error:
         raise UseError(
             f"{path} cannot be written: {error.strerror}. Remove or rename what lies there."
         ) from error
     return path
+
+
+def _title(run: Path) -> str:
+    """Task, recipe, date, and the name of the run, as far as its configuration says."""
+    config = run / "config.yaml"
+    try:
+        settings = yaml.safe_load(config.read_text()) or {}
+        model, data = settings.get("model") or {}, settings.get("data") or {}
+    except (yaml.YAMLError, AttributeError):
+        model, data = {}, {}
+    classes = " against ".join(reversed(classes_of(data["task"]))) if data.get("task") else ""
+    recipe = " ".join(str(model[name]) for name in ("optimizer", "lr_schedule") if name in model)
+    day = date.fromtimestamp(config.stat().st_mtime).isoformat()
+    return ", ".join(part for part in (classes, recipe, day, f"run {run.name}") if part)
 
 
 def main(arguments: list[str]) -> None:

@@ -14,7 +14,7 @@ from datamodules.errors import DataError, SplitError
 from datamodules.synth import CohortSpec, generate
 from datamodules.synth.cohort import plan_cohort
 from models.cli import main
-from models.external import main as external
+from models.commands.external import main as external
 from models.tables import read_table
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]

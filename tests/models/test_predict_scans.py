@@ -13,9 +13,9 @@ from test_models_cli import checkpoint, smaller
 
 from datamodules.synth import CohortSpec, generate
 from models.cli import main
+from models.commands.new_scans import find_scans
+from models.commands.predict_scans import load
 from models.errors import UseError
-from models.new_scans import find_scans
-from models.predict_scans import load
 from models.reference import Reference, temperature
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]

@@ -23,11 +23,11 @@ from datamodules.space import off_middle_mm
 from datamodules.survey import cut_brains
 from datamodules.transforms import fixed_transforms
 from models.classifier import ResAttNetClassifier
+from models.commands.new_scans import NewScan, find_scans
 from models.environment import save_environment
 from models.errors import UseError
 from models.maps import HiResCAM3D
 from models.maps.native import masked, to_native
-from models.new_scans import NewScan, find_scans
 from models.reference import Reference, from_checkpoint, intensities, scores_and_features
 from models.results import run_folder, writable
 from models.tables import write_table
@@ -278,7 +278,7 @@ def main(arguments: list[str]) -> int:
         answers.append(said)
         print(f"{number} of {len(scans)}  {_line(said, trained.model.class_names)}", flush=True)
     write_table(table_rows(answers, trained.model.class_names), out / "predictions.tsv")
-    from models.prediction_page import write_page
+    from models.commands.prediction_page import write_page
 
     page = write_page(out / "predictions.html", trained, answers)
     save_environment(out)

@@ -24,13 +24,13 @@ from datamodules.sources.people import Names, label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from datamodules.transforms import fixed_transforms
 from models.calibration import predictive_values
-from models.cohort_tables import beside_internal, by_group, calibration_rows, shift_rows
+from models.commands.cohort_tables import beside_internal, by_group, calibration_rows, shift_rows
+from models.commands.predict_scans import Trained, load
 from models.environment import save_environment
 from models.errors import UseError
 from models.figures import save_figures
 from models.intervals import intervals
 from models.metrics import evaluate
-from models.predict_scans import Trained, load
 from models.predictions import Prediction, table_rows
 from models.reference import intensities, scores_and_features
 from models.results import load_metrics, run_folder, save_result, scans_hash, writable

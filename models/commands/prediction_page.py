@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from models.report import html
 
 if TYPE_CHECKING:
-    from models.predict_scans import Answer, Trained
+    from models.commands.predict_scans import Answer, Trained
 
 
 def write_page(path: Path, trained: "Trained", answers: Sequence["Answer"]) -> Path:
