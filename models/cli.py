@@ -208,6 +208,8 @@ class ClassifierCLI(LightningCLI):
         model = ResAttNetClassifier(**{**self.model.hparams, "transfer_from": None})
         state = read_checkpoint(best)["state_dict"]
         model.load_state_dict({k: v for k, v in state.items() if k.startswith("network.")})
+        if isinstance(self.trainer.accelerator, CUDAAccelerator):
+            model.to("cuda")
         to_checkpoint(best, measure(model.network, self.datamodule))
 
     def test(self, **arguments: Any) -> None:

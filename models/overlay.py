@@ -98,7 +98,7 @@ def save_page(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> N
         cut_coords=tuple(map(float, peak_mm(one.values, case.affine))),
     )
     # nilearn writes a title over the slices and cuts it off at their edge
-    title = f"{case_title(case, class_names)}<br>{map_title(case, one)}"
+    title = f"{case_title(case, class_names)}<br>{map_title(case, one)}".replace(" (green)", "")
     note = "Colours: share of the map's maximum."
     heading = f'<p style="font: 15px sans-serif; margin: 8px">{title}<br>{note}</p>'
     text = re.sub(

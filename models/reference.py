@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from models.metrics import Array
 
 KEY = "reference"
 """Entry of a checkpoint."""
+MOST = 500
+"""Scans of a part that are looked at."""
 PERCENTILES = (5, 25, 50, 75, 95)
 _MARGIN = 0.5  # standard deviations around a range: the next scan may be a little further out
 _LIMIT = 1.2  # times the largest distance of a validation scan
@@ -36,6 +38,8 @@ class Reference:
         field_strengths: in tesla; empty: not known.
         temperature: that scores are divided by for calibrated probabilities.
         calibrated_on: number of validation scans it was found on.
+        threshold: calibrated probability of the last class from which on it is called, chosen on
+            the validation scans; 0.5 for more than two classes.
         centre: (C,) mean of the network's features.
         precision: (C, C) inverse of their covariance.
         limit: distance beyond which no held-out scan lay.
@@ -47,6 +51,7 @@ class Reference:
     field_strengths: tuple[float, ...]
     temperature: float
     calibrated_on: int
+    threshold: float
     centre: Tensor
     precision: Tensor
     limit: float
@@ -94,10 +99,12 @@ def scores_and_features(network: nn.Module, images: Tensor) -> tuple[Tensor, Ten
 
 
 def measure(network: nn.Module, datamodule: Any) -> Reference:
-    """Look at all training and validation scans with a trained network, in evaluation mode.
+    """Look at training and validation scans with a trained network, in evaluation mode.
+
+    Of many training scans ``MOST`` are looked at, evenly spread over them.
 
     Args:
-        network: of the checkpoint, on the CPU.
+        network: of the checkpoint, on one device.
         datamodule: an ``ADNIDataModule`` that is set up.
     """
     from sklearn.covariance import LedoitWolf  # a second that only this needs
@@ -111,13 +118,16 @@ def measure(network: nn.Module, datamodule: Any) -> Reference:
     for name in train.intensities[0]:
         measures[name] = [values[name] for values in train.intensities]
     names = tuple(datamodule.class_names)
+    warmth = temperature(validation.scores, validation.labels)
+    calibrated = (validation.scores / warmth).softmax(dim=1)
     found = Reference(
         class_names=names,
-        scans={name: int((train.labels == k).sum()) for k, name in enumerate(names)},
+        scans={name: sum(r.label == k for r in records) for k, name in enumerate(names)},
         ranges={name: _range(values) for name, values in measures.items() if values},
         field_strengths=tuple(sorted({r.field_strength for r in records if r.field_strength})),
-        temperature=temperature(validation.scores, validation.labels),
+        temperature=warmth,
         calibrated_on=len(validation.labels),
+        threshold=threshold(calibrated[:, -1], validation.labels) if len(names) == 2 else 0.5,
         centre=torch.tensor(spread.location_, dtype=torch.float32),
         precision=torch.tensor(spread.precision_, dtype=torch.float32),
         limit=0.0,
@@ -138,10 +148,14 @@ def _seen(network: nn.Module, datamodule: Any, part: str) -> _Seen:
     scores, features, labels = [], [], []
     levels: list[dict[str, float]] = []
     voxel_ml = datamodule.spacing_mm**3 / 1000
-    for batch in DataLoader(datamodule.dataset(part), batch_size=datamodule.batch_size):
-        one, seen = scores_and_features(network, batch["image"])
-        scores.append(one)
-        features.append(seen)
+    device = next(network.parameters()).device
+    dataset = datamodule.dataset(part)
+    chosen = np.unique(np.linspace(0, len(dataset) - 1, min(MOST, len(dataset))).astype(int))
+    subset = Subset(dataset, chosen.tolist())
+    for batch in DataLoader(subset, batch_size=datamodule.batch_size):
+        one, seen = scores_and_features(network, batch["image"].to(device))
+        scores.append(one.cpu())
+        features.append(seen.cpu())
         labels.append(batch["label"])
         levels += [intensities(image[0].numpy(), voxel_ml) for image in batch["image"]]
     return _Seen(torch.cat(scores), torch.cat(features), torch.cat(labels), levels)
@@ -168,6 +182,25 @@ def temperature(scores: Tensor, labels: Tensor) -> float:
         return float(-(targets * logs).sum(dim=1).mean())
 
     return float(10 ** minimize_scalar(loss, bounds=(-1.0, 1.5), method="bounded").x)
+
+
+def threshold(positive: Tensor, labels: Tensor) -> float:
+    """Where sensitivity and specificity have the largest sum (Youden), between two scans.
+
+    Of several such places the one nearest to 0.5.
+
+    Args:
+        positive: (n,) probabilities of the last class.
+        labels: (n,), 0 or 1.
+    """
+    values = torch.cat([torch.zeros(1), positive.float().cpu().unique(), torch.ones(1)])
+    places = (values[1:] + values[:-1]) / 2
+    called = positive.float().cpu()[None] > places[:, None]
+    hits = (called & (labels == 1)).sum(dim=1) / (labels == 1).sum().clamp_min(1)
+    misses = (called & (labels == 0)).sum(dim=1) / (labels == 0).sum().clamp_min(1)
+    gain = (hits - misses).double()
+    best = places[gain >= gain.max() - 1e-9]
+    return float(best[(best - 0.5).abs().argmin()])
 
 
 def to_checkpoint(path: Path, reference: Reference) -> None:

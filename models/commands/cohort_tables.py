@@ -48,6 +48,19 @@ _GROUPS: dict[str, Callable[[ScanRecord], str]] = {
 }
 
 
+def at_threshold(
+    positive: Array, labels: Array, people: Sequence[str], threshold: float
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Sensitivity and specificity at the threshold that validation scans gave, and intervals."""
+    called = np.eye(2)[(positive > threshold).astype(int)]
+    values, bounds = evaluate(called, labels), intervals(called, labels, people)
+    names = ("sensitivity", "specificity")
+    return (
+        {"threshold": threshold} | {f"{name}_at_threshold": values[name] for name in names},
+        {f"{name}_at_threshold": bounds[name] for name in names if name in bounds},
+    )
+
+
 def _decade(age: float) -> str:
     start = 10 * int(age // 10)
     return f"{start} to {start + 9}"

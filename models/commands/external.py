@@ -24,7 +24,13 @@ from datamodules.sources.people import Names, label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from datamodules.transforms import fixed_transforms
 from models.calibration import predictive_values
-from models.commands.cohort_tables import beside_internal, by_group, calibration_rows, shift_rows
+from models.commands.cohort_tables import (
+    at_threshold,
+    beside_internal,
+    by_group,
+    calibration_rows,
+    shift_rows,
+)
 from models.commands.predict_scans import Trained, load
 from models.environment import save_environment
 from models.errors import UseError
@@ -175,6 +181,9 @@ def validate_on(
         for record, row in zip(records, calibrated)
     }
     write_table(table_rows(predictions, names, details), out / "predictions.tsv")
+    if reference and len(names) == 2:
+        more, ends = at_threshold(calibrated[:, 1], labels, people, reference.threshold)
+        external, bounds = external | more, bounds | ends
     rows = beside_internal(external, bounds, internal)
     write_table(rows, out / "internal_and_external.tsv")
     write_table(by_group(records, raw, labels), out / "groups.tsv")

@@ -41,6 +41,8 @@ def test_everybody_of_another_cohort_is_tested_on(trained, elsewhere, tmp_path):
     right = [row["class"] == row["predicted"] for row in rows]
     assert metrics["external/accuracy"] == pytest.approx(sum(right) / 16)
     assert metrics["external/accuracy_low"] < metrics["external/accuracy"] + 1e-9
+    beside = {row["metric"] for row in read_table(tmp_path / "out" / "internal_and_external.tsv")}
+    assert beside >= {"auroc", "brier", "threshold", "sensitivity_at_threshold"}
     kinds = {row["by"] for row in read_table(tmp_path / "out" / "groups.tsv")}
     assert kinds == {"site", "sex", "age", "field strength", "phase"}
     names = [row["probabilities"] for row in read_table(tmp_path / "out" / "calibration.tsv")]

@@ -11,12 +11,14 @@ import pytest
 import torch
 from test_models_cli import checkpoint, smaller
 
+from datamodules.checks import FileReport
+from datamodules.nifti import BadFile
 from datamodules.synth import CohortSpec, generate
 from models.cli import main
 from models.commands.new_scans import find_scans
-from models.commands.predict_scans import load
+from models.commands.predict_scans import _refuse_other_kind, load
 from models.errors import UseError
-from models.reference import Reference, temperature
+from models.reference import Reference, temperature, threshold
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]
 
@@ -130,6 +132,15 @@ def test_a_checkpoint_that_knows_nothing_of_its_scans_is_refused(trained, tmp_pa
         load(tmp_path / "old.ckpt")
 
 
+def test_a_scan_of_another_space_is_refused_where_registered_ones_were_trained_on():
+    registered = {"profile": "registered", "middle_mm": [0.0, -18.0, 18.0]}
+    _refuse_other_kind(registered, FileReport(stripped="no", middle_mm="1 -16 11"))
+    with pytest.raises(BadFile, match=r"OTHER_INPUT.*77 mm"):
+        _refuse_other_kind(registered, FileReport(stripped="no", middle_mm="0 -18 95"))
+    with pytest.raises(BadFile, match=r"brains without skull.*trained on heads with"):
+        _refuse_other_kind(registered, FileReport(stripped="yes", middle_mm="0 -18 18"))
+
+
 def test_files_of_one_name_in_two_folders_have_two_names(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -150,10 +161,18 @@ def test_temperature_recovers_what_the_scores_were_multiplied_with():
     assert temperature(sure, torch.tensor([0, 1] * 5)) > 2  # ten right ones are no certainty
 
 
+def test_the_threshold_is_youdens_and_the_nearest_to_a_half():
+    positive = torch.tensor([0.05, 0.1, 0.2, 0.3, 0.15, 0.25, 0.28, 0.4])
+    labels = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    assert threshold(positive, labels) == pytest.approx(0.225)  # 3 of 4 and 3 of 4
+    apart = threshold(torch.tensor([0.1, 0.2, 0.7, 0.9]), torch.tensor([0, 0, 1, 1]))
+    assert apart == pytest.approx(0.45)
+
+
 def test_distance_grows_with_the_departure_from_the_training_scans():
     features = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
     precision = torch.linalg.inv(torch.cov(features.T))
-    own = Reference(("a", "b"), {}, {}, (), 1.0, 0, features.mean(dim=0), precision, 3.0)
+    own = Reference(("a", "b"), {}, {}, (), 1.0, 0, 0.5, features.mean(dim=0), precision, 3.0)
     distances = [own.distance(own.centre + step) for step in (0.0, 1.0, 4.0)]
     assert distances == sorted(distances)
     assert distances[0] == 0
