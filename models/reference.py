@@ -138,6 +138,15 @@ def measure(network: nn.Module, datamodule: Any) -> Reference:
 
 @dataclass(frozen=True)
 class _Seen:
+    """What the network makes of the scans of a part.
+
+    Attributes:
+        scores: (n, K).
+        features: (n, F), what its last layer sees.
+        labels: (n,).
+        intensities: of each scan.
+    """
+
     scores: Tensor
     features: Tensor
     labels: Tensor
