@@ -380,9 +380,9 @@ class WorkerSession:
             Exception: the driver's, which has failed; caused by a RemoteError.
             ConnectionLost: the driver was lost.
         """
-        self._run.world.stop_watching()  # what becomes of its driver, a worker hears from it
-        self._run.world.phase = Phase.SERVING
+        self._run.world.serve()
         results: Results = self._worker.serve()
+        self._run.world.stop_watching()
         self._run.world.phase = Phase.TOGETHER
         self._run.plans.update(results.plans)
         self._run.module.cpu()

@@ -225,6 +225,11 @@ class World:
         make_deferrable(self._alone)
         run_pending(hold=False)
 
+    def serve(self) -> None:
+        """This rank obeys its driver, and hears from it what becomes of the run."""
+        self.phase = Phase.SERVING
+        self._watch.serve()
+
     def stop_watching(self) -> None:
         """This rank ends by itself, or is told by others: it need not be killed."""
         self._watch.close()

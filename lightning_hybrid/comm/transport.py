@@ -7,11 +7,13 @@ with the same promises.
 
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid._torch.distributed import unrecorded
 from lightning_hybrid.comm.lost_peers import is_late
+from lightning_hybrid.comm.stuck_sends import SENDS
 from lightning_hybrid.errors import HybridError, RemoteError
 
 Group = Any
@@ -21,6 +23,8 @@ ANOTHER_REPLICA = "a rank of another replica"
 UNKNOWN_PEER = "a rank of the group"
 """How to name the peer where a collective cannot tell which one is lost."""
 _UNKNOWN = (ANOTHER_REPLICA, UNKNOWN_PEER)
+_PROBED = 2**20
+"""A tag on which nobody sends."""
 
 
 class ConnectionLost(RemoteError):
@@ -93,11 +97,20 @@ class GroupWire:
 
     def send(self, tensor: Tensor) -> Transfer:
         work = start(self._group.send, [tensor], self._other, self._tag, peer=self.peer)
-        return _GroupTransfer(work, self.peer)
+        return _GroupSend(work, self)
 
     def receive(self, tensor: Tensor) -> Transfer:
         work = start(self._group.recv, [tensor], self._other, self._tag, peer=self.peer)
         return _GroupTransfer(work, self.peer)
+
+    def probe(self) -> None:
+        """From any thread: begin a receive that never ends, which tells whether the peer is there.
+
+        Raises:
+            ConnectionLost: it is gone.
+        """
+        if self._group.name() == "gloo":
+            start(self._group.recv, [torch.empty(1)], self._other, _PROBED, peer=self.peer)
 
 
 class _GroupTransfer:
@@ -106,6 +119,15 @@ class _GroupTransfer:
 
     def wait(self) -> None:
         wait(self._work, self._peer)
+
+
+class _GroupSend:
+    def __init__(self, work: dist.Work, wire: GroupWire) -> None:
+        self._work, self._wire = work, wire
+
+    def wait(self) -> None:
+        with SENDS.watched(self._wire.probe):
+            wait(self._work, self._wire.peer)
 
 
 def start(call: Any, *arguments: Any, peer: str) -> dist.Work:

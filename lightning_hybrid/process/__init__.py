@@ -15,6 +15,7 @@ from lightning_hybrid.process.launcher import (
     HybridSubprocessLauncher,
     Parted,
 )
+from lightning_hybrid.process.orphans import watch_parent
 from lightning_hybrid.process.run_results import Results, Snapshot, adopt_results, collect_results
 from lightning_hybrid.process.store import Meeting
 
@@ -41,4 +42,5 @@ __all__ = [
     "read_fault",
     "say_at_next_meeting",
     "survey",
+    "watch_parent",
 ]

@@ -136,9 +136,18 @@ class Watch:
 
     def __init__(self, rank: str, store: Store) -> None:
         self._rank, self._store = rank, store
+        self._serves = False
         self._over = Event()
         self._thread = Thread(target=self._run, daemon=True, name="hybrid-watch")
         self._thread.start()
+
+    def serve(self) -> None:
+        """What becomes of the run, a worker hears from its driver, however long that may take.
+
+        It is alone only when rank 0, and with it the store, is gone: that ends last. Its driver may
+        then be gone, too, and not every wait of a worker hears of it.
+        """
+        self._serves = True
 
     def close(self) -> None:
         """This rank ends by itself, or is told by others."""
@@ -165,7 +174,8 @@ class Watch:
         """What has failed elsewhere: what a rank has recorded, or the host of the store itself."""
         for _ in range(_TRIES):
             try:
-                return _read(self._store, "unknown") if self._store.check([_KEY]) else None
+                failed = self._store.check([_KEY]) and not self._serves
+                return _read(self._store, "unknown") if failed else None
             except RuntimeError:  # the connection is broken, or its other end is gone
                 if _answers(self._store):
                     with suppress(RuntimeError):

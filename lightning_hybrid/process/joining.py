@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, make_world
 from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process.device_survey import measure_links
+from lightning_hybrid.process.orphans import have_met
 from lightning_hybrid.process.store import LETTING_GO_S, Meeting, make_store
 
 Survey = Callable[[Group], Cluster]
@@ -95,6 +96,7 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     _Process.generation += 1
     store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
     world = make_world(store, coordinates.rank, size)
+    have_met()
     _Process.everyone, _Process.failed = Everyone(coordinates, store, world), False
     return _Process.everyone
 

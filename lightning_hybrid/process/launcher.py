@@ -43,6 +43,7 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
+from lightning_hybrid.process.orphans import starting_ranks
 from lightning_hybrid.process.run_results import Results, adopt_attributes
 from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
@@ -179,7 +180,8 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
-            self._call_children_scripts()
+            with starting_ranks():
+                self._call_children_scripts()
             _Children.processes = self.procs
             atexit.register(_leave_nobody)
         set_num_threads(self.num_processes)
