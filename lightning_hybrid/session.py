@@ -306,8 +306,7 @@ class DriverSession:
             if self._run.fitting:
                 self._driver.check()
                 self._driver.weights.broadcast_buffers()
-            self._driver.weights.gather()
-            self._driver.remote.bring_gradients()
+            self._driver.bring_all(self._run.trainer.default_root_dir)
         self._driver.close()
         self._driver.weights.leave_inference()
         self._release()

@@ -307,6 +307,18 @@ class GiveOptimizer(OptimizerCommand):
 
 
 @dataclass(frozen=True)
+class KeepStates(OptimizerCommand):
+    """Write the state of an optimizer to a file, by parameter name; see :class:`KeepTensors`.
+
+    Attributes:
+        folder: where, if possible.
+    """
+
+    answered = True
+    folder: str
+
+
+@dataclass(frozen=True)
 class ZeroGrad(OptimizerCommand):
     """Clear the gradients of an optimizer.
 
@@ -384,6 +396,32 @@ class GiveWeights(Command):
 
     answered = True
     names: list[str]
+
+
+@dataclass(frozen=True)
+class KeepTensors(Command):
+    """Write what this rank owns to a file, gradients too.
+
+    The answer is its ticket, or ``None`` where there is no room.
+
+    Attributes:
+        folder: where, if possible.
+    """
+
+    answered = True
+    folder: str
+
+
+@dataclass(frozen=True)
+class MapTensors(Command):
+    """Have here what other ranks own, as it is in their files; answer whether that is possible.
+
+    Attributes:
+        tickets: of the files, by ``pp_rank``.
+    """
+
+    answered = True
+    tickets: Mapping[int, Any]
 
 
 @dataclass(frozen=True)
@@ -494,6 +532,7 @@ MESSAGES: tuple[type[Message], ...] = (
     TakeOptimizers,
     TakeGroups,
     GiveOptimizer,
+    KeepStates,
     ZeroGrad,
     Step,
     GradientNorm,
@@ -501,6 +540,8 @@ MESSAGES: tuple[type[Message], ...] = (
     ClipValues,
     Unscale,
     GiveWeights,
+    KeepTensors,
+    MapTensors,
     TakeWeights,
     NameGradients,
     GiveGradients,

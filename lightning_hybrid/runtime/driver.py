@@ -31,6 +31,7 @@ from lightning_hybrid.pipeline import (
     state_buffers,
     tensors_of,
 )
+from lightning_hybrid.runtime.after_run import AfterRun
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.chosen_gradients import ChosenGradients
 from lightning_hybrid.runtime.commands import Commands, Workers
@@ -129,6 +130,7 @@ class Driver:
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         self._synchronized = True  # in the last step
+        self._after: AfterRun | None = None
 
     def __deepcopy__(self, memo: object) -> "Driver":
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
@@ -281,6 +283,18 @@ class Driver:
     # ------------------------------------------------------------------ the end
 
     @signals_deferred
+    def bring_all(self, folder: str) -> None:
+        """Have the weights, buffers and gradients of all stages in the module.
+
+        Args:
+            folder: where ranks write what others map.
+        """
+        self._after = AfterRun(self._module, self.commands, self.weights, folder)
+        if not self._after.map_tensors():
+            self.weights.gather()
+            self.remote.bring_gradients()
+
+    @signals_deferred
     def end(self, results: Any, *, weights: bool) -> None:
         """End the run: the workers get the results and, if weights have changed, the whole module.
 
@@ -290,10 +304,13 @@ class Driver:
         Raises:
             Exception: of a worker that has failed since it was last heard of.
         """
+        after = self._after
         if weights and self._workers.ranks:
-            self.weights.hand_out_all()
+            if after is None or not after.hand_out():
+                self.weights.hand_out_all()
             self.optimizers.ship_in_any_case(fresh=0)
-        self.optimizers.bring_states()  # an evaluation after a fit has given them away, too
+        # an evaluation after a fit has given them away, too
+        self.optimizers.bring_states(after.states if after is not None else lambda _: None)
         self.commands.ask(End(results))
         self._workers.flush()
         self._workers.close()

@@ -90,7 +90,7 @@ class Weights:
 
     def gather(self) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them."""
-        tensors = self._owned_elsewhere()
+        tensors = self.owned_elsewhere()
         self._fetch([name for name, tensor in tensors.items() if not is_deferred(tensor)])
 
     def leave_inference(self) -> None:
@@ -108,10 +108,10 @@ class Weights:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the module holds the weights of all stages."""
-        with whole(self._module, self._fetch(list(self._owned_elsewhere()))):
+        with whole(self._module, self._fetch(list(self.owned_elsewhere()))):
             yield
 
-    def _owned_elsewhere(self) -> dict[str, Tensor]:
+    def owned_elsewhere(self) -> dict[str, Tensor]:
         """What workers own, without layers that the user has removed or replaced since."""
         tensors = tensors_of(self._module)
         return {
@@ -135,7 +135,7 @@ class Weights:
     @signals_deferred
     def scatter(self) -> None:
         """Give the workers the weights of their stages as they stand in the module."""
-        tensors = self._owned_elsewhere()
+        tensors = self.owned_elsewhere()
         workers = self._commands.workers
         for worker in workers.ranks if self._ownership.any_network else ():
             owned = [name for name in self._ownership.tensors_of(worker) if name in tensors]
@@ -144,13 +144,17 @@ class Weights:
             leave_to_worker(tensors, owned, self._coordinates, worker)
         self._remote.adopt_fetched()
 
-    def hand_out_all(self) -> None:
-        """Give every worker the weights of all stages."""
-        everyones = {
+    def everyones(self) -> dict[str, Tensor]:
+        """What all ranks are to have after a run."""
+        return {
             name: tensor
             for name, tensor in tensors_of(self._module).items()
             if name in self._shared and not is_of_one_rank(tensor)
         }
+
+    def hand_out_all(self) -> None:
+        """Give every worker the weights of all stages."""
+        everyones = self.everyones()
         for worker in self._commands.workers.ranks:
             with as_they_are():
                 self._commands.workers.send(worker, TakeWeights(everyones.items()))

@@ -53,6 +53,7 @@ from lightning_hybrid.pipeline import (
     own_parameters,
     state_buffers,
 )
+from lightning_hybrid.runtime.after_run import FilesOfWorker
 from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.runtime.worker_weights import WorkerWeights
@@ -90,8 +91,10 @@ class Worker:
         self._networks: list[StagedNetwork] = []
         # a weight that is tied may be asked for under any of its names
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        self._optimizers = WorkerOptimizers(parameters)
-        self._weights = WorkerWeights(module, parameters, self._networks)
+        self._files = FilesOfWorker(module)
+        self._optimizers = WorkerOptimizers(parameters, self._files)
+        rank = mesh.coordinates.pp_rank
+        self._weights = WorkerWeights(module, parameters, self._networks, self._files, rank)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
@@ -139,6 +142,7 @@ class Worker:
                 failed = False
                 return results
             finally:
+                self._files.close()
                 self._heartbeat.close()
                 if guard is not None:
                     guard.close(failed=failed)

@@ -13,6 +13,7 @@ from lightning_hybrid.comm.protocol import (
     Command,
     GiveOptimizer,
     GradientNorm,
+    KeepStates,
     ScaleGradients,
     Step,
     TakeGroups,
@@ -20,6 +21,7 @@ from lightning_hybrid.comm.protocol import (
     Unscale,
     ZeroGrad,
 )
+from lightning_hybrid.runtime.after_run import FilesOfWorker
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.loss_scaling import unscale
 from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
@@ -30,13 +32,15 @@ class WorkerOptimizers:
 
     Args:
         parameters: all of the LightningModule, by name; a tied one under each of its names.
+        files: for what other ranks map.
 
     Attributes:
         all: the optimizers, in the user's order.
         names: of the parameters, by their identities; of a tied one the first, as on the driver.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], files: FilesOfWorker) -> None:
+        self._files = files
         self.all: list[Optimizer] = []
         self._parameters = parameters
         self._precision: Precision | None = None  # that of the driver
@@ -50,6 +54,7 @@ class WorkerOptimizers:
             TakeOptimizers: self._take_optimizers,
             TakeGroups: self._take_groups,
             GiveOptimizer: self._give_optimizer,
+            KeepStates: self._keep_states,
             ZeroGrad: self._zero_grad,
             Step: self._step,
             GradientNorm: self._gradient_norm,
@@ -69,6 +74,10 @@ class WorkerOptimizers:
 
     def _give_optimizer(self, command: GiveOptimizer) -> Answer:
         return Answer(value=state_of(self.all[command.optimizer], self.names))
+
+    def _keep_states(self, command: KeepStates) -> Answer:
+        states = state_of(self.all[command.optimizer], self.names)
+        return Answer(value=self._files.write(states, command.folder))
 
     def _zero_grad(self, command: ZeroGrad) -> None:
         self.all[command.optimizer].zero_grad(command.set_to_none)

@@ -13,12 +13,16 @@ from lightning_hybrid.comm.protocol import (
     GiveBorrowedGradients,
     GiveGradients,
     GiveWeights,
+    KeepTensors,
+    MapTensors,
     NameGradients,
     TakeGradients,
     TakeWeights,
 )
 from lightning_hybrid.pipeline import StagedNetwork, tensors_of, write_tensors
+from lightning_hybrid.runtime.after_run import FilesOfWorker
 from lightning_hybrid.runtime.deferred_weights import Takeover
+from lightning_hybrid.tensors import is_of_one_rank
 
 
 class WorkerWeights:
@@ -28,6 +32,8 @@ class WorkerWeights:
         module: the LightningModule of this rank.
         parameters: all of its parameters, by name.
         networks: those that are cut; the list grows.
+        files: for what other ranks map.
+        rank: ``pp_rank`` of this one.
     """
 
     def __init__(
@@ -35,7 +41,10 @@ class WorkerWeights:
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
         networks: Sequence[StagedNetwork],
+        files: FilesOfWorker,
+        rank: int,
     ) -> None:
+        self._files, self._rank = files, rank
         self._module, self._parameters, self._networks = module, parameters, networks
         self._takeover: Takeover | None = None
 
@@ -43,6 +52,8 @@ class WorkerWeights:
         """What carries out each command."""
         return {
             GiveWeights: self._give_weights,
+            KeepTensors: self._keep_tensors,
+            MapTensors: self._map_tensors,
             TakeWeights: self._take_weights,
             NameGradients: self._name_gradients,
             GiveGradients: self._give_gradients,
@@ -72,10 +83,23 @@ class WorkerWeights:
             takeover, self._takeover = self._takeover, None
             takeover.settle(arrived)
 
+    def _keep_tensors(self, command: KeepTensors) -> Answer:
+        tensors, owned = tensors_of(self._module), self._owned()
+        kept = {name: tensors[name] for name in owned if not is_of_one_rank(tensors[name])}
+        gradients = {name: g for name in kept if (g := kept[name].grad) is not None}
+        value = {"weights": kept, "gradients": gradients}
+        return Answer(value=self._files.write(value, command.folder))
+
+    def _map_tensors(self, command: MapTensors) -> Answer:
+        others = [ticket for rank, ticket in command.tickets.items() if rank != self._rank]
+        return Answer(value=self._files.read(others, self._owned()))
+
+    def _owned(self) -> list[str]:
+        return [name for network in self._networks for name in network.owned()]
+
     def _name_gradients(self, _: NameGradients) -> Answer:
-        owned = [name for network in self._networks for name in network.owned()]
         named = self._parameters
-        return Answer(value=[n for n in owned if n in named and named[n].grad is not None])
+        return Answer(value=[n for n in self._owned() if n in named and named[n].grad is not None])
 
     def _give_gradients(self, command: GiveGradients) -> Answer:
         gradients = [(name, self._parameters[name].grad) for name in command.names]

@@ -19,7 +19,7 @@ Copies and pickles are ordinary tensors. Nothing here costs anything until a pro
 look at its class by torch; our own code looks at the tensors as they are (:func:`as_they_are`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -108,6 +108,7 @@ class RemoteTensors:
         self.places.close()
         for name, gradient in self._brought.items():
             parameters[name].value.grad = gradient
+        self._brought = {}
         for table in (self._touched, self._here_too, self.gradients, self._tensors[Kind.GRADIENT]):
             table.clear()
 
@@ -222,11 +223,27 @@ class RemoteTensors:
                 return
             values = self._owners.give(Kind.GRADIENT, here)  # of which some may be sparse
             self._brought = {n: v.to(parameters[n].value.device) for n, v in values.items()}
-            for remote in self.gradients.kept(here):
+        self._keep_shown()
+        self._owners.clear_gradients(here)  # the next run brings them from here
+
+    def leave_gradients(self, values: Mapping[str, Tensor]) -> None:
+        """The owners go, and leave these gradients, which parameters have from :meth:`close` on.
+
+        Args:
+            values: by name of the parameter; memory of this rank.
+        """
+        parameters = self._tensors[Kind.PARAMETER]
+        self._brought = {name: value for name, value in values.items() if name in parameters}
+        self._keep_shown()
+        self._owners.clear_gradients([*self._brought])  # the next run brings them from here
+
+    def _keep_shown(self) -> None:
+        """Who has a proxy of a gradient keeps it."""
+        with torch.no_grad(), as_they_are():
+            for remote in self.gradients.kept(self._brought):
                 if self._brought[remote.name].layout is torch.strided:
                     self._brought[remote.name] = remote.value.copy_(self._brought[remote.name])
                 remote.keep()
-        self._owners.clear_gradients(here)  # the next run brings them from here
 
     def adopt_replaced(self) -> None:
         """Before a forward: bring the owners the buffers that were replaced here.

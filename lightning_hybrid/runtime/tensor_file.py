@@ -1,0 +1,135 @@
+"""Tensors in a file without a name, from which other processes of the host map what they read.
+
+At the end of a run every rank keeps what it owns, and the script goes on on all of them. It may
+read any weight there, at any time, and change it, as if each rank had a module of its own.
+So a rank writes what it owns to a file that has no name, and the others map it: until they read a
+number it takes no memory, then as much as the system has to spare (it may drop those pages again,
+as it does with every file), and what they write is theirs alone. A file lives as long as any
+process has it; a kill leaves nothing on the disk.
+"""
+
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid._trees import Token, rebuild
+from lightning_hybrid.comm import TensorSpec, bytes_of
+
+PIECE_BYTES = 64 * 2**20
+"""The most that is copied at once."""
+_TOKEN_BYTES = _ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class _Stored(Token):
+    """In the place of a tensor: where it is in the file.
+
+    Attributes:
+        offset: of its first byte.
+        spec: how it lies there.
+    """
+
+    offset: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """By what other processes of the host find a file.
+
+    Attributes:
+        path: of the file, while its writer has it open.
+        token: its first bytes; on another host the path may lead to another file.
+        value: what was written, places in the file in the stead of dense tensors.
+    """
+
+    path: str
+    token: bytes
+    value: Any
+
+
+class TensorFile:
+    """A file of tensors, being written.
+
+    Args:
+        folder: where; the system's temporary one if nothing can be written there.
+    """
+
+    def __init__(self, folder: str) -> None:
+        writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
+        self._file = TemporaryFile(dir=folder if writable else None)  # noqa: SIM115  others open it
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._file.write(self._token)
+
+    def write(self, value: Any) -> Ticket:
+        """Write the dense tensors in nested containers.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        packed = rebuild(value, lambda part: self._store(part) if _is_dense(part) else part)
+        self._file.flush()
+        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        return Ticket(path, self._token, packed)
+
+    def close(self) -> None:
+        """All that are to read it have opened it."""
+        self._file.close()
+
+    def _store(self, tensor: Tensor) -> _Stored:
+        spec = TensorSpec.of(tensor, gradient=False)
+        offset = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
+        memory = bytes_of(spec.laid_out(tensor))
+        for piece in memory.split(PIECE_BYTES):
+            self._file.write(piece.cpu().numpy().data)
+        return _Stored(offset, spec)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
+
+
+def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
+    """What was written, in memory that is the files; changes of it are this process's alone.
+
+    Returns:
+        ``None`` where one cannot be read: it is on another host.
+
+    Raises:
+        OSError: so much memory must not even be mapped (``ulimit -v``).
+    """
+    read = [_read(ticket) for ticket in tickets]
+    return None if None in read else read
+
+
+def _read(ticket: Ticket) -> Any | None:
+    try:
+        with Path(ticket.path).open("rb") as file:
+            if file.read(_TOKEN_BYTES) != ticket.token:
+                return None
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (FileNotFoundError, PermissionError):
+        return None
+    return rebuild(ticket.value, _mapped_from(memory))
+
+
+def _mapped_from(memory: mmap.mmap) -> Callable[[Any], Any]:
+    def mapped(part: Any) -> Any:
+        if not isinstance(part, _Stored):
+            return part
+        spec = part.spec
+        count = torch.Size(spec.shape).numel()
+        flat = torch.frombuffer(memory, dtype=spec.dtype, count=count, offset=part.offset)
+        if spec.strides is None:
+            return flat.view(spec.shape)
+        return flat.as_strided(spec.shape, spec.strides)
+
+    return mapped

@@ -1,0 +1,114 @@
+"""After a run each rank finds all weights, and changes its own; files need not be readable."""
+
+from typing import Any
+
+import pytest
+import torch
+from driven import Replica, batches, loss_of, model
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from lightning_hybrid.runtime import after_run
+
+DEVICES = [(1, 0), (1, 2, 0)]
+
+
+@pytest.fixture(params=[True, False], ids=["one host", "several hosts"])
+def _hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(after_run, "read_files", lambda _: None)
+
+
+class Trained:
+    """One step of a replica and of one device, and the end of the run."""
+
+    def __init__(self, replicas: Any, devices: tuple[int, ...]) -> None:
+        self.module, self.reference = model(), model()
+        self.replica: Replica = replicas(self.module, devices)
+        self.mine = AdamW(self.module.parameters(), lr=0.1)
+        self.theirs = AdamW(self.reference.parameters(), lr=0.1)
+        self.replica.driver.optimizers.connect([self.mine])
+        [value] = batches(1)
+        loss_of(self.module, self.replica(value)).backward()
+        self.replica.driver.gradients.after_backward()
+        loss_of(self.reference, self.reference.net(value)).backward()
+        self.mine.step()
+        self.theirs.step()
+
+    def end(self) -> None:
+        self.replica.driver.bring_all("")
+        self.replica.driver.close()
+        self.replica.driver.end("results", weights=True)
+        self.states = self.mine.state_dict()
+        self.replica.close()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Of all ranks."""
+        return [self.module, *self.replica.modules.values()]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_hosts")
+@pytest.mark.parametrize("devices", DEVICES)
+def test_all_ranks_find_the_weights_and_the_driver_the_rest(
+    replicas: Any, devices: tuple[int, ...]
+) -> None:
+    trained = Trained(replicas, devices)
+    trained.end()
+    for module in trained.modules:
+        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+    gradients = [[p.grad for p in m.parameters()] for m in (trained.module, trained.reference)]
+    assert_same(*gradients)
+    assert_same(trained.states, trained.theirs.state_dict())
+    assert set(trained.replica.results.values()) == {"results"}
+
+
+@pytest.mark.usefixtures("_hosts")
+def test_what_a_rank_changes_afterwards_the_others_do_not_see(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    for factor, module in enumerate(trained.modules, start=2):
+        for parameter in module.parameters():
+            parameter.data.mul_(factor)
+    for factor, module in enumerate(trained.modules, start=2):
+        for found, expected in zip(module.parameters(), trained.reference.parameters()):
+            assert_same(found.detach(), factor * expected.detach())
+
+
+@pytest.mark.usefixtures("_hosts")
+@pytest.mark.parametrize("layer", [0, -2])
+def test_a_change_by_a_hook_at_the_end_is_on_all_ranks(replicas: Any, layer: int) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.replica.driver.bring_all("")
+    trained.replica.driver.close()
+    with torch.no_grad():
+        for module in (trained.module, trained.reference):
+            module.net[layer].weight.fill_(7)
+    trained.replica.driver.end("results", weights=True)
+    trained.replica.close()
+    for module in trained.modules:
+        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+
+
+@pytest.mark.usefixtures("_hosts")
+def test_what_was_taken_of_a_weight_shows_it_afterwards_too(replicas: Any) -> None:
+    taken: list[Tensor] = []
+
+    def take(module: nn.Module) -> None:
+        taken.extend(parameter.detach() for parameter in module.parameters())
+
+    module = model()
+    take(module)
+    replica: Replica = replicas(module, (1, 0))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(3)
+    replica.driver.bring_all("")
+    replica.driver.close()
+    replica.driver.end("results", weights=True)
+    replica.close()
+    assert_same(taken, [torch.full_like(t, 3) for t in taken])
