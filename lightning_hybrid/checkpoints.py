@@ -2,12 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from zipfile import is_zipfile
 
 import torch
 
 from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
 from lightning_hybrid._lightning_private import WrappingCheckpointIO
+from lightning_hybrid.runtime import PIECE_BYTES, let_go
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -37,12 +39,57 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         beside = target.with_name(f".{target.name}.part")
         try:
             with beside.open("wb") as file:
-                torch.save(checkpoint, file)
+                letting_go: Any = _LettingGo(file)
+                torch.save(checkpoint, letting_go)
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint: a file of this host is read where its numbers are needed.
+
+        Args:
+            path: of the file, or a URL.
+            map_location: as in Lightning.
+            weights_only: likewise.
+        """
+        if "://" in str(path) or not is_zipfile(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        loaded: dict[str, Any] = torch.load(
+            path, map_location=map_location, weights_only=weights_only, mmap=True
+        )
+        return loaded
+
+
+class _LettingGo:
+    """A file that gives memory back which other ranks' tensors were mapped to, once it is written.
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> int:
+        """Write a part of the file, such as a whole tensor."""
+        written = 0
+        for begin in range(0, len(data), PIECE_BYTES):
+            piece = data[begin : begin + PIECE_BYTES]
+            written += self._file.write(piece)
+            let_go(piece)
+        return written
+
+    def flush(self) -> None:
+        """As of any file."""
+        self._file.flush()
 
 
 def with_atomic_writes(io: CheckpointIO | None) -> CheckpointIO:

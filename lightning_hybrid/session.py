@@ -94,6 +94,7 @@ class DriverSession:
             shared=run.shared,
             share=run.building.deferred,
             batches=batches,
+            folder=run.trainer.default_root_dir,
             say=rank_zero_info,
             first_failure=lambda: read_fault(mesh).exception(),
         )
@@ -306,7 +307,7 @@ class DriverSession:
             if self._run.fitting:
                 self._driver.check()
                 self._driver.weights.broadcast_buffers()
-            self._driver.bring_all(self._run.trainer.default_root_dir)
+            self._driver.bring_all()
         self._driver.close()
         self._driver.weights.leave_inference()
         self._release()

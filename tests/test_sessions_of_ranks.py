@@ -181,7 +181,7 @@ def test_weights_come_back_after_a_run_that_went_well_and_may_have_changed_them(
     driven.driver.weights.changed = changed
     driven.run.trainer.state.status, driven.run.world.phase = status, phase
     driven.session.close()
-    assert ("gather" in driven.notes) is gathers
+    assert ("bring_all" in driven.notes) is gathers
     assert ("check" in driven.notes) is (gathers and fitting)  # which all drivers do together
     assert driven.notes[-2:] == ["close", "leave_inference"]
 
@@ -264,11 +264,17 @@ class Obedient:
 def test_a_worker_goes_on_with_what_its_driver_has_found() -> None:
     run, watched = make_run(Coordinates(1, 1, 2), plans={}), []
     run.world.stop_watching = lambda: watched.append("stopped")
+
+    def serve() -> None:
+        watched.append("serves")
+        run.world.phase = Phase.SERVING
+
+    run.world.serve = serve
     worker = Obedient(run)
     worker.results.callback_metrics["loss"] = torch.tensor(0.5)
     session = WorkerSession(run, worker)
     assert session.serve() is worker.results
-    assert watched == ["stopped"]
+    assert watched == ["serves", "stopped"]
     assert run.plans == {"net": PLAN}
     assert run.trainer.callback_metrics["loss"] == 0.5
     assert session.optimizers is worker.optimizers

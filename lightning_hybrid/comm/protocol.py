@@ -400,16 +400,19 @@ class GiveWeights(Command):
 
 @dataclass(frozen=True)
 class KeepTensors(Command):
-    """Write what this rank owns to a file, gradients too.
+    """Write what this rank owns to a file.
 
     The answer is its ticket, or ``None`` where there is no room.
 
     Attributes:
         folder: where, if possible.
+        at_end: what other ranks are to find after the run: gradients too, and no weight that is
+            made for one rank alone.
     """
 
     answered = True
     folder: str
+    at_end: bool
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
 from lightning_hybrid.runtime.streamed_calls import NoBatches
+from lightning_hybrid.runtime.tensor_file import PIECE_BYTES, let_go
 from lightning_hybrid.runtime.worker import Worker
 
 __all__ = [
+    "PIECE_BYTES",
     "Discovery",
     "Driver",
     "LookAhead",
@@ -27,6 +29,7 @@ __all__ = [
     "Worker",
     "gather_after_run",
     "gather_optimizer_after_run",
+    "let_go",
     "make_what_no_network_owns",
     "outline",
     "whole",

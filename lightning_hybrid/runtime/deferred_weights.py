@@ -6,7 +6,7 @@ when the network is cut, and to the other replicas from rank to rank of each sta
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.pipeline import tensors_of
+from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
+from lightning_hybrid.runtime.tensor_file import read_files
 from lightning_hybrid.tensors import (
     has_loaded,
     is_deferred,
@@ -226,9 +228,9 @@ def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     tensors = tensors_of(module)
     if not mesh.coordinates.is_driver:
         mine = {n: t for n, t in tensors.items() if is_of_one_rank(t) and not is_deferred(t)}
-        _answer_driver(mesh, Answer(tensors=mine.items()))
+        _answer_driver(mesh, mine)
         return {}
-    return {name: tensor for answer in _hear_workers(mesh) for name, tensor in answer.tensors}
+    return {name: tensor for named in _hear_workers(mesh) for name, tensor in named.items()}
 
 
 def gather_optimizer_after_run(
@@ -239,11 +241,12 @@ def gather_optimizer_after_run(
         return {}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     if not mesh.coordinates.is_driver:
-        _answer_driver(mesh, Answer(value=state_of(optimizer, names)))
+        states = optimizer.state.items()
+        _answer_driver(mesh, {names[id(p)]: dict(state) for p, state in states if state})
         return {}
     remote: dict[str, dict[str, Any]] = {}
-    for answer in _hear_workers(mesh):
-        remote |= answer.value
+    for states_there in _hear_workers(mesh):
+        remote |= states_there
     state_dict = optimizer.state_dict()
     here = {names.get(id(parameter)) for parameter in optimizer.state}
     remote = {name: state for name, state in remote.items() if name not in here}
@@ -251,12 +254,25 @@ def gather_optimizer_after_run(
     return complete(optimizer, state_dict, names, remote) if remote else state_dict
 
 
-def _answer_driver(mesh: Mesh, answer: Answer) -> None:
+def _answer_driver(mesh: Mesh, value: Any) -> None:
+    """Leave something to the driver in a file, or send it, if it cannot read that."""
     channel = mesh.channel(0)
-    channel.send(answer)
-    channel.flush()
+    with closing(FilesOfWorker(nn.Module())) as file:
+        channel.send(Answer(value=file.write(value, "")))
+        is_read = channel.receive(Answer).value
+    if not is_read:
+        channel.send(Answer(value=rebuild(value, lambda v: v.cpu() if _is_tensor(v) else v)))
+        channel.flush()
 
 
-def _hear_workers(mesh: Mesh) -> Iterator[Answer]:
-    workers = range(1, mesh.coordinates.ranks_per_replica)
-    return (mesh.channel(worker).receive(Answer) for worker in workers)
+def _hear_workers(mesh: Mesh) -> Iterator[Any]:
+    for worker in range(1, mesh.coordinates.ranks_per_replica):
+        channel = mesh.channel(worker)
+        ticket = channel.receive(Answer).value
+        files = None if ticket is None else read_files([ticket])
+        channel.send(Answer(value=files is not None))
+        yield channel.receive(Answer).value if files is None else files[0]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

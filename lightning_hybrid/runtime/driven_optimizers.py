@@ -26,6 +26,7 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.runtime.clipping import clip_factor, gradient_norms, gradients_of
 from lightning_hybrid.runtime.commands import Commands
+from lightning_hybrid.runtime.files import FilesOfWorkers
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.loss_scaling import unscale
 from lightning_hybrid.runtime.optimizer_link import OptimizerLink
@@ -33,7 +34,6 @@ from lightning_hybrid.runtime.optimizer_trial import announce, refuse_deferred, 
 from lightning_hybrid.runtime.optimizers import ship
 from lightning_hybrid.runtime.ownership import Ownership
 
-ReadStates = Callable[[int], Mapping[str, dict[str, Any]] | None]
 ALL = -1
 """Every bit of ``fresh``."""
 
@@ -48,6 +48,7 @@ class DrivenOptimizers:
         commands: to the workers.
         ownership: which worker owns what.
         gradients: of this replica.
+        files: of the workers.
         say: tells the user something, in one line.
 
     Attributes:
@@ -64,14 +65,15 @@ class DrivenOptimizers:
         commands: Commands,
         ownership: Ownership,
         gradients: ReplicaGradients,
+        files: FilesOfWorkers,
         say: Callable[[str], None],
     ) -> None:
         self._module, self._names, self._device, self._say = module, names, device, say
         self._commands, self._ownership, self._gradients = commands, ownership, gradients
+        self._files = files
         self._optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
         self._precision: Precision | None = None  # that the workers know of
-        self._read: ReadStates = lambda _: None
         self.streamed_by = ""
         self.before_step: Callable[[], None] = lambda: None
 
@@ -158,13 +160,8 @@ class DrivenOptimizers:
         for link in self._links:
             link.gather_state()
 
-    def bring_states(self, read: ReadStates) -> None:
-        """After the run: as :meth:`gather_states`, for good.
-
-        Args:
-            read: gives the states of an optimizer on the workers, if they need not travel.
-        """
-        self._read = read
+    def bring_states(self) -> None:
+        """After the run: as :meth:`gather_states`, for good."""
         for link in self._links:
             link.bring_state()
 
@@ -195,8 +192,8 @@ class DrivenOptimizers:
         """The state of an optimizer by parameter name on the workers, tensors on the CPU."""
         remote: dict[str, dict[str, Any]] = {}
         if self._ownership.any_network:
-            if (kept := self._read(index)) is not None:
-                return dict(kept)
+            if (kept := self._files.states(index)) is not None:
+                return kept
             for answer in self._commands.ask(GiveOptimizer(index)):
                 remote |= answer.value
         return remote

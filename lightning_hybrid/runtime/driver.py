@@ -41,6 +41,7 @@ from lightning_hybrid.runtime.deferred_weights import (
 from lightning_hybrid.runtime.distribution import Distributed, Distribution
 from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
 from lightning_hybrid.runtime.driven_optimizers import ALL, DrivenOptimizers
+from lightning_hybrid.runtime.files import FilesOfWorkers
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.held_hooks import HeldHooks
 from lightning_hybrid.runtime.ownership import Ownership
@@ -67,6 +68,7 @@ class Driver:
         share: whether replicas may differ in weights that are not made yet, so that those of
             replica 0 must travel.
         batches: that it is trained on, as far as later ones are known.
+        folder: where ranks write what others map, if possible.
         say: tells the user something, in one line.
         first_failure: gives what the rank that failed first has raised; asked where a driver of
             another replica has failed.
@@ -95,6 +97,7 @@ class Driver:
         shared: Collection[str] | None = None,
         share: bool = False,
         batches: Batches | None = None,
+        folder: str = "",
         say: Callable[[str], None] = lambda _: None,
         first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
     ) -> None:
@@ -111,6 +114,7 @@ class Driver:
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership)
         self.commands = Commands(self._workers, self.remote)
+        files = FilesOfWorkers(self.commands, folder)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
         self.calls = StepCalls(seed, here.dp_rank, device)
@@ -118,19 +122,21 @@ class Driver:
             module, mesh, device, seed, options, self.commands, self._trace
         )
         self.weights = Weights(
-            module, known, here, self.commands, self._ownership, self._borrowing, self._replicated
+            *(module, known, here, self.commands, self._ownership, self._borrowing),
+            *(self._replicated, files),
         )
         self.gradients = ReplicaGradients(
             self.commands, self._borrowing, self._replicated, self.calls, unsettled
         )
         self.optimizers = DrivenOptimizers(
-            module, self._names, device, self.commands, self._ownership, self.gradients, say
+            *(module, self._names, device, self.commands, self._ownership, self.gradients),
+            *(files, say),
         )
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         self._synchronized = True  # in the last step
-        self._after: AfterRun | None = None
+        self._after = AfterRun(module, self.commands, self.weights, files)
 
     def __deepcopy__(self, memo: object) -> "Driver":
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
@@ -283,13 +289,8 @@ class Driver:
     # ------------------------------------------------------------------ the end
 
     @signals_deferred
-    def bring_all(self, folder: str) -> None:
-        """Have the weights, buffers and gradients of all stages in the module.
-
-        Args:
-            folder: where ranks write what others map.
-        """
-        self._after = AfterRun(self._module, self.commands, self.weights, folder)
+    def bring_all(self) -> None:
+        """Have the weights, buffers and gradients of all stages in the module."""
         if not self._after.map_tensors():
             self.weights.gather()
             self.remote.bring_gradients()
@@ -304,13 +305,12 @@ class Driver:
         Raises:
             Exception: of a worker that has failed since it was last heard of.
         """
-        after = self._after
         if weights and self._workers.ranks:
-            if after is None or not after.hand_out():
+            if not self._after.hand_out():
                 self.weights.hand_out_all()
             self.optimizers.ship_in_any_case(fresh=0)
         # an evaluation after a fit has given them away, too
-        self.optimizers.bring_states(after.states if after is not None else lambda _: None)
+        self.optimizers.bring_states()
         self.commands.ask(End(results))
         self._workers.flush()
         self._workers.close()

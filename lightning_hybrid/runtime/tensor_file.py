@@ -12,11 +12,14 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,9 +119,37 @@ def _read(ticket: Ticket) -> Any | None:
             if file.read(_TOKEN_BYTES) != ticket.token:
                 return None
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            _mapped[_address(memory)] = memory
     except (FileNotFoundError, PermissionError):
         return None
     return rebuild(ticket.value, _mapped_from(memory))
+
+
+_mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
+"""By the address of the first byte."""
+_PAGE_OUT = 21  # MADV_PAGEOUT of Linux, which Python has no name for
+
+
+def _address(memory: Any) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
+def let_go(part: memoryview) -> None:
+    """Give memory back that was mapped, and that is not needed for the moment.
+
+    Where it is read again it is what it was, changes included.
+
+    Args:
+        part: any memory; nothing happens if it was not mapped here.
+    """
+    if not part.nbytes:
+        return
+    first = _address(part)
+    for start, memory in _mapped.items():
+        if start <= first < start + len(memory):
+            begin = (first - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            with suppress(OSError):  # not every system can
+                memory.madvise(_PAGE_OUT, begin, first - start + part.nbytes - begin)
 
 
 def _mapped_from(memory: mmap.mmap) -> Callable[[Any], Any]:

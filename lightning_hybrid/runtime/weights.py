@@ -17,6 +17,7 @@ from lightning_hybrid.pipeline import tensors_of, write_tensors
 from lightning_hybrid.runtime.borrowing import Borrowing
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.deferred_weights import leave_to_worker, to_send, whole
+from lightning_hybrid.runtime.files import FilesOfWorkers
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.tensors import Kind, is_deferred, is_of_one_rank
@@ -33,6 +34,7 @@ class Weights:
         ownership: which worker owns what.
         borrowing: of tied parameters.
         replicated: what this rank owns.
+        files: of the workers.
 
     Attributes:
         written: whether a network has changed its buffers or parameters.
@@ -47,7 +49,9 @@ class Weights:
         ownership: Ownership,
         borrowing: Borrowing,
         replicated: Replicated,
+        files: FilesOfWorkers,
     ) -> None:
+        self._files = files
         self._module, self._coordinates = module, coordinates
         self._commands, self._remote = commands, commands.remote
         self._ownership, self._borrowing, self._replicated = ownership, borrowing, replicated
@@ -107,9 +111,26 @@ class Weights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, the module holds the weights of all stages."""
-        with whole(self._module, self._fetch(list(self.owned_elsewhere()))):
+        """Inside, the module holds the weights of all stages; those of workers in their files."""
+        values = self._mapped()
+        if values is None:
+            with whole(self._module, self._fetch([*self.owned_elsewhere()])):
+                yield
+            return
+        with whole(self._module, values), self._remote.showing(values):
             yield
+
+    @signals_deferred
+    def _mapped(self) -> dict[str, Tensor] | None:
+        """What workers own, as it is in their files; ``None``: it cannot be read here."""
+        if not self._ownership.any_network:
+            return {}
+        self._remote.adopt_replaced()
+        found, elsewhere = self._files.tensors(), self.owned_elsewhere()
+        if found is None:
+            return None
+        named = (pair for file in found[1] for pair in file["weights"].items())
+        return {name: value for name, value in named if name in elsewhere}
 
     def owned_elsewhere(self) -> dict[str, Tensor]:
         """What workers own, without layers that the user has removed or replaced since."""

@@ -53,8 +53,8 @@ from lightning_hybrid.pipeline import (
     own_parameters,
     state_buffers,
 )
-from lightning_hybrid.runtime.after_run import FilesOfWorker
 from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
+from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.runtime.worker_weights import WorkerWeights
 

@@ -21,8 +21,8 @@ from lightning_hybrid.comm.protocol import (
     Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.runtime.after_run import FilesOfWorker
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
+from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.loss_scaling import unscale
 from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
 
@@ -76,8 +76,9 @@ class WorkerOptimizers:
         return Answer(value=state_of(self.all[command.optimizer], self.names))
 
     def _keep_states(self, command: KeepStates) -> Answer:
-        states = state_of(self.all[command.optimizer], self.names)
-        return Answer(value=self._files.write(states, command.folder))
+        states = self.all[command.optimizer].state.items()
+        named = {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
+        return Answer(value=self._files.write(named, command.folder))
 
     def _zero_grad(self, command: ZeroGrad) -> None:
         self.all[command.optimizer].zero_grad(command.set_to_none)

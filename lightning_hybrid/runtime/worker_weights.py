@@ -20,8 +20,8 @@ from lightning_hybrid.comm.protocol import (
     TakeWeights,
 )
 from lightning_hybrid.pipeline import StagedNetwork, tensors_of, write_tensors
-from lightning_hybrid.runtime.after_run import FilesOfWorker
 from lightning_hybrid.runtime.deferred_weights import Takeover
+from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.tensors import is_of_one_rank
 
 
@@ -85,8 +85,11 @@ class WorkerWeights:
 
     def _keep_tensors(self, command: KeepTensors) -> Answer:
         tensors, owned = tensors_of(self._module), self._owned()
-        kept = {name: tensors[name] for name in owned if not is_of_one_rank(tensors[name])}
-        gradients = {name: g for name in kept if (g := kept[name].grad) is not None}
+        kept = {name: tensors[name] for name in owned}
+        gradients: dict[str, torch.Tensor] = {}
+        if command.at_end:
+            kept = {name: tensor for name, tensor in kept.items() if not is_of_one_rank(tensor)}
+            gradients = {name: g for name in kept if (g := kept[name].grad) is not None}
         value = {"weights": kept, "gradients": gradients}
         return Answer(value=self._files.write(value, command.folder))
 

@@ -122,6 +122,25 @@ class RemoteTensors:
         finally:
             self.places.show()
 
+    @contextmanager
+    def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, parameters and buffers are ordinary tensors with these numbers.
+
+        Args:
+            values: by name.
+        """
+        with self.suspended(), torch.no_grad():
+            found = [r for kinds in self.places.tensors.values() for r in kinds.values()]
+            before = [(r.value, r.value.data) for r in found if r.name in values]
+            for remote in found:
+                if remote.name in values:
+                    remote.value.data = values[remote.name]
+            try:
+                yield
+            finally:
+                for tensor, data in reversed(before):  # one that is tied is there twice
+                    tensor.data = data
+
     # -- what an optimizer that steps whole does
 
     def move(self, names: Iterable[str], device: torch.device) -> None:

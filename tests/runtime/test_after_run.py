@@ -8,7 +8,7 @@ from driven import Replica, batches, loss_of, model
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_hybrid.runtime import after_run
+from lightning_hybrid.runtime import files
 
 DEVICES = [(1, 0), (1, 2, 0)]
 
@@ -16,7 +16,7 @@ DEVICES = [(1, 0), (1, 2, 0)]
 @pytest.fixture(params=[True, False], ids=["one host", "several hosts"])
 def _hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(after_run, "read_files", lambda _: None)
+        monkeypatch.setattr(files, "read_files", lambda _: None)
 
 
 class Trained:
@@ -36,7 +36,7 @@ class Trained:
         self.theirs.step()
 
     def end(self) -> None:
-        self.replica.driver.bring_all("")
+        self.replica.driver.bring_all()
         self.replica.driver.close()
         self.replica.driver.end("results", weights=True)
         self.states = self.mine.state_dict()
@@ -83,7 +83,7 @@ def test_what_a_rank_changes_afterwards_the_others_do_not_see(replicas: Any) -> 
 @pytest.mark.parametrize("layer", [0, -2])
 def test_a_change_by_a_hook_at_the_end_is_on_all_ranks(replicas: Any, layer: int) -> None:
     trained = Trained(replicas, (1, 0))
-    trained.replica.driver.bring_all("")
+    trained.replica.driver.bring_all()
     trained.replica.driver.close()
     with torch.no_grad():
         for module in (trained.module, trained.reference):
@@ -107,7 +107,7 @@ def test_what_was_taken_of_a_weight_shows_it_afterwards_too(replicas: Any) -> No
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(3)
-    replica.driver.bring_all("")
+    replica.driver.bring_all()
     replica.driver.close()
     replica.driver.end("results", weights=True)
     replica.close()

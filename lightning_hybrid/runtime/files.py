@@ -1,0 +1,105 @@
+"""What the workers of a replica own, as their driver maps it from files that they write.
+
+See :mod:`lightning_hybrid.runtime.tensor_file`. A rank that cannot read the file of another one, as
+on another host, is told so, and what it needs travels.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.tensors import as_they_are, is_shared
+from lightning_hybrid.comm.protocol import KeepStates, KeepTensors
+from lightning_hybrid.pipeline import tensors_of
+from lightning_hybrid.runtime.commands import Commands
+from lightning_hybrid.runtime.tensor_file import TensorFile, Ticket, read_files
+
+
+class FilesOfWorkers:
+    """What the workers write for their driver.
+
+    Args:
+        commands: to the workers.
+        folder: where files are written, if possible.
+    """
+
+    def __init__(self, commands: Commands, folder: str) -> None:
+        self.folder = folder
+        self._commands = commands
+
+    def tensors(self, *, at_end: bool = False) -> tuple[dict[int, Ticket], list[Any]] | None:
+        """Their weights and buffers, ``"weights"``; at the end of a run also ``"gradients"``.
+
+        Returns:
+            The tickets of the files by ``pp_rank``, and what is in each; ``None``: they cannot be
+            read here.
+        """
+        return self._ask(KeepTensors(self.folder, at_end))
+
+    def states(self, index: int) -> dict[str, dict[str, Any]] | None:
+        """The states of one of their optimizers, by name of the parameter; ``None``: see above."""
+        found = self._ask(KeepStates(index, self.folder))
+        if found is None:
+            return None
+        return {name: state for file in found[1] for name, state in file.items()}
+
+    def _ask(self, command: KeepTensors | KeepStates) -> tuple[dict[int, Ticket], list[Any]] | None:
+        answers = [answer.value for answer in self._commands.ask(command)]
+        files = None if None in answers else read_files(answers)
+        return None if files is None else (dict(zip(self._commands.workers.ranks, answers)), files)
+
+
+class FilesOfWorker:
+    """What a worker writes for other ranks, and maps of theirs.
+
+    Args:
+        module: the LightningModule of this rank.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._file: TensorFile | None = None
+
+    def write(self, value: Any, folder: str) -> Ticket | None:
+        """Keep tensors for other ranks until the next call; ``None``: there is no room."""
+        self.close()
+        with suppress(OSError):
+            self._file = TensorFile(folder)
+            return self._file.write(value)
+        return None
+
+    def read(self, tickets: Iterable[Ticket], owned: Collection[str]) -> bool:
+        """Have here what other ranks own. Returns whether that could be done."""
+        files = read_files(tickets)
+        if files is None:
+            return False
+        for file in files:
+            put_mapped(self._module, file["weights"], owned)
+        return True
+
+    def close(self) -> None:
+        """All others have opened what they want to read."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def put_mapped(
+    module: nn.Module, values: Mapping[str, Tensor], owned: Collection[str] = ()
+) -> None:
+    """Let parameters and buffers have their numbers in a file.
+
+    Those that this rank owns, or whose memory code has views of, keep their own memory.
+    """
+    tensors = tensors_of(module)
+    with torch.no_grad(), as_they_are():
+        for name, value in values.items():
+            tensor = tensors[name]
+            alike = tensor.shape == value.shape and tensor.layout is value.layout is torch.strided
+            if alike and (name in owned or tensor.device.type != "cpu" or is_shared(tensor)):
+                tensor.copy_(value)
+            else:
+                tensor.data = value.to(tensor.device, tensor.dtype)
