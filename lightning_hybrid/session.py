@@ -94,6 +94,7 @@ class DriverSession:
             shared=run.shared,
             share=run.building.deferred,
             batches=batches,
+            trains=run.fitting,
             folder=run.trainer.default_root_dir,
             say=rank_zero_info,
             first_failure=lambda: read_fault(mesh).exception(),
@@ -285,6 +286,7 @@ class DriverSession:
             with self._run.building.loading(module):
                 yield
             return
+        self._driver.remote.read_all()
         with self._driver.remote.suspended(), self._run.building.loading(module):
             yield
         self._driver.weights.scatter()

@@ -65,6 +65,8 @@ class Cut(Command):
         seed: of the random numbers inside the network.
         split: numbers of the stages whose backward the schedule splits.
         recompute: whether forwards keep no activations, and run again for their backward.
+        vacates: whether parameters of the network that this rank does not use give their memory
+            back.
     """
 
     answered = True
@@ -77,6 +79,7 @@ class Cut(Command):
     seed: int
     split: tuple[int, ...]
     recompute: bool
+    vacates: bool
 
 
 @dataclass(frozen=True)

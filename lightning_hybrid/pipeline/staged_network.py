@@ -12,7 +12,7 @@ from lightning_hybrid.network import Stage
 from lightning_hybrid.pipeline.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.pipeline.engine import Engine
 from lightning_hybrid.pipeline.weight_hooks import WeightHooks
-from lightning_hybrid.tensors import is_deferred
+from lightning_hybrid.tensors import is_deferred, occupy
 
 
 class StagedNetwork:
@@ -155,6 +155,7 @@ def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> No
             if is_deferred(tensor):
                 continue
             if tensor.shape == value.shape and value.layout is torch.strided:
+                occupy(tensor)
                 tensor.copy_(value)
             else:  # a buffer that has grown, or that holds places as well as values
                 tensor.data = value.to(tensor.device, tensor.dtype)

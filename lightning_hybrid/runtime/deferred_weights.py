@@ -40,7 +40,9 @@ from lightning_hybrid.tensors import (
     materialize_here,
     materialized,
     materialized_with,
+    occupy,
     offload,
+    vacate,
 )
 
 
@@ -113,6 +115,7 @@ class Takeover:
         names: of the weights and buffers of the stage.
         others: of those of the other stages.
         coordinates: this rank.
+        vacates: whether parameters of the other stages give their memory back.
     """
 
     def __init__(
@@ -121,14 +124,23 @@ class Takeover:
         names: Sequence[str],
         others: Iterable[str],
         coordinates: Coordinates,
+        *,
+        vacates: bool = False,
     ) -> None:
         tensors = tensors_of(module)
         missing = {id(tensor) for tensor in materialize_here(tensors[name] for name in names)}
         self._missing = [name for name in names if id(tensors[name]) in missing]
         self._coordinates = coordinates
+        mine = {id(tensors[name]) for name in names}
         for name in set(others) - set(names):
+            if id(tensors[name]) in mine:  # another name of a tied one
+                continue
             if is_of_one_rank(tensors[name]):
                 offload(tensors[name], name, f"on another rank of replica {coordinates.dp_rank}")
+            elif vacates and isinstance(tensors[name], nn.Parameter):
+                vacate(tensors[name])
+        for name in names:
+            occupy(tensors[name])
 
     def settle(self, arrived: Iterable[str]) -> None:
         """All that comes has come.

@@ -59,6 +59,7 @@ class Distribution:
         options: how stages compute.
         commands: to the workers.
         trace: where the driver's stages record.
+        vacates: whether workers give the memory of other ranks' parameters back.
     """
 
     def __init__(
@@ -70,7 +71,10 @@ class Distribution:
         options: StageOptions,
         commands: Commands,
         trace: Trace,
+        *,
+        vacates: bool,
     ) -> None:
+        self._vacates = vacates
         self._module, self._mesh, self._device, self._seed = module, mesh, device, seed
         self._options, self._commands, self._trace = options, commands, trace
         self._workers = commands.workers
@@ -165,6 +169,7 @@ class Distribution:
                 self._seed,
                 placement.split,
                 placement.recompute,
+                self._vacates,
             )
         self._commands.tell_each(orders)
         links = {} if linked else link_stages(self._mesh, placement.devices, self._device)

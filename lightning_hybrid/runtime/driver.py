@@ -68,6 +68,7 @@ class Driver:
         share: whether replicas may differ in weights that are not made yet, so that those of
             replica 0 must travel.
         batches: that it is trained on, as far as later ones are known.
+        trains: whether parameters that other ranks own give their memory back.
         folder: where ranks write what others map, if possible.
         say: tells the user something, in one line.
         first_failure: gives what the rank that failed first has raised; asked where a driver of
@@ -97,6 +98,7 @@ class Driver:
         shared: Collection[str] | None = None,
         share: bool = False,
         batches: Batches | None = None,
+        trains: bool = False,
         folder: str = "",
         say: Callable[[str], None] = lambda _: None,
         first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
@@ -119,7 +121,7 @@ class Driver:
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
         self.calls = StepCalls(seed, here.dp_rank, device)
         self.distribution = Distribution(
-            module, mesh, device, seed, options, self.commands, self._trace
+            module, mesh, device, seed, options, self.commands, self._trace, vacates=trains
         )
         self.weights = Weights(
             *(module, known, here, self.commands, self._ownership, self._borrowing),
@@ -135,7 +137,7 @@ class Driver:
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
-        self._synchronized = True  # in the last step
+        self._synchronized, self._trains = True, trains  # the first: in the last step
         self._after = AfterRun(module, self.commands, self.weights, files)
 
     def __deepcopy__(self, memo: object) -> "Driver":
@@ -234,6 +236,9 @@ class Driver:
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
+        if self._trains:
+            self._workers.flush()  # what is on its way shows the memory of weights
+            self.remote.vacate()
         if self._share:
             self._share_from_replica_0(driven.number, replica_group)
 
@@ -326,8 +331,9 @@ class Driver:
             return
         if self._networks:
             self.commands.tell(ForgetFailure())
-            self.weights.gather()
-        self.weights.hand_out_all()
+            self.bring_all()
+        if not self._after.hand_out():
+            self.weights.hand_out_all()
         self.optimizers.gather_states()
 
     def abort(self, failure: Failure) -> None:

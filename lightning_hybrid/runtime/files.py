@@ -16,6 +16,7 @@ from lightning_hybrid.comm.protocol import KeepStates, KeepTensors
 from lightning_hybrid.pipeline import tensors_of
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.tensor_file import TensorFile, Ticket, read_files
+from lightning_hybrid.tensors import is_vacant
 
 
 class FilesOfWorkers:
@@ -99,7 +100,9 @@ def put_mapped(
         for name, value in values.items():
             tensor = tensors[name]
             alike = tensor.shape == value.shape and tensor.layout is value.layout is torch.strided
-            if alike and (name in owned or tensor.device.type != "cpu" or is_shared(tensor)):
+            if is_vacant(tensor):
+                tensor.data = value
+            elif alike and (name in owned or tensor.device.type != "cpu" or is_shared(tensor)):
                 tensor.copy_(value)
             else:
                 tensor.data = value.to(tensor.device, tensor.dtype)

@@ -57,6 +57,7 @@ from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
 from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.runtime.worker_weights import WorkerWeights
+from lightning_hybrid.tensors import give_up
 
 DRIVER = 0
 
@@ -141,6 +142,10 @@ class Worker:
                 results = self._serve()
                 failed = False
                 return results
+            except BaseException:
+                for name, parameter in self._module.named_parameters():
+                    give_up(parameter, name)
+                raise
             finally:
                 self._files.close()
                 self._heartbeat.close()
@@ -202,7 +207,10 @@ class Worker:
         names = [prefix + n for n in names_of(mine)]
         whole = [*network.named_parameters(), *network.named_buffers()]
         others = (prefix + name for name, _ in whole)
-        self._weights.expect(Takeover(self._module, names, others, self._mesh.coordinates))
+        takeover = Takeover(
+            *(self._module, names, others, self._mesh.coordinates), vacates=order.vacates
+        )
+        self._weights.expect(takeover)
         for stage in mine:
             stage.move(self._device)
         own = own_parameters(mine, order.borrowed)

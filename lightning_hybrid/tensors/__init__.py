@@ -19,6 +19,7 @@ from lightning_hybrid.tensors.living_views import View, views_of
 from lightning_hybrid.tensors.proxy import hook_refused, read_now
 from lightning_hybrid.tensors.remote import RemoteTensors
 from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.tensors.vacant import give_up, is_vacant, occupy, vacate
 
 __all__ = [
     "Deferral",
@@ -28,17 +29,21 @@ __all__ = [
     "NoMemory",
     "RemoteTensors",
     "View",
+    "give_up",
     "has_loaded",
     "hook_refused",
     "is_deferred",
     "is_of_one_rank",
     "is_offloaded",
+    "is_vacant",
     "materialize",
     "materialize_here",
     "materialized",
     "materialized_with",
+    "occupy",
     "offload",
     "read_now",
+    "vacate",
     "value_of",
     "views_of",
     "watched",

@@ -238,6 +238,10 @@ def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
 
 
 def _elsewhere(tensor: Any, what: str = "") -> DeferredError:
+    if not tensor._where.startswith("on "):
+        return DeferredError(
+            f"{what}{tensor._full_name!r} is {tensor._where}. Load a checkpoint into the module."
+        )
     return DeferredError(
         f"{what}{tensor._full_name!r} is {tensor._where}: a network that is made in "
         "configure_model is whole on no rank. trainer.save_checkpoint() and "

@@ -35,6 +35,7 @@ from lightning_hybrid.tensors.remote_gradients import RemoteGradients
 from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.remote_places import RemotePlaces
 from lightning_hybrid.tensors.remote_source import Remote, RemoteStore
+from lightning_hybrid.tensors.vacant import give_up, is_vacant, occupy, vacate
 
 
 class RemoteTensors:
@@ -66,6 +67,8 @@ class RemoteTensors:
         self._busy = False
         self._at_hand = False  # see at_hand
         self._writes = 0
+        self._vacates = False  # whether parameters have no memory but for as long as they are read
+        self._here: list[Remote] = []  # of these, what has
         self._brought: dict[str, Tensor] = {}
         self.in_graph = self.changed_here = False
 
@@ -96,6 +99,12 @@ class RemoteTensors:
         self.gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
 
+    def vacate(self) -> None:
+        """Give the memory of parameters back: they have it for as long as they are read."""
+        self._vacates = True
+        for remote in self._tensors[Kind.PARAMETER].values():
+            vacate(remote.value)
+
     def begin_step(self) -> None:
         """A training step begins, with nothing in its graph."""
         if self.in_graph:
@@ -106,6 +115,8 @@ class RemoteTensors:
         """Make ordinary tensors of all proxies again."""
         parameters = dict(self._tensors[Kind.PARAMETER])
         self.places.close()
+        for name, remote in parameters.items():
+            give_up(remote.value, name)
         for name, gradient in self._brought.items():
             parameters[name].value.grad = gradient
         self._brought = {}
@@ -199,6 +210,10 @@ class RemoteTensors:
             self._reads[kind] = 0
             if kind is Kind.GRADIENT:
                 self.gradients.outdate()
+            elif kind is Kind.PARAMETER and self._here:
+                for remote in self._here:
+                    vacate(remote.value)
+                self._here = [remote for remote in self._here if not is_vacant(remote.value)]
 
     def flush(self) -> None:
         """Before a command: bring the owners what was changed here.
@@ -226,8 +241,9 @@ class RemoteTensors:
         """Weights and buffers are here as the owners have them, all of them."""
         for kind in (Kind.PARAMETER, Kind.BUFFER):
             for remote in self._tensors[kind].values():
-                remote.seen = self._age[kind]
-                remote.settle()
+                if not is_vacant(remote.value):
+                    remote.seen = self._age[kind]
+                    remote.settle()
         self._writes += 1
 
     def bring_gradients(self) -> None:
@@ -294,10 +310,10 @@ class RemoteTensors:
             with torch.no_grad():
                 self._fetch(wanted)
 
-    def read_all(self, names: Iterable[str]) -> None:
-        """Have these parameters here as the owners have them."""
+    def read_all(self, names: Iterable[str] | None = None) -> None:
+        """Have these parameters, or all, here as the owners have them."""
         with as_they_are():
-            for name in names:
+            for name in [*self._tensors[Kind.PARAMETER]] if names is None else names:
                 self.read(self._tensors[Kind.PARAMETER][name])
 
     def bring(self, prefix: str) -> None:
@@ -373,6 +389,9 @@ class RemoteTensors:
                     "read here. Only an optimizer of configure_optimizers can use it there; for "
                     "any other use make it dense (torch.nn.Embedding(sparse=False))."
                 )
+            if is_vacant(remote.value):
+                occupy(remote.value)
+                self._here.append(remote)
             # a graph may have saved it, and autograd refuses what was written to since
             if not same_numbers(remote.value, values[remote.name]):
                 remote.value.copy_(values[remote.name])

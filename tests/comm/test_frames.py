@@ -56,7 +56,7 @@ OTHERS = [
     Skip(0, 1, 3, True, True, KEY),
     Step(0, [{"lr": 0.1, "params": ["a"]}]),
     ClipValues(0, 0.5),
-    Cut(0, "net", {}, (1, 0), frozenset("a"), "zero_bubble", 2**64 - 1, (1,), True),
+    Cut(0, "net", {}, (1, 0), frozenset("a"), "zero_bubble", 2**64 - 1, (1,), True, False),
     Answer(value={"a": 1}),
     Header([SPEC], uses_rng=True),
     Status(Failure("text")),

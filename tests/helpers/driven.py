@@ -105,6 +105,7 @@ class Ranks:
         options: how stages compute.
         batches: that it is trained on, as far as later ones are known.
         on: the device of each ``pp_rank``; the module goes to that of the driver.
+        trains: see :class:`lightning_hybrid.runtime.driver.Driver`.
 
     Attributes:
         model: the module.
@@ -124,6 +125,7 @@ class Ranks:
         options: StageOptions = PLAIN,
         batches: Batches | None = None,
         on: Callable[[int], torch.device] = lambda _: CPU,
+        trains: bool = False,
     ) -> None:
         self.model, self._on = model.to(on(0)), on
         self.ranks = StrictReplica(workers + 1, timeout_s, on(0))
@@ -136,7 +138,7 @@ class Ranks:
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
-        self.driver = Driver(model, self.mesh(0), on(0), 0, options, batches=batches)
+        self.driver = Driver(model, self.mesh(0), on(0), 0, options, batches=batches, trains=trains)
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
@@ -193,6 +195,7 @@ class Replica(Ranks):
         options: how stages compute.
         batches: see :class:`Ranks`.
         on: likewise.
+        trains: likewise.
 
     Attributes:
         network: as the driver sees it.
@@ -214,8 +217,11 @@ class Replica(Ranks):
         options: StageOptions = PLAIN,
         batches: Batches | None = None,
         on: Callable[[int], torch.device] = lambda _: CPU,
+        trains: bool = False,
     ) -> None:
-        super().__init__(model, max(devices), timeout_s, options=options, batches=batches, on=on)
+        super().__init__(
+            *(model, max(devices), timeout_s), options=options, batches=batches, on=on, trains=trains
+        )
         self._calls = Calls(model.net, on(0))
         graph = self._calls.graph(value)
         partitions = network_partitions(graph)

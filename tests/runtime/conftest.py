@@ -1,6 +1,7 @@
 """Ranks that live as long as a test."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from lightning_hybrid.runtime.optimizers import ship
 
 
 @pytest.fixture
-def replicas() -> Iterator[Callable[[Model, tuple[int, ...]], Replica]]:
+def replicas() -> Iterator[Callable[..., Replica]]:
     """Makes replicas, whose workers are told to go if the test has not ended them."""
     made: list[Replica] = []
 
-    def make(module: Model, devices: tuple[int, ...]) -> Replica:
-        made.append(Replica(module, batches(1)[0], devices))
+    def make(module: Model, devices: tuple[int, ...], **options: Any) -> Replica:
+        made.append(Replica(module, batches(1)[0], devices, **options))
         return made[-1]
 
     yield make

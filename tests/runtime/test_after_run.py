@@ -8,7 +8,9 @@ from driven import Replica, batches, loss_of, model
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.runtime import files
+from lightning_hybrid.tensors import is_vacant
 
 DEVICES = [(1, 0), (1, 2, 0)]
 
@@ -24,7 +26,7 @@ class Trained:
 
     def __init__(self, replicas: Any, devices: tuple[int, ...]) -> None:
         self.module, self.reference = model(), model()
-        self.replica: Replica = replicas(self.module, devices)
+        self.replica: Replica = replicas(self.module, devices, trains=True)
         self.mine = AdamW(self.module.parameters(), lr=0.1)
         self.theirs = AdamW(self.reference.parameters(), lr=0.1)
         self.replica.driver.optimizers.connect([self.mine])
@@ -50,6 +52,39 @@ class Trained:
 
 def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_in_training_a_rank_has_memory_for_what_it_owns_alone(
+    replicas: Any, devices: tuple[int, ...]
+) -> None:
+    trained = Trained(replicas, devices)
+    trained.replica.driver.commands.ask(Check())  # the workers have come as far
+    with trained.replica.driver.remote.suspended():
+        held = [
+            {name for name, p in module.named_parameters() if not is_vacant(p)}
+            for module in trained.modules
+        ]
+    owned = [
+        {n for n, p in m.named_parameters() if p.grad is not None} for m in trained.modules[1:]
+    ]
+    for mine, theirs in zip(held[1:], owned, strict=True):
+        assert mine == theirs | {"scale"}
+    everything = {name for name, _ in trained.module.named_parameters()}
+    assert held[0] == everything - set().union(*owned)
+
+
+def test_a_parameter_of_another_rank_has_memory_while_it_is_read(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    found = [parameter.norm().item() for parameter in trained.module.parameters()]
+    assert_same(found, [parameter.norm().item() for parameter in trained.reference.parameters()])
+    with trained.replica.driver.remote.suspended():
+        assert not is_vacant(trained.module.net[0].weight)
+    trained.mine.step()  # now it is another one
+    with trained.replica.driver.remote.suspended():
+        assert is_vacant(trained.module.net[0].weight)
+    trained.theirs.step()
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
 
 
 @pytest.mark.usefixtures("_hosts")
@@ -103,7 +138,7 @@ def test_what_was_taken_of_a_weight_shows_it_afterwards_too(replicas: Any) -> No
 
     module = model()
     take(module)
-    replica: Replica = replicas(module, (1, 0))
+    replica: Replica = replicas(module, (1, 0), trains=True)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(3)

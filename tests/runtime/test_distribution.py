@@ -42,7 +42,7 @@ def test_compiled_stages_of_the_driver_share_no_weight_with_another_rank() -> No
     mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 2))
     options = StageOptions(compiled=True)
     distribution = Distribution(
-        Model(network), mesh, torch.device("cpu"), 0, options, commands, nothing
+        *(Model(network), mesh, torch.device("cpu"), 0, options, commands, nothing), vacates=False
     )
     codes: Any = [SimpleNamespace(owned=("first.weight",))] * 2
     with pytest.raises(NetworkError, match=r"compile_stages=True.*'net' shares 'first\.weight'"):
