@@ -8,6 +8,7 @@ from lightning_hybrid.planning.cluster import (
     Device,
     given_speeds,
     make_cluster,
+    memory_of_rank,
     want_second_look,
     with_second_look,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "make_plan",
     "measure_speed",
     "measured_parts",
+    "memory_of_rank",
     "optimizer_bytes",
     "plan_of",
     "plan_page",

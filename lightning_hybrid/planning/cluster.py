@@ -27,6 +27,8 @@ class Device:
         host: name of the machine; ranks with the same one share its memory.
         name: ``cpu``, or the model of a GPU.
         memory_bytes: free for this run; on a CPU that of the whole host. None: not known.
+        memory_limits: what limits its process, and bytes left; ranks of one host share those of
+            the same name.
         cores: numbers of the host's cores that the process may run on; empty on an accelerator.
         threads: number of threads that compute; 0 on an accelerator.
         quota: how much of the processors this process may have, as the system words it; empty: not
@@ -39,6 +41,7 @@ class Device:
     host: str
     name: str
     memory_bytes: int | None
+    memory_limits: tuple[tuple[str, int], ...] = ()
     cores: tuple[int, ...] = ()
     threads: int = 0
     quota: str = ""
@@ -103,14 +106,12 @@ def make_cluster(
         PlanError: the given speeds are of another number, or not all finite and positive.
     """
     speeds = measured_speeds(devices) if given is None else given_speeds(given, len(devices))
-    on_host = [sum(other.host == d.host for other in devices) for d in devices]
     return Cluster(
         replicas=replicas,
         stages=stages,
         speeds=speeds,
         memory_bytes=tuple(
-            _may_take(device, sharers, _communicators(replicas, stages))
-            for device, sharers in zip(devices, on_host)
+            memory_of_rank(device, devices, _communicators(replicas, stages)) for device in devices
         ),
         order=order_ranks(speeds, replicas, stages),
     )
@@ -126,13 +127,27 @@ def _communicators(replicas: int, stages: int) -> int:
     return (4 if stages > 1 else 0) + (2 if replicas > 1 else 0)
 
 
-def _may_take(device: Device, sharers: int, communicators: int) -> int | None:
-    """What a rank may take of the memory that its device has left."""
-    if device.memory_bytes is None:
-        return None
-    if device.threads:  # the ranks of a host share its memory
-        return device.memory_bytes // sharers
-    return max(0, device.memory_bytes - communicators * COMMUNICATOR_BYTES)
+def memory_of_rank(
+    device: Device, devices: Sequence[Device], communicators: int = 0
+) -> int | None:
+    """Bytes that a rank may take: its share of what ranks of its host have in common.
+
+    Args:
+        device: of the rank.
+        devices: of all ranks, and so of those of its host.
+        communicators: how many the rank will have.
+    """
+    if not device.threads:
+        taken = communicators * COMMUNICATOR_BYTES
+        return None if device.memory_bytes is None else max(0, device.memory_bytes - taken)
+    beside = [other for other in devices if other.host == device.host]
+    shares = []
+    if device.memory_bytes is not None:
+        shares.append(device.memory_bytes // len(beside))
+    for name, left in device.memory_limits:
+        sharers = sum(name in dict(other.memory_limits) for other in beside)
+        shares.append(left // sharers)
+    return min(shares, default=None)
 
 
 def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ import torch
 
 from lightning_hybrid.network import clock_of, device_name
 from lightning_hybrid.planning.cluster import Device
+from lightning_hybrid.planning.memory_limits import host_bytes, memory_limits
 
 WINDOW_S = 0.1
 """The period of Linux' CPU quotas, and many turns of its scheduler."""
@@ -38,7 +39,8 @@ def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> De
     return Device(
         host=socket.gethostname(),
         name=device_name(device),
-        memory_bytes=_free_memory() if on_cpu else torch.cuda.mem_get_info(device)[0],
+        memory_bytes=host_bytes() if on_cpu else torch.cuda.mem_get_info(device)[0],
+        memory_limits=memory_limits() if on_cpu else (),
         cores=tuple(sorted(cores)) if on_cpu else (),
         threads=torch.get_num_threads() if on_cpu else 0,
         quota=_quota() if on_cpu else "",
@@ -116,20 +118,3 @@ def _quota() -> str:
                 if (not kind or "cpu" in kind.split(",")) and (place / limit).exists():
                     return (place / limit).read_text().strip()
     return ""
-
-
-def _free_memory() -> int | None:
-    """Bytes that a process may still take on this host; None where it does not say."""
-    amounts = []
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                amounts.append(int(line.split()[1]) * 1024)
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            left, taken = (int((Path(folder) / name).read_text()) for name in (limit, used))
-            amounts.append(max(0, left - taken))
-    return min(amounts, default=None)

@@ -7,6 +7,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,7 @@ from lightning_hybrid.planning import (
     DeviceSpec,
     Level,
     look_at,
+    memory_of_rank,
 )
 from lightning_hybrid.process.store import LETTING_GO_S, Meeting, make_store
 
@@ -107,7 +109,6 @@ class Checkup:
 
     def cluster(self, name: str) -> ClusterDescription:
         """What was measured as a description that `plan` and `simulate` read."""
-        hosts = self.hosts
         return ClusterDescription(
             name=name,
             about="Measured by lightning-hybrid doctor: compute is a matrix product in float32, "
@@ -116,7 +117,7 @@ class Checkup:
                 DeviceSpec(
                     name=fact.device.name,
                     flops_per_s=_rounded(flops_per_s),
-                    memory_bytes=_memory(fact.device, hosts.count(fact.device.host)),
+                    memory_bytes=_memory(fact.device, [f.device for f in self.facts]),
                 )
                 for fact, flops_per_s in zip(self.facts, self._rates())
             ),
@@ -291,10 +292,9 @@ def _level(name: str, devices: int, pairs: list[PairProbe]) -> Level:
     )
 
 
-def _memory(device: Device, sharers: int) -> float | None:
-    if device.memory_bytes is None:
-        return None
-    return _rounded(device.memory_bytes / (sharers if device.threads else 1))
+def _memory(device: Device, devices: Sequence[Device]) -> float | None:
+    size = memory_of_rank(device, devices)
+    return None if size is None else _rounded(size)
 
 
 def _rounded(value: float) -> float:
