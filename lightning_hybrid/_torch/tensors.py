@@ -74,6 +74,15 @@ def is_shared(tensor: Tensor, *, besides: int = 0) -> bool:
     return owners > 2 + besides  # the tensor, and the storage object of this function
 
 
+def is_held(tensor: Tensor) -> bool:
+    """Whether something beside Python holds a tensor itself: a graph that it is a leaf of.
+
+    Such a graph has not saved its memory, and reads that of the tensor when it goes backward.
+    """
+    holders: int = tensor._use_count()  # type: ignore[attr-defined]
+    return holders > 1  # Python's object
+
+
 def refuse_pointer(tensor: Tensor) -> None:
     """From here on torch raises where somebody asks for the address of this tensor's memory."""
     if _refuse_pointer is not None:

@@ -67,8 +67,7 @@ class RemoteTensors:
         self._busy = False
         self._at_hand = False  # see at_hand
         self._writes = 0
-        self._vacates = False  # whether parameters have no memory but for as long as they are read
-        self._here: list[Remote] = []  # of these, what has
+        self._here: list[Remote] = []  # what has memory that it may give back
         self._brought: dict[str, Tensor] = {}
         self.in_graph = self.changed_here = False
 
@@ -101,9 +100,14 @@ class RemoteTensors:
 
     def vacate(self) -> None:
         """Give the memory of parameters back: they have it for as long as they are read."""
-        self._vacates = True
-        for remote in self._tensors[Kind.PARAMETER].values():
+        self._here = [*self._tensors[Kind.PARAMETER].values()]
+        self._leave()
+
+    def _leave(self) -> None:
+        """Of parameters that have memory: give it back where nothing needs it."""
+        for remote in self._here:
             vacate(remote.value)
+        self._here = [remote for remote in self._here if not is_vacant(remote.value)]
 
     def begin_step(self) -> None:
         """A training step begins, with nothing in its graph."""
@@ -211,9 +215,7 @@ class RemoteTensors:
             if kind is Kind.GRADIENT:
                 self.gradients.outdate()
             elif kind is Kind.PARAMETER and self._here:
-                for remote in self._here:
-                    vacate(remote.value)
-                self._here = [remote for remote in self._here if not is_vacant(remote.value)]
+                self._leave()
 
     def flush(self) -> None:
         """Before a command: bring the owners what was changed here.

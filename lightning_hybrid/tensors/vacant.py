@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.tensors import as_they_are, is_shared
+from lightning_hybrid._torch.tensors import as_they_are, is_held, is_shared
 from lightning_hybrid.tensors.deferred import is_deferred, offload
 
 
@@ -23,14 +23,14 @@ def is_vacant(tensor: Any) -> bool:
 
 
 def vacate(tensor: Tensor) -> None:
-    """Give a tensor's memory back, unless something else shows it.
+    """Give a tensor's memory back, unless something else shows it, or a graph refers to it.
 
     What is not contiguous keeps it: TorchDynamo cannot look at such a tensor without memory.
     """
     with torch.no_grad(), as_they_are():
         if is_deferred(tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return
-        if is_vacant(tensor) or is_shared(tensor) or tensor.is_inference():
+        if is_vacant(tensor) or is_shared(tensor) or is_held(tensor) or tensor.is_inference():
             return
         empty = torch.empty_like(tensor)
         empty.untyped_storage().resize_(0)

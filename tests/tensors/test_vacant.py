@@ -1,5 +1,7 @@
 """A parameter gives its memory back, and gets it again."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,19 @@ def test_what_something_else_shows_keeps_its_memory() -> None:
     vacate(parameter)
     assert not is_vacant(parameter)
     assert shown.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("compute", [torch.sum, lambda p: (p * p).sum()])
+def test_what_a_graph_goes_back_through_keeps_its_memory(compute: Any) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    result = compute(parameter)
+    vacate(parameter)
+    assert not is_vacant(parameter)
+    result.backward()
+    assert parameter.grad is not None
+    del result
+    vacate(parameter)
+    assert is_vacant(parameter)
 
 
 def test_what_is_not_contiguous_keeps_its_memory() -> None:
