@@ -123,7 +123,7 @@ def run(peer: str, width: int, layers: int, folder: Path, limit_mib: int) -> Non
     phases = Phases()
     if limit_mib:
         limit = memory("VmSize") + limit_mib * MIB
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     kind, count, where = [*peer.split(), "1", "__init__"][:3]
     if peer == "one device":
         kind, count, where = "auto", "1", "__init__"

@@ -8,8 +8,8 @@ from torch import nn
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm.protocol import MapTensors
 from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.runtime.files import FilesOfWorkers, put_mapped
-from lightning_hybrid.runtime.tensor_file import TensorFile, Ticket
+from lightning_hybrid.runtime.files import FilesOfWorkers, leave_there, put_mapped
+from lightning_hybrid.runtime.tensor_file import NoAddresses, TensorFile, Ticket
 from lightning_hybrid.runtime.weights import Weights
 
 
@@ -30,6 +30,7 @@ class AfterRun:
         self._commands, self._files = commands, files
         self._tickets: dict[int, Ticket] | None = None
         self._versions: dict[str, int] = {}
+        self._left = False  # whether what ranks own stays there
 
     def map_tensors(self) -> bool:
         """Have here the weights, buffers and gradients that the workers own.
@@ -40,7 +41,12 @@ class AfterRun:
         remote = self._commands.remote
         remote.adopt_replaced()
         elsewhere = self._weights.owned_elsewhere()
-        found = self._files.tensors(at_end=True) if elsewhere else ({}, [])
+        try:
+            found = self._files.tensors(at_end=True) if elsewhere else ({}, [])
+        except NoAddresses as error:
+            leave_there(elsewhere, elsewhere, error)
+            self._left = True
+            return True
         if found is None:
             return False
         self._tickets, files = found
@@ -59,6 +65,8 @@ class AfterRun:
         Returns:
             Whether that could be done.
         """
+        if self._left:
+            return True
         if self._tickets is None:
             return False
         everyones = self._weights.everyones()

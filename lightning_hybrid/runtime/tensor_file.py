@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -25,10 +25,15 @@ from torch import Tensor
 
 from lightning_hybrid._trees import Token, rebuild
 from lightning_hybrid.comm import TensorSpec, bytes_of
+from lightning_hybrid.errors import HybridError
 
 PIECE_BYTES = 64 * 2**20
 """The most that is copied at once."""
 _TOKEN_BYTES = _ALIGNED = 64
+
+
+class NoAddresses(HybridError):
+    """The address space of this process is limited (``ulimit -v``), and has no room for a file."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
         ``None`` where one cannot be read: it is on another host.
 
     Raises:
-        OSError: so much memory must not even be mapped (``ulimit -v``).
+        NoAddresses: so much memory must not even be mapped.
     """
     read = [_read(ticket) for ticket in tickets]
     return None if None in read else read
@@ -118,11 +123,23 @@ def _read(ticket: Ticket) -> Any | None:
         with Path(ticket.path).open("rb") as file:
             if file.read(_TOKEN_BYTES) != ticket.token:
                 return None
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            memory = _map(file)
             _mapped[_address(memory)] = memory
     except (FileNotFoundError, PermissionError):
         return None
     return rebuild(ticket.value, _mapped_from(memory))
+
+
+def _map(file: BinaryIO) -> mmap.mmap:
+    try:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        size = os.fstat(file.fileno()).st_size / 1e9
+        raise NoAddresses(
+            f"{size:.3g} GB that another rank owns cannot be mapped here ({error.strerror}): the "
+            "address space of this process is limited. Raise `ulimit -v`, or take less of it "
+            "(MALLOC_ARENA_MAX=2)."
+        ) from error
 
 
 _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()

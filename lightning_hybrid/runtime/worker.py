@@ -142,11 +142,9 @@ class Worker:
                 results = self._serve()
                 failed = False
                 return results
-            except BaseException:
+            finally:
                 for name, parameter in self._module.named_parameters():
                     give_up(parameter, name)
-                raise
-            finally:
                 self._files.close()
                 self._heartbeat.close()
                 if guard is not None:

@@ -47,4 +47,4 @@ def occupy(tensor: Tensor) -> None:
 def give_up(tensor: Tensor, name: str) -> None:
     """Nobody will bring the numbers of a vacant tensor: from now on reading it is an error."""
     if is_vacant(tensor):
-        offload(tensor, name, "lost: the run has failed, and with it the rank that trained it")
+        offload(tensor, name, "not here: its rank has failed, or could not hand it over")

@@ -220,7 +220,11 @@ class Replica(Ranks):
         trains: bool = False,
     ) -> None:
         super().__init__(
-            *(model, max(devices), timeout_s), options=options, batches=batches, on=on, trains=trains
+            *(model, max(devices), timeout_s),
+            options=options,
+            batches=batches,
+            on=on,
+            trains=trains,
         )
         self._calls = Calls(model.net, on(0))
         graph = self._calls.graph(value)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.runtime import files
 from lightning_hybrid.tensors import is_vacant
 
@@ -127,6 +128,22 @@ def test_a_change_by_a_hook_at_the_end_is_on_all_ranks(replicas: Any, layer: int
     trained.replica.close()
     for module in trained.modules:
         assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+
+
+def test_where_nothing_may_be_mapped_the_run_ends_and_a_read_says_so(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("lightning_hybrid.runtime.tensor_file.mmap.mmap", refuse)
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    assert set(trained.replica.results.values()) == {"results"}
+    for module, here, there in zip(trained.modules, (-2, 0), (0, -2), strict=True):
+        assert_same(module.net[here].weight, trained.reference.net[here].weight)
+        with pytest.raises(DeferredError, match=r"'net\.\d\.weight' is not here"):
+            module.net[there].weight.sum()
 
 
 @pytest.mark.usefixtures("_hosts")

@@ -63,6 +63,6 @@ def test_what_nobody_brings_back_says_so_when_it_is_read() -> None:
     for each in (parameter, other):
         give_up(each, "net.weight")
     assert isinstance(parameter, nn.Parameter)
-    with pytest.raises(DeferredError, match=r"'net.weight' is lost: the run has failed"):
+    with pytest.raises(DeferredError, match=r"'net.weight' is not here: its rank has failed"):
         parameter.sum()
     assert other.sum() == 3
