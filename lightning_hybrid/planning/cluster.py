@@ -127,9 +127,7 @@ def _communicators(replicas: int, stages: int) -> int:
     return (4 if stages > 1 else 0) + (2 if replicas > 1 else 0)
 
 
-def memory_of_rank(
-    device: Device, devices: Sequence[Device], communicators: int = 0
-) -> int | None:
+def memory_of_rank(device: Device, devices: Sequence[Device], communicators: int = 0) -> int | None:
     """Bytes that a rank may take: its share of what ranks of its host have in common.
 
     Args:
