@@ -129,7 +129,9 @@ def run(peer: str, width: int, layers: int, folder: Path, limit_mib: int) -> Non
         kind, count, where = "auto", "1", "__init__"
     strategy: Any = kind
     if kind == "hybrid":
-        strategy = HybridGabraStrategy(pipeline_parallel_size=int(count), num_microbatches=2)
+        strategy = HybridGabraStrategy(
+            pipeline_parallel_size=int(count), num_microbatches=2, verify=False
+        )
     module = Perceptron(where, width, layers)
     saves = Saves(phases, folder)
     trainer = bare_trainer(

@@ -44,6 +44,12 @@ def memory_limits(
     return (*_of_groups(proc, cgroups), *_of_address_space(proc))
 
 
+def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process may still take, alone on its host; ``None``: nothing is known."""
+    host, limits = host_bytes(proc), [left for _, left in memory_limits(proc, cgroups)]
+    return min(limits if host is None else [host, *limits], default=None)
+
+
 def _of_groups(proc: Path, cgroups: Path) -> Iterator[Limit]:
     lines: list[str] = []
     with suppress(OSError):

@@ -36,6 +36,7 @@ from lightning_hybrid.network import (
     place_of,
 )
 from lightning_hybrid.pipeline import generators_of_microbatch, random_state, set_random_state
+from lightning_hybrid.planning import free_bytes
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.differences import (
     differences,
@@ -109,6 +110,11 @@ class Verification:
         if not self._is_due(number):
             return None
         return Check(self, found, kind, number, arguments, keywords)
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether it was left to this package which calls are looked at."""
+        return self._verify == "auto"
 
     def _is_due(self, number: int) -> bool:
         if self._verify == "auto":
@@ -219,7 +225,15 @@ class Check:
             self._give_up("it is made in configure_model, and whole on no rank")
             return
         found = self.found
-        self._driver.remote.bring(f"{found.name}." if found.name else "")
+        prefix = f"{found.name}." if found.name else ""
+        absent, room = self._driver.remote.absent_bytes(prefix), free_bytes()
+        if self._of.is_automatic and room is not None and absent > _SHARE * room:
+            self._give_up(
+                f"the weights of the other stages have {absent / 1e9:.3g} GB, which have no memory "
+                f"here, and {room / 1e9:.3g} GB are free; verify=1 looks at all calls"
+            )
+            return
+        self._driver.remote.bring(prefix)
         arguments = self._arguments, self._keywords
         try:
             self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
@@ -419,6 +433,10 @@ def _differences(found: Any, expected: Made, epsilon: float, *, part: bool = Fal
     """Those of attributes, too, as far as the copy has them."""
     known = {key: value for key, value in found.items() if key in (expected or ())}
     return differences(known, expected, epsilon, part=part)
+
+
+_SHARE = 1 / 16
+"""Of the memory that is free: what the weights of other stages may take, if nobody has asked."""
 
 
 class _Inconclusive(Exception):

@@ -329,6 +329,16 @@ class RemoteTensors:
             for remotes in self.places.tensors.values():
                 self._fetch([r for name, r in remotes.items() if name.startswith(prefix)])
 
+    def absent_bytes(self, prefix: str) -> int:
+        """Memory that the parameters of a module need which have none here.
+
+        Args:
+            prefix: with which their names begin.
+        """
+        named = self._tensors[Kind.PARAMETER].items()
+        values = [remote.value for name, remote in named if name.startswith(prefix)]
+        return sum(value.nbytes for value in values if is_vacant(value))
+
     def state(self, kind: Kind) -> object:
         """Equal as long as neither the owners nor this rank have changed anything."""
         return self._age[kind], self._writes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hybrid.planning.cluster import Device, memory_of_rank
-from lightning_hybrid.planning.memory_limits import host_bytes, memory_limits
+from lightning_hybrid.planning.memory_limits import free_bytes, host_bytes, memory_limits
 
 MB = 10**6
 
@@ -56,6 +56,13 @@ def test_the_limit_on_address_space_counts(
 def test_a_system_that_says_nothing_has_no_limits(tmp_path: Path) -> None:
     assert memory_limits(tmp_path, tmp_path) == ()
     assert host_bytes(tmp_path) is None
+
+
+def test_what_is_free_is_what_the_tightest_limit_leaves(proc: Path, tmp_path: Path) -> None:
+    assert free_bytes(proc, tmp_path) == 2_048_000
+    write(proc / "self", cgroup="0::/job\n")
+    write(tmp_path / "cgroup/job", memory__max=f"{MB}", memory__current="0")
+    assert free_bytes(proc, tmp_path / "cgroup") == MB
 
 
 def test_ranks_share_what_has_the_same_name_on_their_host(proc: Path) -> None:
