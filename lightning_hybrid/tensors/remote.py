@@ -105,9 +105,14 @@ class RemoteTensors:
 
     def _leave(self) -> None:
         """Of parameters that have memory: give it back where nothing needs it."""
+        left = []
         for remote in self._here:
             vacate(remote.value)
-        self._here = [remote for remote in self._here if not is_vacant(remote.value)]
+            if is_vacant(remote.value):
+                remote.seen = None
+            else:
+                left.append(remote)
+        self._here = left
 
     def begin_step(self) -> None:
         """A training step begins, with nothing in its graph."""

@@ -307,6 +307,23 @@ def test_a_module_that_cannot_be_copied_is_not_verified_and_says_so(ranks: Any) 
     assert "generator" in line
 
 
+@pytest.mark.parametrize(("verify", "looks"), [("auto", False), (1, True)])
+def test_weights_that_have_no_memory_here_come_if_there_is_room_or_somebody_asks(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, runs: list[str], verify: Any, looks: bool
+) -> None:
+    monkeypatch.setattr(verification, "free_bytes", lambda: 100)
+    driven = Driven(ranks, Scaled(), verify=verify)
+    [value] = batches(1)
+    driven.module.net(value)
+    driven.ranks.driver.commands.workers.flush()
+    driven.ranks.driver.remote.vacate()
+    driven.module.net(value)
+    assert bool(runs[1:]) is looks
+    lines = [line for line in driven.lines if "not verified" in line]
+    assert len(lines) == (not looks)
+    assert looks or "which have no memory here, and 1e-07 GB are free" in lines[0]
+
+
 class Failing(Scaled):
     """Its Python raises on a copy, which has lost what is no part of it."""
 
