@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid._torch.autograd import dual_level, functorch_level
+from lightning_hybrid._torch.random_operators import draws
 from lightning_hybrid._torch.symbols import ShapeEnv, is_symbolic, symbols_in, value_with
 from lightning_hybrid._torch.tensors import (
     FakeTensorMode,
@@ -199,7 +200,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.uses_rng |= torch.Tag.nondeterministic_seeded in func.tags
+        self.uses_rng |= draws(func, args, kwargs or {})
         given = dict(zip((argument.name for argument in schema(func).arguments), args))
         given |= kwargs or {}
         if given.get("training", given.get("train")):

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator, set_gradients
+from lightning_hybrid._torch.random_operators import draws
 from lightning_hybrid._torch.tensors import TorchDispatchMode
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.graph import NetworkGraph
@@ -330,7 +331,7 @@ class _Noting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs or {}):
             self._drawn.append([tensor.clone() for _, tensor in tensors_in(result)])
         return result
 
@@ -344,7 +345,7 @@ class _Drawing(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not draws(func, args, kwargs or {}):
             return result
         if self._count >= len(self._drawn):
             raise _OtherDraws("it draws more random numbers for a part than for the whole batch")

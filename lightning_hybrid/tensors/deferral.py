@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid._torch.random_operators import draws
 from lightning_hybrid._torch.tensors import TorchDispatchMode, as_they_are, schema, swap_memory
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
@@ -236,7 +237,7 @@ class _Recorder(TorchDispatchMode):
         if any(result.layout is not torch.strided for result in results):
             return self._for_real(func, args, kwargs, written)
         random = None
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs):
             generator = kwargs.get("generator") or _default_generator(self._tape.device)
             random = generator, generator.get_state()
             self._draw(func, noted, places)

@@ -745,3 +745,27 @@ def test_what_the_code_asks_of_the_batch_behind_a_convolution_is_a_condition() -
     x = torch.randn(24, 1, 5, 5, 5)
     reason = why_whole(graph_of(Branches(), x), [x], 4)
     assert reason == "its code takes another way for other batch sizes"
+
+
+def attends_among_samples(net: Any, x: Tensor) -> Tensor:
+    q, k, v = (layer(x)[None, None] for layer in (net.a, net.b, net.c))
+    return F.scaled_dot_product_attention(q, k, v)[0, 0]
+
+
+def test_attention_is_no_draw() -> None:
+    found = captured(Net(attends_among_samples), X)
+    assert not found.graph.uses_rng
+    assert why_whole(found.graph, found.leaves, 2) is not None
+
+
+def test_dropout_of_attention_weights_is_a_draw() -> None:
+    def drops(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x).view(-1, 1, 2, 2)
+        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5).flatten(1)
+
+    assert captured(Net(drops), X).graph.uses_rng
+
+
+def test_samples_behind_time_are_not_split_as_if_they_were_time() -> None:
+    found = captured(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), torch.randn(5, 3, 4))
+    assert why_whole(found.graph, found.leaves, 2) is not None

@@ -1,0 +1,60 @@
+"""Which operators draw random numbers.
+
+torch's own mark for it (``nondeterministic_seeded``) is on attention and recurrent layers too, that
+draw only if they drop out. What they return then is no draw, but made of their inputs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_ALWAYS = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial"),
+    *("normal", "normal_functional", "poisson", "random", "uniform", "_sample_dirichlet"),
+    *("_standard_gamma", "_fused_dropout", "_cudnn_init_dropout_state"),
+}
+_IN_TRAINING = {
+    **dict.fromkeys(("native_dropout", "dropout", "alpha_dropout"), ("p", "train")),
+    **dict.fromkeys(("feature_dropout", "feature_alpha_dropout"), ("p", "train")),
+    **dict.fromkeys(("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional"), ("training",)),
+    **dict.fromkeys(("_cudnn_rnn", "miopen_rnn", "_lstm_mps"), ("dropout", "train")),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), ("dropout", "train")),
+}
+"""Per operator, the arguments that must all be true or above zero for it to draw."""
+_DROPOUT = ("dropout_p", "dropout")
+"""Of attention: how it is dropped out, if at all."""
+
+
+def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws from a random generator.
+
+    Args:
+        operator: as dispatch modes are given it.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    if operator.namespace != "aten":
+        return True  # whoever wrote it says so
+    arguments = operator._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= {**dict(zip((argument.name for argument in arguments), args)), **kwargs}
+    name = operator._schema.name.removeprefix("aten::")
+    name = name.removesuffix("_") or name
+    if name in _ALWAYS:
+        return True
+    if name in _IN_TRAINING:
+        return all(
+            given.get(each) is not False and given.get(each) != 0 for each in _IN_TRAINING[name]
+        )
+    # attention, of which some kinds draw inside; those that do not know dropout do not
+    return any(given.get(each) for each in _DROPOUT)
+
+
+def may_draw(name: str) -> bool:
+    """Whether an operator of torch of this name draws in some of its calls, attention left out."""
+    name = name.removesuffix("_")
+    return name in _ALWAYS or name in _IN_TRAINING
