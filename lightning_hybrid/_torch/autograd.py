@@ -16,6 +16,7 @@ from lightning_hybrid._torch.private_names import find
 _is_batched = find("torch:_C._functorch.is_batchedtensor")
 _is_batched_in_an_old_way = find("torch:_C._functorch.is_legacy_batchedtensor")
 _is_wrapped = find("torch:_C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = find("torch:_C._functorch.get_unwrapped")
 _functorch_level = find("torch:_C._functorch.maybe_current_level")
 _without_transforms = find("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")
 _without_modes = find("torch.utils._python_dispatch:_disable_current_modes")
@@ -149,6 +150,13 @@ def functorch_level() -> int:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of a transform of functions, which has no memory of its own."""
     return bool(_is_wrapped(tensor))
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that `torch.vmap` and the like show as another one; others as they are."""
+    while _is_wrapped(tensor):
+        tensor = _get_unwrapped(tensor)
+    return tensor
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = ["GuardOnDataDependentSymNode", "ShapeEnv"]
 
@@ -67,3 +68,13 @@ def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
     return all(
         s not in ranges or ranges[s].lower <= max(v, 2) <= ranges[s].upper for s, v in known.items()
     )
+
+
+def expression(number: Any, same: Mapping[Any, Any]) -> Any:
+    """A size or number as an expression, with some symbols in the place of others."""
+    return number.node.expr.xreplace(same) if is_symbolic(number) else sympy.sympify(number)
+
+
+def follows_from_values(symbol: Any) -> bool:
+    """Whether a symbol stands for what was read from a tensor, or a size that follows from it."""
+    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))

@@ -10,6 +10,7 @@ from lightning_hybrid.network.measure import clock_of, device_name, measure
 from lightning_hybrid.network.own_classes import plain
 from lightning_hybrid.network.partition import NetworkPartition, find_boundary, network_partitions
 from lightning_hybrid.network.profile import PartitionProfile, Profile, count
+from lightning_hybrid.network.rows import joined, slices
 from lightning_hybrid.network.source_places import place_now, place_of
 from lightning_hybrid.network.split_backward import (
     CANNOT_BE_SPLIT,
@@ -65,6 +66,7 @@ __all__ = [
     "follow",
     "input_part",
     "is_watched",
+    "joined",
     "kind_of",
     "make_stages",
     "measure",
@@ -74,6 +76,7 @@ __all__ = [
     "place_now",
     "place_of",
     "plain",
+    "slices",
     "unwatch",
     "views_of_inputs",
     "watch",

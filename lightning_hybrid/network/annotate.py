@@ -8,7 +8,8 @@ values, nothing is known of the rest, and nothing of the rest is cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,12 +93,9 @@ class _Run:
 
     def annotations(self) -> Annotations:
         before = _modes()
-        try:
-            with self.mode, self.flops, self.watch:
-                for node in self.graph.nodes:
-                    self._take(node, before)
-        finally:
-            _restore(before)
+        with modes_restored(), self.mode, self.flops, self.watch:
+            for node in self.graph.nodes:
+                self._take(node, before)
         return self.found
 
     def _take(self, node: fx.Node, before: tuple[Any, ...]) -> None:
@@ -227,10 +225,15 @@ def _fixed(modes: tuple[Any, ...]) -> tuple[Any, ...]:
     return modes[1:5]
 
 
-def _restore(modes: tuple[Any, ...]) -> None:
-    """What a run that broke off has left switched."""
-    torch.set_grad_enabled(modes[0])
-    torch.set_default_dtype(modes[2])
-    for device, (enabled, dtype) in zip(("cpu", "cuda"), modes[5:]):
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
+@contextmanager
+def modes_restored() -> Iterator[None]:
+    """Undo what a graph that breaks off inside has left switched."""
+    modes = _modes()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(modes[0])
+        torch.set_default_dtype(modes[2])
+        for device, (enabled, dtype) in zip(("cpu", "cuda"), modes[5:]):
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)

@@ -43,6 +43,7 @@ from lightning_hybrid.network.own_classes import Plain, is_followed, refused_cla
 from lightning_hybrid.network.padded_encoders import PACKS, captured_encoders
 from lightning_hybrid.network.recurrent_layers import captured_recurrence
 from lightning_hybrid.network.rewritten_functions import captured_classes
+from lightning_hybrid.network.three_parts import Divided
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 """Computes the outputs of a graph from its arguments."""
@@ -103,6 +104,8 @@ class Capture:
             default all that the network has now.
         whole: capture it as one graph or not at all; else as a chain of graphs, with the Python
             between them run as ever.
+        divides: take away from each graph what the driver computes for all samples, where samples
+            meet at its beginning or end (:mod:`lightning_hybrid.network.three_parts`).
 
     Attributes:
         reason: why the last capture was needed, where that is a value in the user's code.
@@ -116,7 +119,9 @@ class Capture:
         shared: Mapping[str, Kind] | None = None,
         *,
         whole: bool = True,
+        divides: bool = True,
     ) -> None:
+        self._divides = divides
         tensors = (*network.named_parameters(), *network.named_buffers())
         self.network, self._run = network, run
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
@@ -187,7 +192,7 @@ class Capture:
         """What TorchDynamo calls with a new graph; an error in here would lose its type."""
         self._captured += 1
         module, lifted = lift_parameters(module)
-        graphs: dict[tuple[str | None, ...], NetworkGraph] = {}
+        graphs: dict[tuple[str | None, ...], Divided] = {}
         tensors = [
             isinstance(node.meta.get("example_value"), Tensor)
             for node in module.graph.nodes
@@ -201,13 +206,13 @@ class Capture:
             self.reason = _of_python(recapture_reason()) if fresh else None
             fresh = False
             names = self._named(values, tensors)
-            graph = graphs.get(names)
-            if graph is None:
+            divided = graphs.get(names)
+            if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
                 shared = frozenset(self._shared)
                 graph = describe(module, self.network, names, self._given, values, shared)
-                graphs[names] = graph
-            return self._run(graph, values)
+                divided = graphs[names] = Divided(graph, divides=self._divides)
+            return divided(values, self._run)
 
         return run
 

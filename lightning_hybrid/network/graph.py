@@ -29,6 +29,7 @@ from lightning_hybrid._torch.graphs import higher_order_name
 from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.annotate import Effects
 from lightning_hybrid.network.checkpointing import has_region
+from lightning_hybrid.network.rows import Rows, slices
 from lightning_hybrid.network.source_places import input_name
 
 Sizes = Mapping[Any, int]
@@ -42,14 +43,12 @@ class TensorInfo:
     Attributes:
         shape: at the captured sizes; empty if it is sparse or nested.
         dtype: its type.
-        batched: dimension 0, and no other, is the batch's.
         free: its shape follows from the sizes of the inputs (and not from values).
         is_strided: it is neither sparse nor nested.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    batched: bool
     free: bool
     is_strided: bool = True
 
@@ -92,12 +91,12 @@ class Leaf:
 
     Attributes:
         node: its placeholder in the graph.
-        batched: whether dimension 0 is the batch's: then it is split.
+        rows: where the batch's samples are in it, along which it is split; ``None``: nowhere.
         number: whether it is a Python number that changes between calls, and travels as a tensor.
     """
 
     node: fx.Node
-    batched: bool
+    rows: Rows | None
     number: bool = False
 
     @property
@@ -120,7 +119,7 @@ class NetworkGraph:
         outputs: what the graph returns, in order; a node, or a constant.
         written_leaves: leaves that the network changes in place.
         memory: of each placeholder; see `Effects`.
-        symbol: the size that is the batch's; ``None``: no size is free.
+        symbols: the sizes that are the batch's, of all inputs of one size; none: no size is free.
         batch: the batch size of the first call.
         attributes: constants and nested graphs that nodes name.
         place: per placeholder, its position among the arguments of the graph.
@@ -129,6 +128,9 @@ class NetworkGraph:
         guards: what was assumed of the sizes; see `guards_allow`. ``None``: no size is free.
         shared: parameters and buffers of the network that all ranks have.
         differentiable: whether gradients were switched on when it was captured.
+        meets: why its batches cannot be split; ``None``: samples do not meet.
+        rows: per tensor output, where the samples are in it; ``None``: it is the same in all
+            micro-batches.
     """
 
     network: nn.Module
@@ -140,7 +142,7 @@ class NetworkGraph:
     outputs: tuple[Any, ...]
     written_leaves: tuple[Leaf, ...]
     memory: dict[fx.Node, int]
-    symbol: Any
+    symbols: tuple[Any, ...]
     batch: int | None
     attributes: dict[str, Any]
     place: dict[fx.Node, int]
@@ -149,6 +151,8 @@ class NetworkGraph:
     guards: Any = field(repr=False)
     shared: frozenset[str]
     differentiable: bool = True
+    meets: str | None = "it was not followed whether its samples meet"
+    rows: dict[fx.Node, Rows | None] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ looking
 
@@ -249,9 +253,23 @@ class NetworkGraph:
         return found
 
     def batch_of(self, leaves: Sequence[Tensor]) -> int | None:
-        """The batch size of a call, from the tensors of `bind`."""
-        sizes = (t.shape[0] for t, leaf in zip(leaves, self.leaves) if leaf.batched)
-        return next(sizes, None)
+        """The batch size of a call, from the tensors of `bind`; ``None``: it has none.
+
+        (Or inputs that had one size in the first call are of several now.)
+        """
+        found = {leaves[number].shape[dim] for number, dim in self._where_batch_is}
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
+    def _where_batch_is(self) -> list[tuple[int, int]]:
+        """The leaves and dimensions whose size is that of the batch."""
+        found = []
+        for number, leaf in enumerate(self.leaves):
+            if leaf.rows is not None:
+                size = leaf.node.meta["example_value"].shape[leaf.rows.dim]
+                if is_symbol(size) and symbols_in(size)[0] in self.symbols:
+                    found.append((number, leaf.rows.dim))
+        return found
 
     def sizes(self, leaves: Sequence[Tensor]) -> dict[Any, int]:
         """The values of the size symbols in a call or a micro-batch."""
@@ -281,17 +299,16 @@ class NetworkGraph:
 
         As with ``chunk`` there may be fewer parts than asked for.
         """
-        if self.batch_of(leaves) is None or microbatches == 1:
+        batch = self.batch_of(leaves)
+        if batch is None or microbatches == 1:
             return [list(leaves)]
+        most = -(-batch // microbatches)
+        sizes = [min(most, batch - start) for start in range(0, batch, most)]
         columns = [
-            _chunks(tensor, microbatches) if leaf.batched else None
+            [tensor] * len(sizes) if leaf.rows is None else _parts(tensor, leaf.rows, sizes)
             for tensor, leaf in zip(leaves, self.leaves)
         ]
-        count = next(len(column) for column in columns if column is not None)
-        return [
-            [leaf if column is None else column[i] for leaf, column in zip(leaves, columns)]
-            for i in range(count)
-        ]
+        return list(map(list, zip(*columns)))
 
     def returned(self, outputs: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
         """What the graph returns, from what its last stage does and the values of `numbers`."""
@@ -335,20 +352,25 @@ class NetworkGraph:
         return None
 
     @property
+    def symbol(self) -> Any:
+        """The size that is the batch's; ``None``: no size is free."""
+        return self.symbols[0] if self.symbols else None
+
+    @property
     def is_static(self) -> bool:
         """Whether no size of the batch is free: captured with one sample, or for one size only."""
-        return self.symbol is None
+        return not self.symbols
 
 
-def _chunks(tensor: Tensor, count: int) -> list[Tensor]:
-    """Like `torch.Tensor.chunk`; each requires a gradient if the tensor does.
+def _parts(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
+    """The micro-batches' parts of a tensor; each requires a gradient if the tensor does.
 
     Without gradients being recorded, a view requires one if the tensor behind it does, which need
     not be so where ``tensor`` is a view itself.
     """
-    parts = tensor.chunk(count)
+    parts = slices(tensor, rows, sizes)
     if all(part.requires_grad == tensor.requires_grad for part in parts):
-        return list(parts)
+        return parts
     return [part.detach().requires_grad_(tensor.requires_grad) for part in parts]
 
 

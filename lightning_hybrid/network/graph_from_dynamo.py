@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_hybrid._torch.symbols import guards_of, is_symbolic, symbols_in, 
 from lightning_hybrid.network.annotate import Annotations, annotate
 from lightning_hybrid.network.checkpointing import open_only_region
 from lightning_hybrid.network.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
+from lightning_hybrid.network.rows import Rows
 from lightning_hybrid.network.stage_code import stable
 
 
@@ -39,7 +40,48 @@ def describe(
         values: what the placeholders are in this call.
         shared: names of the parameters and buffers that all ranks have.
     """
-    return _Describing(module, network, names, given, values, shared).graph()
+    open_only_region(module)
+    nodes = list(module.graph.nodes)
+    attributes = {
+        str(n.target): _attribute(module, str(n.target)) for n in nodes if n.op == "get_attr"
+    }
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    arguments = [
+        (node.meta["example_value"].shape[0], value.shape[0])
+        for node, value in zip(placeholders, values)
+        if id(value) in given and isinstance(value, Tensor) and value.dim()
+    ]
+    symbols, batch = _of_batch(arguments)
+    tensors = {n: name for n, name in zip(placeholders, names) if name is not None}
+    return _Describing(module.graph, attributes, network, tensors, symbols, batch, shared).graph()
+
+
+def _of_batch(first_sizes: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, ...], int | None]:
+    """The symbols of the batch's size, and what it is.
+
+    It is that of dimension 0 of the first argument, where that is free, and of all others that are
+    equal: TorchDynamo gives each a symbol of its own.
+    """
+    if not first_sizes or not is_symbol(first_sizes[0][0]):
+        return (), None
+    batch = first_sizes[0][1]
+    same = [size for size, value in first_sizes if value == batch and is_symbol(size)]
+    return tuple(dict.fromkeys(symbols_in(size)[0] for size in same)), batch
+
+
+def describe_part(
+    whole: NetworkGraph, graph: fx.Graph, tensors: dict[fx.Node, str]
+) -> NetworkGraph:
+    """Describe a part of a captured network.
+
+    Args:
+        whole: what was captured.
+        graph: some of its operations, copied.
+        tensors: per placeholder of a parameter or buffer its name.
+    """
+    return _Describing(
+        graph, whole.attributes, whole.network, tensors, whole.symbols, whole.batch, whole.shared
+    ).graph()
 
 
 class _Describing:
@@ -47,31 +89,25 @@ class _Describing:
 
     def __init__(
         self,
-        module: fx.GraphModule,
+        graph: fx.Graph,
+        attributes: dict[str, Any],
         network: nn.Module,
-        names: Sequence[str | None],
-        given: set[int],
-        values: Sequence[Any],
+        tensors: dict[fx.Node, str],
+        symbols: tuple[Any, ...],
+        batch: int | None,
         shared: frozenset[str],
     ) -> None:
-        open_only_region(module)
-        self.graph_ = module.graph
-        self.network, self.values, self.given, self.shared = network, values, given, shared
-        self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.graph_, self.attributes, self.tensors = graph, attributes, tensors
+        self.network, self.shared = network, shared
+        self.symbols, self.batch = symbols, batch
+        self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.place = {node: index for index, node in enumerate(self.placeholders)}
-        self.tensors = {n: name for n, name in zip(self.placeholders, names) if name is not None}
-        self.attributes = {
-            str(n.target): _attribute(module, str(n.target))
-            for n in module.graph.nodes
-            if n.op == "get_attr"
-        }
         self.module_names = {str(id(part)): name for name, part in network.named_modules()}
         # (the weights of a parametrized layer are made by modules inside it)
         modules = network.named_modules()
         self.childless = {
             name for name, part in modules if {*dict(part.named_children())} <= {_MAKES_WEIGHTS}
         }
-        self.symbol = self._batch_symbol()
         self.info: dict[fx.Node, TensorInfo] = {}
         self.guards = guards_of(
             [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
@@ -96,8 +132,8 @@ class _Describing:
             outputs,
             tuple(leaf for leaf in leaves if effects.memory.get(leaf.node) in effects.written),
             effects.memory,
-            self.symbol,
-            self._batch(leaves),
+            self.symbols,
+            self.batch,
             self.attributes,
             self.place,
             self.info,
@@ -106,24 +142,6 @@ class _Describing:
             self.shared,
             torch.is_grad_enabled(),
         )
-
-    def _batch_symbol(self) -> Any:
-        """The size of dimension 0 of the first argument that is a tensor, where it is free."""
-        for node in self.placeholders:
-            value = self.values[self.place[node]]
-            if id(value) in self.given and isinstance(value, Tensor) and value.dim():
-                size = node.meta["example_value"].shape[0]
-                if not is_symbolic(size):
-                    return None
-                symbols = symbols_in(size)
-                return symbols[0] if len(symbols) == 1 else None
-        return None
-
-    def _batch(self, leaves: Sequence[Leaf]) -> int | None:
-        for leaf in leaves:
-            if leaf.batched:
-                return int(self.values[self.place[leaf.node]].shape[0])
-        return None
 
     def _look_at(self, node: fx.Node) -> None:
         example = node.meta.get("example_value")
@@ -137,20 +155,9 @@ class _Describing:
 
     def _info(self, example: Tensor) -> TensorInfo:
         if example.layout is not torch.strided or example.is_nested:
-            return TensorInfo((), example.dtype, batched=False, free=False, is_strided=False)
-        sizes = list(example.shape)
-        batched = bool(sizes) and self._is_batch(sizes[0])
-        batched = batched and not any(self._depends(size) for size in sizes[1:])
-        known = [value_with(size, {}, hint=True) for size in sizes]
-        return TensorInfo(
-            tuple(size or 0 for size in known), example.dtype, batched, None not in known
-        )
-
-    def _is_batch(self, size: Any) -> bool:
-        return self.symbol is not None and is_symbol(size) and symbols_in(size) == [self.symbol]
-
-    def _depends(self, size: Any) -> bool:
-        return self.symbol is not None and is_symbolic(size) and self.symbol in symbols_in(size)
+            return TensorInfo((), example.dtype, free=False, is_strided=False)
+        known = [value_with(size, {}, hint=True) for size in example.shape]
+        return TensorInfo(tuple(size or 0 for size in known), example.dtype, None not in known)
 
     def _is_size(self, node: fx.Node) -> bool:
         """A number among the placeholders that is the size of a tensor of the call."""
@@ -253,9 +260,9 @@ class _Describing:
             if node in self.info:
                 # what the arguments do not hold (a mask kept as an attribute) may be split as well:
                 # its size is the batch's only if the code has compared the two
-                leaves.append(Leaf(node, self.info[node].batched))
+                leaves.append(Leaf(node, rows_of_input(node, self.symbols)))
             else:
-                leaves.append(Leaf(node, False, number=True))
+                leaves.append(Leaf(node, None, number=True))
                 node.meta["scalar"] = False
         return tuple(leaves)
 
@@ -274,6 +281,21 @@ class _Describing:
 
 
 _MAKES_WEIGHTS = "parametrizations"
+
+
+def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
+    """Where the samples are in a tensor of a call: in the one dimension of their number.
+
+    Args:
+        node: a placeholder.
+        symbols: the sizes that are the number of samples.
+    """
+    example = node.meta["example_value"]
+    if not isinstance(example, Tensor) or example.layout is not torch.strided or example.is_nested:
+        return None
+    sizes = [(d, size) for d, size in enumerate(example.shape) if is_symbolic(size)]
+    dims = [(d, size) for d, size in sizes if not set(symbols).isdisjoint(symbols_in(size))]
+    return Rows(dims[0][0]) if len(dims) == 1 and is_symbol(dims[0][1]) else None
 
 
 def _beside(layer: Layer, other: Layer) -> Layer:

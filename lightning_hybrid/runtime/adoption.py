@@ -158,8 +158,8 @@ class Adoption:
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> int:
         """Into how many micro-batches a batch may be split in calls of this graph."""
-        if wanted == 1 or graph.is_static:
-            return 1  # a single sample has no parts
+        if wanted == 1 or _is_one_sample(graph, leaves):
+            return 1
         reason = self._why_whole(found, graph, leaves, wanted)
         if reason is None:
             return wanted
@@ -236,9 +236,9 @@ class Adoption:
                 f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions, leaves)}"
                 f"{'' if is_part else _part_of_another(found.name)}"
             )
-        wanted = self._options.microbatches or _microbatches(leaves, stages)
+        wanted = self._options.microbatches or _microbatches(graph, leaves, stages)
         slices = [list(leaves)]
-        if wanted > 1 and not graph.is_static:
+        if wanted > 1 and not _is_one_sample(graph, leaves):
             reason = self._why_whole(found, graph, leaves, wanted)
             if reason is not None:
                 self._announcements.takes_batches_whole(found, reason)
@@ -407,10 +407,19 @@ def _where_the_network_is(network: nn.Module, leaves: Sequence[Tensor]) -> list[
     return [leaf.to(device) for leaf in leaves]
 
 
-def _microbatches(leaves: Sequence[Tensor], stages: int) -> int:
+def _microbatches(graph: NetworkGraph, leaves: Sequence[Tensor], stages: int) -> int:
     """Enough to fill the pipeline twice, but no slices of one sample if that can be avoided.
 
     (On CPUs a convolution of a single sample takes a path that is several times slower.)
     """
-    batch = next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1)
+    batch = graph.batch_of(leaves) or _first_size(leaves)
     return max(1, min(2 * stages, batch // 2))
+
+
+def _is_one_sample(graph: NetworkGraph, leaves: Sequence[Tensor]) -> bool:
+    """Whether a call has a single sample, which has no parts, and tells nothing of others."""
+    return graph.is_static and _first_size(leaves) == 1
+
+
+def _first_size(leaves: Sequence[Tensor]) -> int:
+    return next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1)

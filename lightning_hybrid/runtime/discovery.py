@@ -279,7 +279,8 @@ class Discovery:
         def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
             return self._calls.run(found, graph, values)
 
-        capture = Capture(module, forward, run, shared, whole=whole)
+        divides = self._options.microbatches != 1
+        capture = Capture(module, forward, run, shared, whole=whole, divides=divides)
         reason = "" if whole else self._opened[name]
         found = FoundNetwork(name, module, forward, hollow, whole, reason, capture)
         return found

@@ -20,7 +20,7 @@ from lightning_hybrid._torch.autograd import (
 )
 from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network import NetworkGraph, place_now, views_of_inputs
+from lightning_hybrid.network import NetworkGraph, joined, place_now, slices, views_of_inputs
 from lightning_hybrid.pipeline import Gradients
 from lightning_hybrid.runtime.driven_network import DrivenNetwork
 from lightning_hybrid.runtime.saved_for_backward import SavedForBackward
@@ -57,7 +57,7 @@ class NetworkCall:
             outputs = _CallNode.apply(self, saved, self.network.anchor(), *leaves)  # type: ignore[no-untyped-call]
         if outputs is None:
             _, parts = self.network.forward(self.specialization, leaves, grad=False)
-            outputs = _join(parts)
+            outputs = _join(parts, graph)
         if graph.written_leaves:
             _write_back(graph, leaves, outputs)
         if self._views:
@@ -92,18 +92,17 @@ class _CallNode(torch.autograd.Function):
         if saved is not None:
             saved.want()
         ctx.trained = anchor is not None
-        ctx.sizes = [[len(v) if isinstance(v, Tensor) and v.dim() else 1 for v in p] for p in parts]
+        graph = specialization.graph
+        ctx.graph, ctx.sizes = graph, specialization.samples(leaves)
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
-        ctx.split = [leaf.batched for leaf in specialization.graph.leaves]
         ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)
         ctx.finaliser.atexit = False
         ctx.set_materialize_grads(False)
-        outputs = _join(
-            [[v.detach() if isinstance(v, Tensor) else v for v in part] for part in parts]
-        )
+        detached = [[v.detach() if isinstance(v, Tensor) else v for v in part] for part in parts]
+        outputs = _join(detached, graph)
         # the outputs have no common graph: as views torch refuses that they are changed in place
-        for index, node in enumerate(specialization.graph.tensor_outputs):
-            if node in specialization.graph.sharing_outputs:
+        for index, node in enumerate(graph.tensor_outputs):
+            if node in graph.sharing_outputs:
                 outputs[index] = outputs[index].view_as(outputs[index])
         ctx.mark_non_differentiable(
             *(
@@ -141,14 +140,14 @@ class _CallNode(torch.autograd.Function):
             ctx.saved.ask()
         inputs = network.backward(
             ctx.call,
-            _split_gradients(gradients, ctx.sizes),
+            _split_gradients(gradients, ctx.sizes, ctx.graph),
             parameters=ctx.trained and backward_reaches(ctx, 0),
             keep=keep,
             input_gradient=any(ctx.wanted),
         )
         if not keep:
             ctx.finaliser.detach()
-        return None, None, None, *_join_gradients(inputs, ctx.wanted, ctx.split)
+        return None, None, None, *_join_gradients(inputs, ctx.wanted, ctx.graph)
 
 
 def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None:
@@ -174,56 +173,55 @@ def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence
                 tensor.copy_(found[leaf.node].detach())
 
 
-def _join(parts: Sequence[Sequence[Any]]) -> list[Any]:
+def _join(parts: Sequence[Sequence[Any]], graph: NetworkGraph) -> list[Any]:
     """The outputs of the whole batch from those of its micro-batches."""
     if len(parts) == 1:
         return list(parts[0])
-    # numbers are the same in all of them
-    return [_cat(s) if isinstance(s[0], Tensor) else s[0] for s in zip(*parts)]
-
-
-def _cat(parts: tuple[Tensor, ...]) -> Tensor:
-    """The parts of a batch in one tensor, whose dimensions lie in memory as those of the parts."""
-    first = parts[0]
-    if first.is_contiguous() or first.layout is not torch.strided:
-        return torch.cat(parts)
-    strides = first.stride()
-    order = sorted(range(first.dim()), key=lambda d: (-strides[d], d))
-    size = torch.Size([sum(map(len, parts)), *first.shape[1:]])
-    # (no view, which would require a gradient only if the tensor behind it does)
-    joined = torch.empty_permuted(size, order, dtype=first.dtype, device=first.device)
-    torch.cat([part.permute(order) for part in parts], order.index(0), out=joined.permute(order))
-    return joined
+    rows = [graph.rows[node] for node in graph.tensor_outputs]
+    rows += [None] * (len(parts[0]) - len(rows))  # numbers are the same in all of them
+    return [s[0] if r is None else joined(s, r) for s, r in zip(zip(*parts), rows)]
 
 
 def _split_gradients(
-    gradients: Sequence[Tensor | None], sizes: Sequence[Sequence[int]]
+    gradients: Sequence[Tensor | None], sizes: Sequence[int], graph: NetworkGraph
 ) -> list[Gradients]:
     """Per micro-batch, the gradients of the outputs.
 
     Args:
         gradients: of the outputs of the whole batch.
-        sizes: per micro-batch, the first size of each output.
+        sizes: how many samples each micro-batch has.
+        graph: tells where they are in the outputs. The gradient of an output that is the same in
+            all micro-batches is that of the first one's.
     """
     if len(sizes) == 1:
         return [list(gradients)]
-    slices = [
-        None if gradient is None else gradient.split([part[index] for part in sizes])
-        for index, gradient in enumerate(gradients)
-    ]
-    return [[None if s is None else s[part] for s in slices] for part in range(len(sizes))]
+    rows = [graph.rows[node] for node in graph.tensor_outputs]
+    columns: list[Gradients] = []
+    for index, gradient in enumerate(gradients):
+        where = rows[index] if index < len(rows) else None
+        if gradient is None:
+            columns.append([None] * len(sizes))
+        elif where is None:
+            others = [torch.zeros_like(gradient) for _ in sizes[1:]]
+            columns.append([gradient, *others])
+        else:
+            columns.append([*slices(gradient, where, sizes)])
+    return list(map(list, zip(*columns)))
 
 
 def _join_gradients(
-    inputs: Sequence[Gradients], wanted: Sequence[bool], split: Sequence[bool]
+    inputs: Sequence[Gradients], wanted: Sequence[bool], graph: NetworkGraph
 ) -> Gradients:
     """The gradients of the inputs of the whole batch; of one that was passed whole, their sum."""
-    joined: Gradients = []
-    for index, (wants, is_split) in enumerate(zip(wanted, split)):
-        slices = [part[index] for part in inputs if part] if wants else []
-        present = [piece for piece in slices if piece is not None]
+    found: Gradients = []
+    for index, (wants, leaf) in enumerate(zip(wanted, graph.leaves)):
+        parts = [part[index] for part in inputs if part] if wants else []
+        present = [piece for piece in parts if piece is not None]
         if not present:
-            joined.append(None)
+            found.append(None)
+        elif len(present) == 1:
+            found.append(present[0])
         else:
-            joined.append(torch.cat(present) if is_split else torch.stack(present).sum(0))
-    return joined
+            rows = leaf.rows
+            found.append(torch.stack(present).sum(0) if rows is None else joined(present, rows))
+    return found

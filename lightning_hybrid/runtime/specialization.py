@@ -38,3 +38,8 @@ class Specialization:
             self._splits[shapes] = known
         parts, numbers = known
         return self.graph.split(leaves, parts), numbers
+
+    def samples(self, leaves: Sequence[Tensor]) -> list[int]:
+        """How many samples each micro-batch of a call has."""
+        parts, _ = self.split(leaves)
+        return [self.graph.batch_of(part) or 1 for part in parts]

@@ -17,9 +17,12 @@ from lightning_hybrid.network import (
     NetworkPartition,
     StageCode,
     cut,
+    joined,
     make_stages,
     network_partitions,
+    why_whole,
 )
+from lightning_hybrid.network.rows import Rows
 from lightning_hybrid.network.stage_check import run
 from lightning_hybrid.network.watched_calls import own_forward
 from lightning_hybrid.tensors.hollow_network import Hollow
@@ -44,6 +47,7 @@ class Staged:
     Args:
         network: the module.
         boundaries: where to cut.
+        divides: whether the driver may compute what needs all samples.
 
     Attributes:
         graphs: those of all calls so far, each once.
@@ -51,10 +55,12 @@ class Staged:
         values: arguments of the last call's graph.
     """
 
-    def __init__(self, network: nn.Module, boundaries: Boundaries = everywhere) -> None:
+    def __init__(
+        self, network: nn.Module, boundaries: Boundaries = everywhere, *, divides: bool = False
+    ) -> None:
         self.network, self._boundaries = network, boundaries
         self._hollow = Hollow(network, torch.device("cpu"))
-        self.capture = Capture(network, own_forward(network), self._run)
+        self.capture = Capture(network, own_forward(network), self._run, divides=divides)
         self.graphs: list[NetworkGraph] = []
         self.values: Sequence[Any] = ()
         self.codes: dict[NetworkGraph, list[StageCode]] = {}
@@ -82,6 +88,57 @@ def outputs_of(graph: NetworkGraph, codes: Sequence[StageCode], values: Sequence
     return graph.returned(results, numbers)
 
 
+class InParts:
+    """A network whose calls are captured, divided, and computed in micro-batches.
+
+    Args:
+        network: the module.
+        microbatches: into how many a batch is split, where its samples do not meet.
+
+    Attributes:
+        graph: the heavy part of the last call.
+        why_whole: why that call was not split, if it was not.
+        counted: how many micro-batches it had.
+    """
+
+    def __init__(self, network: nn.Module, microbatches: int = 2) -> None:
+        self._microbatches = microbatches
+        self.capture = Capture(network, own_forward(network), self._run)
+        self.graph: NetworkGraph | None = None
+        self.why_whole: str | None = None
+        self.counted = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.capture(args, kwargs)
+
+    def _run(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+        leaves = graph.bind(values)
+        self.graph, self.why_whole = graph, why_whole(graph, leaves, self._microbatches)
+        split = self._microbatches if self.why_whole is None else 1
+        parts = graph.split(leaves, split)
+        self.counted = len(parts)
+        (code,) = cut(graph, network_partitions(graph), [])
+        found = []
+        for part in parts:
+            numbers = graph.values_of_numbers(graph.sizes(part))
+            (stage,) = make_stages([code], graph.network, graph.device)
+            found.append(stage(part, numbers))
+        numbers = graph.values_of_numbers(graph.sizes(leaves))
+        if split == 1:
+            return graph.returned(found[0], numbers)
+        rows = [graph.rows[node] for node in graph.tensor_outputs]
+        rows += [None] * (len(found[0]) - len(rows))
+        outputs = [_together(s, r) for s, r in zip(zip(*found), rows)]
+        return graph.returned(outputs, numbers)
+
+
+def _together(parts: Sequence[Any], rows: Rows | None) -> Any:
+    """What the micro-batches have returned, in autograd's graph."""
+    if rows is None or rows.outer != 1:
+        return parts[0] if rows is None else joined(parts, rows)
+    return torch.cat(list(parts), rows.dim)
+
+
 @dataclass(frozen=True)
 class Captured:
     """One call of a network.
@@ -101,7 +158,7 @@ class Captured:
 
 def captured(network: nn.Module, *args: Any, **kwargs: Any) -> Captured:
     """Call a network, captured, as one stage."""
-    staged = Staged(network, nowhere)
+    staged = Staged(network, nowhere, divides=True)
     returned = staged(*args, **kwargs)
     (graph,) = staged.graphs
     return Captured(graph, graph.bind(staged.values), staged.values, returned)

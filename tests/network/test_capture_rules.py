@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from captured_networks import FunctionalDropout, TwoInputs, ValueControl
+from captured_networks import TwoInputs, ValueControl
 from capturing import Staged, captured, graph_of, outputs_and_gradients, outputs_of, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -521,85 +521,6 @@ def test_outputs_that_share_memory_come_from_one_stage() -> None:
 # ---------------------------------------------------------------- rules 9 to 13: batches
 
 
-def drawn_for_all(net: Any, x: Tensor) -> Tensor:
-    return net.b(net.a(x) * torch.rand(4))
-
-
-def permuted(net: Any, x: Tensor) -> Tensor:
-    return net.b(net.a(x)[torch.randperm(x.shape[0])])
-
-
-def by_size(net: Any, x: Tensor) -> Tensor:
-    return net.b(net.a(x)) if x.shape[0] > 2 else net.a(x)
-
-
-def balanced(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    h = net.a(x)
-    return net.b(h), h.softmax(1).mean(0).square().sum()
-
-
-def centred(net: Any, x: Tensor) -> Tensor:
-    h: Tensor = net.a(x)
-    return h - h.mean(0)
-
-
-def masked(net: Any, x: Tensor) -> Tensor:
-    return net.b(centred(net, x)).masked_fill(torch.arange(4) > 2, -1e9)
-
-
-def far_from_zero(net: Any, x: Tensor) -> Tensor:
-    return net.b(centred(net, x)) * 50 + 101325
-
-
-def weakly(net: Any, x: Tensor) -> Tensor:
-    h = net.a(x)
-    return net.b(h) - 1e-5 * h.mean(0)
-
-
-def in_the_backward(net: Any, x: Tensor) -> Tensor:
-    mean = net.a(x).mean(0)
-    return net.b(net.a(x) + (mean - mean.detach()))
-
-
-def behind_no_grad(net: Any, x: Tensor) -> Tensor:
-    mean = net.a(x).mean(0)
-    with torch.no_grad():
-        same = mean.clone()
-    return net.b(net.a(x) + (mean - same))
-
-
-def gated(net: Any, x: Tensor) -> Tensor:
-    h = net.a(x)
-    return h + net.state * (h - h.mean(0))
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (lambda net, x: net.b(net.a(x) / x.shape[0]), "computes with the batch size"),
-        (lambda net, x: net.a(x) + torch.arange(x.shape[0])[:, None], "with the batch size"),
-        (by_size, "takes another way for other batch sizes"),
-        (written_buffer, "changes 'state'"),
-        (drawn_for_all, "random numbers that are not of one sample"),
-        (permuted, "batch|random numbers"),
-        (balanced, "does not have the batch as its first dimension"),
-        (lambda net, x: net.b(net.a(x)) - net.b(x).mean(0), "depends on how the batch is split"),
-        (lambda net, x: net.b(net.a(x).t()[:, :4]).t(), "batch"),
-        (masked, "depends on how the batch is split"),
-        (far_from_zero, "depends on how the batch is split"),
-        (weakly, "depends on how the batch is split"),
-        (in_the_backward, "gradients depend on how the batch is split"),
-        (behind_no_grad, "gradients depend on how the batch is split"),
-        (read, "does not have the batch as its first dimension|is read from a tensor"),
-    ],
-)
-def test_a_batch_whose_samples_meet_is_not_split(code: Code, text: str) -> None:
-    found = captured(Net(code), X)
-    reason = why_whole(found.graph, found.leaves, 2)
-    assert reason is not None
-    assert any(word in reason for word in text.split("|")), reason
-
-
 @pytest.mark.parametrize(("sizes", "splits"), [((1, 1), False), ((2, 1), True)])
 def test_batch_norm_of_one_value_per_sample_is_not_split_into_single_samples(
     sizes: tuple[int, int], splits: bool
@@ -611,30 +532,6 @@ def test_batch_norm_of_one_value_per_sample_is_not_split_into_single_samples(
         assert (reason is None) is (splits or samples == 4), reason
         assert reason is None or "needs two samples, and a part has one" in reason
     assert why_whole(captured(network.eval(), found.leaves[0]).graph, found.leaves, 4) is None
-
-
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "argument"])
-def test_interaction_behind_a_gate_that_starts_at_zero_is_seen(kind: str) -> None:
-    network = Net(lambda net, x, *gate: net.a(x) + (gate or [net.gate])[0] * net.a(x).mean(0))
-    if kind == "parameter":
-        network.gate = nn.Parameter(torch.zeros(4))
-    else:
-        network.register_buffer("gate", torch.zeros(4))
-    found = captured(network, X, *[torch.zeros(4)] * (kind == "argument"))
-    assert why_whole(found.graph, found.leaves, 2) is not None
-
-
-def dropped_and_doubled(net: Any, x: Tensor) -> Tensor:
-    return twice(net.b(F.dropout(net.a(x), 0.5, training=net.training)))
-
-
-@pytest.mark.parametrize(
-    "network",
-    [FunctionalDropout(), Net(random_layers), Net(in_vmap), Net(dropped_and_doubled)],
-)
-def test_a_batch_of_samples_that_do_not_meet_is_split(network: nn.Module) -> None:
-    found = captured(network, X)
-    assert why_whole(found.graph, found.leaves, 2) is None
 
 
 def test_a_vector_that_happens_to_be_as_long_as_the_batch_is_passed_whole() -> None:

@@ -9,7 +9,7 @@ from driven import Model, arguments, batches, loss_of, model
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.runtime.network_call import _cat
+from lightning_hybrid.network.rows import Rows, joined
 
 DEVICES = [(1, 0), (1, 2, 1, 0)]
 
@@ -41,10 +41,10 @@ def test_a_part_of_a_tensor_gets_its_gradient_though_the_tensor_wants_none(repli
 
 def test_joined_outputs_are_no_views_and_lie_as_their_parts() -> None:
     parts = tuple(torch.randn(n, 3, 2, 4).permute(0, 3, 1, 2) for n in (2, 2, 1))
-    joined = _cat(parts)
-    assert not joined._is_view()
-    assert torch.equal(joined, torch.cat(parts))
-    assert joined.stride() == torch.empty(5, 3, 2, 4).permute(0, 3, 1, 2).stride()
+    together = joined(parts, Rows(0))
+    assert not together._is_view()
+    assert torch.equal(together, torch.cat(parts))
+    assert together.stride() == torch.empty(5, 3, 2, 4).permute(0, 3, 1, 2).stride()
 
 
 def test_autograd_grad_of_the_input_leaves_no_gradients_at_parameters(replicas: Any) -> None:

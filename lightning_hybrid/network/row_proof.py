@@ -1,0 +1,455 @@
+"""Which operations of a captured network treat samples one by one: followed, not tried.
+
+The graph runs once, operation by operation, on fake tensors (shapes without memory), and below it
+every operator of torch is heard of. Each tensor gets a label that says where the samples are in it
+(:mod:`lightning_hybrid.network.rows`), from the labels of what it is made of and by the rule of the
+operator (:mod:`lightning_hybrid.network.row_rules`). What is not known counts as samples that meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from lightning_hybrid._torch.autograd import unwrapped
+from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator
+from lightning_hybrid._torch.random_operators import draws
+from lightning_hybrid._torch.symbols import expression, follows_from_values, is_symbolic
+from lightning_hybrid._torch.tensors import TorchDispatchMode, as_they_are, schema, storage_key
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.network.annotate import modes_restored
+from lightning_hybrid.network.recurrent_layers import RECURRENT
+from lightning_hybrid.network.row_rules import (
+    FACTORIES,
+    KEEPS_POSITION,
+    LIKE,
+    SHAPED,
+    Call,
+    divided,
+    name_of,
+    numbers_of,
+    recurrent,
+    rule_of,
+)
+from lightning_hybrid.network.rows import MEET, Label, Rows
+
+_FOLLOWED = {
+    *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
+    *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
+}
+"""Operations on graphs that do what the graph does, forwards and backwards."""
+
+Source = Callable[[fx.Node], Label]
+"""Where the samples are in what a placeholder is given."""
+
+
+@dataclass
+class Followed:
+    """What was found.
+
+    Attributes:
+        labels: per node, those of its tensors in order; of a number none.
+        why: per node in which samples meet first, the operator that does it.
+        unknown: nodes of which nobody knows what they do (custom operators, code of the user's).
+        prologue: nodes that are made of the inputs alone, and must be computed of all samples.
+    """
+
+    labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
+    why: dict[fx.Node, str] = field(default_factory=dict)
+    unknown: set[fx.Node] = field(default_factory=set)
+    prologue: set[fx.Node] = field(default_factory=set)
+    numbers: set[fx.Node] = field(default_factory=set)
+    """numbers that were read from the values of samples"""
+
+    def meets(self, node: fx.Node) -> bool:
+        """Whether samples have met in what a node returns."""
+        return MEET in self.labels.get(node, ()) or node in self.numbers
+
+    def label(self, node: fx.Node) -> Label:
+        """Of a node that is one tensor."""
+        labels = self.labels.get(node, ())
+        return labels[0] if len(labels) == 1 else None
+
+
+def follow(
+    graph: fx.Graph,
+    attributes: Mapping[str, Any],
+    symbols: Sequence[Any],
+    source: Source,
+    *,
+    kept: Collection[fx.Node] = (),
+    decided: Mapping[fx.Node, Label] | None = None,
+) -> Followed:
+    """Follow the samples of a batch through a graph.
+
+    Args:
+        graph: each node has its ``example_value``, as from TorchDynamo.
+        attributes: constants and nested graphs that its nodes name.
+        symbols: all the sizes that are the number of samples; the first one stands for them.
+        source: of the placeholders.
+        kept: nodes that are computed nowhere but in micro-batches: parameters and buffers, and
+            what writes in place.
+        decided: nodes whose labels are known from elsewhere.
+    """
+    with as_they_are(), torch.inference_mode(False):
+        return _Walk(graph, attributes, symbols, source, kept, decided or {}).found
+
+
+class _Walk:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        attributes: Mapping[str, Any],
+        symbols: Sequence[Any],
+        source: Source,
+        kept: Collection[fx.Node],
+        decided: Mapping[fx.Node, Label],
+    ) -> None:
+        self.found, self._values = Followed(), dict[fx.Node, Any]()
+        self._kept, self._early = kept, set[fx.Node]()
+        self._attributes, self._source, self._decided = attributes, source, decided
+        self._run = _Run(symbols)
+        examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+        fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
+        self._env = fake.shape_env
+        self._known = {s for e in examples for s in _symbols_of(e)} | set(symbols)
+        with modes_restored(), fake, self._env.suppress_guards(), torch.enable_grad():
+            for node in graph.nodes:
+                if node.op != "output":
+                    self._take(node)
+            for node in self._values:  # what was changed in place later is what it is now
+                self._note(node)
+
+    def _take(self, node: fx.Node) -> None:
+        example = node.meta.get("example_value")
+        if node not in self._kept and self._early.issuperset(node.all_input_nodes):
+            self._early.add(node)
+        if node.op == "placeholder":
+            self._values[node] = self._placeholder(node, example)
+        elif node.op == "get_attr":
+            is_tensor = isinstance(example, Tensor)
+            self._values[node] = example if is_tensor else self._attributes[str(node.target)]
+        elif node.meta.get("scalar"):
+            # (run again, `int(size)` would be the number that it was when it was captured)
+            self._values[node] = example
+            unknown = _symbols_of(example) - self._known
+            if any(map(self.found.meets, node.all_input_nodes)) or (
+                unknown and any(self._has_samples(n) for n in node.all_input_nodes)
+            ):
+                self.found.numbers.add(node)
+                self._run.tainted |= unknown
+            return
+        else:
+            self._compute(node, example)
+        self._note(node)
+
+    def _note(self, node: fx.Node) -> None:
+        tensors = [tensor for _, tensor in tensors_in(self._values[node])]
+        self.found.labels[node] = tuple(self._run.label(unwrapped(t)) for t in tensors)
+
+    def _has_samples(self, node: fx.Node) -> bool:
+        return any(label is not None for label in self.found.labels.get(node, ()))
+
+    def _placeholder(self, node: fx.Node, example: Any) -> Any:
+        if not isinstance(example, Tensor):
+            return example
+        if example.layout is not torch.strided or example.is_nested:
+            self._run.set(example, MEET)
+            return example
+        value = torch.empty_strided(
+            example.shape, example.stride(), dtype=example.dtype, device=example.device
+        )
+        self._run.set(value, self._source(node))
+        return value
+
+    def _compute(self, node: fx.Node, example: Any) -> None:
+        run = self._run
+        run.begin()
+        args: Any = fx.map_arg(node.args, self._values.__getitem__)
+        kwargs: Any = fx.map_arg(dict(node.kwargs), self._values.__getitem__)
+        given = [unwrapped(tensor) for _, tensor in tensors_in((args, kwargs))]
+        is_unknown = _is_unknown(node) and any(run.label(t) is not None for t in given)
+        try:
+            self._values[node] = self._value(node, args, kwargs, example)
+            why = "an operator that is not torch's own" if is_unknown else run.why
+        except Exception as error:
+            for symbol in run.symbols:
+                self._env.replacements.pop(symbol, None)
+            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.60}"
+            self._values[node] = example
+            for tensor in given if node in self._kept else ():
+                run.spoil(tensor)
+        if is_unknown:
+            self.found.unknown.add(node)
+        self._settle(node, why)
+
+    def _settle(self, node: fx.Node, why: str | None) -> None:
+        """Where a node is computed, and whether samples have met in it.
+
+        Args:
+            node: it has run, and what it returns is labelled by rules.
+            why: samples meet in it, or may.
+        """
+        run = self._run
+        tensors = [unwrapped(tensor) for _, tensor in tensors_in(self._values[node])]
+        if run.draws and tensors and all(run.label(tensor) is None for tensor in tensors):
+            why = "random numbers that all samples share"
+        if run.reads and not tensors:
+            self.found.numbers.add(node)
+        if (run.draws or why) and self._is_prologue(node, tensors):
+            return
+        decided = self._decided.get(node, MEET)
+        by_rule = why is None or why == run.why
+        meets = any(taken in self.found.numbers for taken in node.all_input_nodes)
+        for tensor in tensors:
+            if decided is not MEET:
+                run.set(tensor, decided)
+            elif meets or not by_rule:
+                run.spoil(tensor)
+        if why is not None and decided is MEET:
+            self.found.why[node] = why
+
+    def _value(self, node: fx.Node, args: Any, kwargs: Any, example: Any) -> Any:
+        """What a node returns, labelled."""
+        run = self._run
+        if node.target in RECURRENT:
+            run.draws = bool(args[5] and args[6])
+            for tensor, label in zip(example, recurrent(run, args), strict=True):
+                run.set(tensor, label)
+            return example
+        with run:
+            value = _called(node, args, kwargs)
+        if any(self._env.replace(symbol).is_number for symbol in run.symbols):
+            raise RuntimeError("a size of the batch became a constant")
+        return value
+
+    def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
+        """Whether the driver can compute a node for all samples, and split what it returns."""
+        labels = [self._run.by_shape(tensor) for tensor in tensors]
+        if node not in self._early or not labels or MEET in labels:
+            return False
+        for tensor, label in zip(tensors, labels):
+            self._run.set(tensor, label)
+        self.found.prologue.add(node)
+        return True
+
+
+def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = node.target
+    return function(*args, **kwargs)
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a node's backward need not be the derivative of its forward."""
+    name = higher_order_name(node.target)
+    return is_custom_operator(node.target) if name is None else name not in _FOLLOWED
+
+
+def _symbols_of(value: Any) -> set[Any]:
+    """The symbols in a number, or in the sizes of a tensor."""
+    numbers = value.shape if isinstance(value, Tensor) else value
+    numbers = numbers if isinstance(numbers, list | tuple) else [numbers]
+    return {s for n in numbers if is_symbolic(n) for s in expression(n, {}).free_symbols}
+
+
+class _Run(TorchDispatchMode):
+    """Hears of every operator, and labels what it returns.
+
+    Args:
+        symbols: all the sizes that are the number of samples.
+
+    Attributes:
+        batch: the symbol that stands for all of them.
+        tainted: symbols of sizes and numbers that follow from the values of samples.
+        draws: of the running node: it draws random numbers.
+        reads: likewise: it reads numbers from tensors in which there are samples.
+        why: the first operator in which samples meet.
+    """
+
+    def __init__(self, symbols: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.batch, self.symbols = symbols[0], symbols
+        self._same = dict.fromkeys(symbols, self.batch)
+        self.tainted: set[Any] = set()
+        self._labels: dict[int, Label] = {}
+        self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
+        self._views: dict[int, list[Tensor]] = {}
+        self._sizes: dict[Any, Any] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A node begins."""
+        self.draws = self.reads = False
+        self.why: str | None = None
+
+    # ------------------------------------------------------------------ what rules ask
+
+    def label(self, tensor: Tensor) -> Label:
+        return self._labels.get(id(tensor))
+
+    def size(self, number: Any) -> Any:
+        if not is_symbolic(number):
+            return sympy.sympify(number)
+        return expression(number, self._same)
+
+    def depends(self, number: Any) -> bool:
+        if not is_symbolic(number):
+            return False
+        free = self.size(number).free_symbols
+        return self.batch in free or not free.isdisjoint(self.tainted)
+
+    def by_shape(self, tensor: Tensor) -> Label:
+        dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
+        return None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
+
+    # ------------------------------------------------------------------ labels
+
+    def set(self, tensor: Tensor, label: Label) -> None:
+        if id(tensor) not in self._labels:
+            self._alive.append(tensor)
+            self._views.setdefault(_memory(tensor), []).append(tensor)
+        self._labels[id(tensor)] = label
+
+    def spoil(self, tensor: Tensor) -> None:
+        """Samples have met in a tensor, and in all that shows its memory."""
+        self.set(tensor, MEET)
+        for other in self._views[_memory(tensor)]:
+            self.set(other, MEET)
+
+    def _write(self, tensor: Tensor, label: Label) -> None:
+        """What is written into a tensor has its rows where the tensor has them, or all is lost."""
+        own = self.label(tensor)
+        fits = label == own or (label is None and isinstance(own, Rows) and not own.position)
+        if label is MEET or not fits:
+            self.spoil(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        self.draws |= draws(func, args, kwargs)
+        call = Call(func, args, kwargs)
+        seen: Any = call["self"]
+        reshapes = torch.Tag.inplace_view in func.tags and isinstance(seen, Tensor)
+        if reshapes:
+            call.values["self"] = self._as_it_was(seen)
+        result = func(*args, **kwargs)
+        outs = [tensor for _, tensor in tensors_in(result)]
+        labels = self._checked(self._of(func, call, given, outs), outs)
+        if reshapes:
+            call.values["self"] = seen
+        if MEET in labels and self.why is None and not any(self.label(t) is MEET for t in given):
+            self.why = name_of(func)
+        for tensor, label in zip(outs, labels):
+            if any(tensor is one for one in given) and not reshapes:
+                self._write(tensor, label)
+            else:
+                self.set(tensor, label)
+        self._look_at_other_results(func, call, given, outs, result)
+        return result
+
+    def _as_it_was(self, tensor: Tensor) -> Tensor:
+        """A stand-in for a tensor whose shape is about to be changed in place."""
+        other = tensor.detach()
+        self.set(other, self.label(tensor))
+        return other
+
+    def _look_at_other_results(
+        self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor], result: Any
+    ) -> None:
+        """What is written to and not returned, and what is returned and no tensor."""
+        has_samples = any(self.label(t) is not None for t in given)
+        if not has_samples:
+            return
+        for argument in schema(func).arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for _, tensor in tensors_in(call[argument.name]):
+                    if not any(tensor is out for out in outs) and not _is_statistic(argument.name):
+                        self.spoil(tensor)
+        met = any(self.label(t) is MEET for t in (*given, *outs))
+        is_number = isinstance(result, int | float | complex) or is_symbolic(result)
+        if is_number and name_of(func) not in _OF_SIZES:
+            self.reads = True
+            self.tainted |= _symbols_of(result)
+        if met:  # sizes that are new here follow from values
+            for out in outs:
+                self.tainted |= {s for s in _symbols_of(out) if follows_from_values(s)}
+
+    def _checked(self, found: Label | list[Label], outs: list[Tensor]) -> list[Label]:
+        """The labels of results, if their shapes bear them out."""
+        labels = found if isinstance(found, list) else [found] * len(outs)
+        return [self._borne_out(label, out) for label, out in zip(labels, outs, strict=True)]
+
+    def _borne_out(self, label: Label, out: Tensor) -> Label:
+        if label is MEET:
+            return MEET
+        if out.layout is not torch.strided or out.is_nested:
+            return MEET
+        dims = [d for d, size in enumerate(out.shape) if self.depends(size)]
+        if label is None:
+            return MEET if dims else None
+        if not dims and any(isinstance(s, int) and s == 0 for s in out.shape):
+            return None  # nothing is in it
+        if dims != [label.dim] or self.batch in sympy.sympify(label.outer).free_symbols:
+            return MEET
+        each = divided(self.size(out.shape[label.dim]), label.outer * self.batch)
+        if each is None or self.batch in each.free_symbols:
+            return MEET
+        return MEET if label.position and (each != 1 or label.outer != 1) else label
+
+    def _of(
+        self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor]
+    ) -> Label | list[Label]:
+        labels = {self.label(tensor) for tensor in given}
+        if MEET in labels:
+            return MEET
+        name = name_of(func)
+        if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
+            return Rows(0, position=True)
+        if any(self.depends(number) for number in numbers_of(func, call)):
+            return MEET
+        grows = any(self.depends(size) for out in outs for size in out.shape)
+        if labels <= {None} and not grows:
+            return None  # whatever the operator
+        if func.namespace == "aten" and name in FACTORIES:
+            return [self.by_shape(out) for out in outs]
+        if func.namespace == "aten" and name in LIKE:
+            like = self.label(call["self"])
+            return Rows(like.dim, like.outer) if isinstance(like, Rows) else MEET
+        if any(isinstance(one, Rows) and one.position for one in labels):
+            own = self.label(call["self"]) if name in ("index", "index_put") else None
+            indexes = isinstance(own, Rows) and not own.position
+            if name not in KEEPS_POSITION and not indexes:
+                return MEET
+        rule = rule_of(func)
+        if rule is None or (labels <= {None} and name not in SHAPED):
+            return MEET
+        return rule(self, call, outs)
+
+    def _is_range(self, call: Call, outs: list[Tensor]) -> bool:
+        """Whether it is ``arange(B)``."""
+        start, step = call["start"], call["step"]
+        whole = (start is None or (type(start) is int and start == 0)) and step in (None, 1)
+        return bool(whole and outs and self.size(outs[0].shape[0]) == self.batch)
+
+
+_OF_SIZES = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "dim", "is_contiguous"}
+
+
+def _is_statistic(argument: str) -> bool:
+    return argument in ("running_mean", "running_var")
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return storage_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return -id(tensor)

@@ -1,0 +1,752 @@
+"""What torch's operators make of the rows of their inputs: one rule per kind of operator.
+
+A rule is given a call on tensors of which at least one has rows, and none in which samples have met
+(:mod:`lightning_hybrid.network.row_proof`), and says where the rows of the results are. It must
+look at every tensor and number that the call takes; what it does not know is ``MEET``. An operator
+without a rule is ``MEET`` too, so the table may be incomplete, but must not be wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import Tensor
+
+from lightning_hybrid._torch.tensors import schema
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.network.rows import MEET, Label, Rows
+
+FREE: Label = None
+
+
+class Looks(Protocol):
+    """What a rule asks of the run that it is part of."""
+
+    batch: Any
+    """The number of samples, a symbol."""
+
+    def label(self, tensor: Tensor) -> Label:
+        """Where the rows of a tensor are."""
+
+    def size(self, number: Any) -> Any:
+        """A size as an expression, in which the batch has one symbol."""
+
+    def depends(self, number: Any) -> bool:
+        """Whether a number follows from the batch."""
+
+    def by_shape(self, tensor: Tensor) -> Label:
+        """The label of a tensor that is the same for all samples, if it has any."""
+
+
+class Call:
+    """The arguments of an operator by their names in its schema."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        arguments = schema(func).arguments
+        values = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        self.values: dict[str, Any] = {**values, **dict(zip([a.name for a in arguments], args))}
+        self.values |= kwargs
+        self.overload: str = func._overloadname
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor in tensors_in(self.values)]
+
+    def others(self, *names: str) -> list[Tensor]:
+        """The tensors in all arguments but these."""
+        rest = {name: value for name, value in self.values.items() if name not in names}
+        return [tensor for _, tensor in tensors_in(rest)]
+
+
+Rule = Callable[[Looks, Call, Sequence[Tensor]], Label | list[Label]]
+
+
+@cache
+def divided(one: Any, other: Any) -> Any:
+    """A quotient of two sizes that is a whole number whatever the sizes are, or ``None``."""
+    if other == 0:
+        return None
+    quotient = sympy.cancel(sympy.sympify(one) / other)
+    return quotient if quotient.as_numer_denom()[1] == 1 else None
+
+
+def _rows(f: Looks, tensor: Tensor) -> Rows | None:
+    label = f.label(tensor)
+    return label if isinstance(label, Rows) else None
+
+
+def _block(f: Looks, tensor: Tensor, rows: Rows) -> Any:
+    """How many entries all samples have in a row: B * k."""
+    return divided(f.size(tensor.shape[rows.dim]), rows.outer)
+
+
+def _only(found: Sequence[Label]) -> Label:
+    """The one label that all tensors with rows have."""
+    those = {label for label in found if label is not FREE}
+    return FREE if not those else those.pop() if len(those) == 1 else MEET
+
+
+def _aligned(f: Looks, tensor: Tensor, dims: int) -> Label:
+    """A label as it is after broadcasting to so many dimensions."""
+    rows = _rows(f, tensor)
+    if rows is None:
+        return FREE
+    return Rows(rows.dim + dims - tensor.dim(), rows.outer, rows.position)
+
+
+def _all_free(f: Looks, tensors: Sequence[Tensor]) -> bool:
+    return all(f.label(tensor) is FREE for tensor in tensors)
+
+
+def _dims(call: Call, count: int, name: str = "dim") -> list[int]:
+    """The dimensions that an operator works along; by default all."""
+    dim = call[name]
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(count))
+    return [each % max(count, 1) for each in (dim if isinstance(dim, list | tuple) else [dim])]
+
+
+# ---------------------------------------------------------------- entry by entry
+
+
+def pointwise(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    return _only([_aligned(f, tensor, outs[0].dim()) for tensor in call.tensors()])
+
+
+def fills(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Writes over ``self``, whatever was there."""
+    label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
+    return f.label(call["self"]) if label is FREE and call["self"] is not None else label
+
+
+def entries_of(name: str) -> Rule:
+    """Entry by entry of one argument (its last dimension may come or go); all else is shared."""
+
+    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+        return f.label(call[name]) if _all_free(f, call.others(name)) else MEET
+
+    return rule
+
+
+def unreduced(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    return pointwise(f, call, outs) if call["reduction"] == 0 else MEET
+
+
+# ---------------------------------------------------------------- views
+
+
+def view(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """As many entries before the samples as before, and samples in blocks of whole ones."""
+    tensor, out = call["self"], outs[0]
+    if call.overload == "dtype":
+        return MEET
+    rows = _rows(f, tensor)
+    if rows is None:
+        return f.by_shape(out)
+    before, seen = sympy.sympify(rows.outer), sympy.Integer(1)
+    for size in tensor.shape[: rows.dim]:
+        before = before * f.size(size)
+    for dim, size in enumerate(out.shape):
+        if f.depends(size):
+            outer = divided(before, seen)
+            return MEET if outer is None else Rows(dim, outer, rows.position)
+        seen = seen * f.size(size)
+    return MEET
+
+
+def expand(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, out = call["self"], outs[0]
+    return f.by_shape(out) if f.label(tensor) is FREE else _aligned(f, tensor, out.dim())
+
+
+def repeat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, out, repeats = call["self"], outs[0], call["repeats"]
+    rows = _aligned(f, tensor, out.dim())
+    if not isinstance(rows, Rows):
+        return f.by_shape(out)
+    if any(f.depends(number) for number in repeats):
+        return MEET
+    return Rows(rows.dim, rows.outer * f.size(repeats[rows.dim]), rows.position)
+
+
+def permute(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, count = call["self"], call["self"].dim()
+    rows, order = f.label(tensor), list(range(count))
+    if call["dims"] is not None:
+        order = [dim % count for dim in call["dims"]]
+    elif count > 1:
+        one, other = 0, 1
+        if call["dim0"] is not None:
+            one, other = call["dim0"] % count, call["dim1"] % count
+        order[one], order[other] = order[other], order[one]
+    assert isinstance(rows, Rows)
+    return Rows(order.index(rows.dim), rows.outer, rows.position)
+
+
+def unsqueeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, new = f.label(call["self"]), call["dim"] % outs[0].dim()
+    assert isinstance(rows, Rows)
+    return Rows(rows.dim + (new <= rows.dim), rows.outer, rows.position)
+
+
+def squeeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, rows = call["self"], f.label(call["self"])
+    assert isinstance(rows, Rows)
+    dims = _dims(call, tensor.dim())
+    if call.overload != "default" and rows.dim in dims:
+        return MEET  # of one sample it would go
+    gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
+    return Rows(rows.dim - sum(d < rows.dim for d in gone), rows.outer)
+
+
+def _part(f: Looks, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
+    """Some of the outer repetitions of all samples."""
+    block = _block(f, tensor, rows)
+    if block is None or divided(f.size(start), block) is None:
+        return MEET
+    outer = divided(f.size(out.shape[rows.dim]), block)
+    return MEET if outer is None else Rows(rows.dim, outer, rows.position)
+
+
+def slicing(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, rows = call["self"], f.label(call["self"])
+    assert isinstance(rows, Rows)
+    start, step = call["start"], call["step"]
+    start = 0 if start is None else start
+    if call["dim"] % tensor.dim() == rows.dim:
+        return _part(f, tensor, rows, outs[0], start) if step == 1 else MEET
+    return MEET if f.depends(start) or f.depends(call["end"]) or f.depends(step) else rows
+
+
+def split(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+    tensor, rows = call["self"], f.label(call["self"])
+    assert isinstance(rows, Rows)
+    if call["dim"] % tensor.dim() == rows.dim:
+        parts = [_part(f, tensor, rows, out, 0) for out in outs]  # (each begins where one ends)
+        return MEET if MEET in parts else parts
+    sizes = [size for _, size in _numbers(call.values)]
+    return MEET if any(map(f.depends, sizes)) else rows
+
+
+def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
+                yield name, one
+
+
+def unbind(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, dim = f.label(call["self"]), call["dim"] % call["self"].dim()
+    assert isinstance(rows, Rows)
+    return MEET if rows.dim == dim else Rows(rows.dim - (dim < rows.dim), rows.outer)
+
+
+def cat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensors = [t for t in call["tensors"] if not _is_nothing(t)]
+    rows = [f.label(t) for t in tensors]
+    if not all(isinstance(each, Rows) for each in rows):
+        return MEET  # one without the samples has no place beside them
+    those = [each for each in rows if isinstance(each, Rows)]
+    dim = call["dim"] % tensors[0].dim()
+    if len({each.dim for each in those}) > 1 or any(each.position for each in those):
+        return MEET
+    if those[0].dim != dim:
+        return _only(rows)
+    blocks = {_block(f, tensor, each) for tensor, each in zip(tensors, those)}
+    if len(blocks) > 1 or None in blocks:
+        return MEET
+    return Rows(dim, sum((each.outer for each in those), sympy.Integer(0)))
+
+
+def _is_nothing(tensor: Tensor) -> bool:
+    """A tensor without entries of one dimension, which `torch.cat` leaves out."""
+    return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
+
+
+def stack(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, new = _only([f.label(t) for t in call["tensors"]]), call["dim"] % outs[0].dim()
+    if not isinstance(rows, Rows) or not all(_rows(f, t) for t in call["tensors"]):
+        return MEET
+    return Rows(rows.dim + (new <= rows.dim), rows.outer)
+
+
+def unfold(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows = f.label(call["self"])
+    assert isinstance(rows, Rows)
+    return MEET if call["dimension"] % call["self"].dim() == rows.dim else rows
+
+
+def diagonal(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, count = f.label(call["self"]), call["self"].dim()
+    assert isinstance(rows, Rows)
+    gone = [call["dim1"] % count, call["dim2"] % count]
+    return (
+        MEET if rows.dim in gone else Rows(rows.dim - sum(d < rows.dim for d in gone), rows.outer)
+    )
+
+
+def as_complex(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows = f.label(call["self"])
+    assert isinstance(rows, Rows)
+    return rows if rows.dim < call["self"].dim() - 1 else MEET
+
+
+# ---------------------------------------------------------------- along dimensions
+
+
+def along(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Mixes along some dimensions, which stay or go: sums, softmax, sorting."""
+    tensor, rows = call["self"], f.label(call["self"])
+    assert isinstance(rows, Rows)
+    dims = _dims(call, tensor.dim())
+    if rows.dim in dims or not _all_free(f, call.others("self")):
+        return MEET
+    if outs[0].dim() == tensor.dim():
+        return rows
+    return Rows(rows.dim - sum(dim < rows.dim for dim in dims), rows.outer)
+
+
+def moved(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Rolled or flipped along some dimensions."""
+    rows = f.label(call["self"])
+    assert isinstance(rows, Rows)
+    return MEET if rows.dim in _dims(call, call["self"].dim(), "dims") else rows
+
+
+def before_last(count: int) -> Rule:
+    """Mixes the last dimensions, so many; the samples' must lie before them."""
+
+    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+        rows = f.label(call["self"])
+        if not isinstance(rows, Rows) or not _all_free(f, call.others("self")):
+            return MEET
+        return rows if rows.dim < call["self"].dim() - count else MEET
+
+    return rule
+
+
+def padding(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, pad = f.label(call["self"]), list(call["pad"] or call["padding"])
+    assert isinstance(rows, Rows)
+    place = 2 * (call["self"].dim() - 1 - rows.dim)
+    own = pad[place : place + 2]
+    return rows if all(isinstance(n, int) and n == 0 for n in own) else MEET
+
+
+def layer_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, tensor = f.label(call["input"]), call["input"]
+    if not isinstance(rows, Rows) or not _all_free(f, call.others("input")):
+        return MEET
+    return rows if rows.dim < tensor.dim() - len(call["normalized_shape"]) else MEET
+
+
+def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """By agreement statistics are those of a micro-batch; its channels may be samples', too."""
+    rows = f.label(call["input"])
+    if not isinstance(rows, Rows):
+        return MEET
+    others = call.others("input")
+    if rows.dim == 0 and _all_free(f, others):
+        return [rows, *[FREE] * (len(outs) - 1)]
+    of_channels = {f.label(tensor) for tensor in others} <= {FREE, Rows(0, rows.outer)}
+    if rows.dim == 1 and of_channels:
+        return [rows, *[Rows(0, rows.outer) if t.numel() else FREE for t in outs[1:]]]
+    return MEET
+
+
+# ---------------------------------------------------------------- with weights
+
+
+def matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Products of matrices, maybe many, maybe added to something."""
+    names = ("batch1", "batch2") if call["batch1"] is not None else ("mat1", "mat2")
+    if call[names[0]] is None:
+        names = ("self", "mat2")
+    one, other = call[names[0]], call[names[1]]
+    count = outs[0].dim()
+    p, q = f.label(one), f.label(other)
+    each = count == 3 and isinstance(p, Rows) and p.dim == 0 and p == q
+    if isinstance(p, Rows) and (each or (p.dim == count - 2 and q is FREE)):
+        found = p
+    elif isinstance(q, Rows) and q.dim == count - 1 and p is FREE:
+        found = q
+    else:
+        return MEET
+    added = [_aligned(f, tensor, count) for tensor in call.others(*names)]
+    return _only([found, *added])
+
+
+def vector(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """A matrix times a vector."""
+    rows = f.label(call["self"])
+    good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["vec"]) is FREE
+    return rows if good else MEET
+
+
+def linear(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows = f.label(call["input"])
+    if not isinstance(rows, Rows) or not _all_free(f, call.others("input")):
+        return MEET
+    return rows if rows.dim < call["input"].dim() - 1 else MEET
+
+
+def convolution(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, weight = call["input"] if call["input"] is not None else call["self"], call["weight"]
+    rows = f.label(tensor)
+    shared = [t for t in call.tensors() if t is not tensor]
+    good = isinstance(rows, Rows) and rows.dim == 0 and tensor.dim() == weight.dim()
+    return rows if good and _all_free(f, shared) else MEET
+
+
+def group_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows = f.label(call["input"])
+    good = isinstance(rows, Rows) and rows.dim == 0 and _all_free(f, call.others("input"))
+    return rows if good else MEET
+
+
+def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Of samples and heads each by itself; a mask is shared, or each sample's own."""
+    rows = f.label(call["query"])
+    tensors = [call[name] for name in ("query", "key", "value")]
+    if not isinstance(rows, Rows) or rows.dim or any(t.dim() != 4 for t in tensors):
+        return MEET
+    masks = [_aligned(f, t, 4) for t in call.others("query", "key", "value")]
+    if any(f.label(t) != rows for t in tensors) or not {FREE, rows}.issuperset(masks):
+        return MEET
+    return [rows if any(map(f.depends, out.shape)) else FREE for out in outs]
+
+
+def embedding(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """From a shared table; by frequency, samples would meet in the backward."""
+    shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
+    return f.label(call["indices"]) if shared else MEET
+
+
+def recurrent(f: Looks, args: Sequence[Any]) -> list[Label]:
+    """A recurrent layer (:mod:`lightning_hybrid.network.recurrent_layers`) and its last states."""
+    value, states, weights = args[:3]
+    states = list(states) if isinstance(states, list | tuple) else [states]
+    rows, unpacked = f.label(value), isinstance(weights, list | tuple) and len(args) == 9
+    own = unpacked and rows == Rows(0 if args[8] else 1) and value.dim() == 3
+    own = own and all(f.label(state) == Rows(1) for state in states) and _all_free(f, weights)
+    return [rows, *[Rows(1) for _ in states]] if own else [MEET, *[MEET for _ in states]]
+
+
+# ---------------------------------------------------------------- channel by channel
+
+
+def spatial(count: int) -> Rule:
+    """Works on the last dimensions, so many, of each sample and channel by itself."""
+
+    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+        first = call["self"] if call["self"] is not None else call["input"]
+        rows = _only([f.label(t) for t in call.tensors()])
+        if not isinstance(rows, Rows) or any(f.label(t) is FREE for t in call.tensors()):
+            return MEET
+        return rows if rows.dim < first.dim() - count else MEET
+
+    return rule
+
+
+def of_samples(dims: int) -> Rule:
+    """Works on each sample by itself, of so many dimensions with the samples'."""
+
+    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+        rows = _only([f.label(t) for t in call.tensors()])
+        good = isinstance(rows, Rows) and rows.dim == 0
+        good = good and all(t.dim() == dims and f.label(t) == rows for t in call.tensors())
+        return rows if good else MEET
+
+    return rule
+
+
+# ---------------------------------------------------------------- with indices
+
+
+def gather(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, index = call["self"], call["index"]
+    rows, picked, dim = f.label(tensor), f.label(index), call["dim"] % max(tensor.dim(), 1)
+    if not isinstance(picked, Rows) or picked.position:
+        return MEET
+    if rows is FREE:
+        return picked if picked.dim == dim else MEET
+    same = rows == picked and f.size(tensor.shape[picked.dim]) == f.size(index.shape[picked.dim])
+    return picked if same and picked.dim != dim else MEET
+
+
+def scatter(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
+    rows = f.label(tensor)
+    if not isinstance(rows, Rows) or rows.dim == dim:
+        return MEET
+    if call["value"] is not None and f.depends(call["value"]):
+        return MEET
+    for other in call.others("self"):
+        if f.label(other) != rows or f.size(other.shape[rows.dim]) != f.size(
+            tensor.shape[rows.dim]
+        ):
+            return MEET
+    return rows
+
+
+def index_select(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, picked, dim = f.label(call["self"]), f.label(call["index"]), call["dim"]
+    dim %= max(call["self"].dim(), 1)
+    if isinstance(picked, Rows):
+        return Rows(dim, picked.outer) if rows is FREE and not picked.position else MEET
+    return rows if isinstance(rows, Rows) and rows.dim != dim else MEET
+
+
+def index_into(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Adds or copies at shared indices along another dimension."""
+    rows, dim = f.label(call["self"]), call["dim"] % max(call["self"].dim(), 1)
+    if not isinstance(rows, Rows) or rows.dim == dim or f.label(call["index"]) is not FREE:
+        return MEET
+    return rows if f.label(call["source"]) == rows else MEET
+
+
+def _picks(call: Call) -> tuple[list[Any], list[int], list[Tensor], int]:
+    picks = list(call["indices"])
+    at = [place for place, pick in enumerate(picks) if pick is not None]
+    tensors = [picks[place] for place in at]
+    return picks, at, tensors, max(t.dim() for t in tensors)
+
+
+def index(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor = call["self"]
+    picks, at, tensors, count = _picks(call)
+    if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
+        return MEET
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    start = at[0] if adjacent else 0
+    rows = f.label(tensor)
+    picked = _only([_aligned(f, t, count) for t in tensors if not _is_position(f, t)])
+    positions = [place for place in at if _is_position(f, picks[place])]
+    if rows is FREE:
+        if positions or not isinstance(picked, Rows):
+            return MEET
+        return Rows(picked.dim + start, picked.outer)
+    assert isinstance(rows, Rows)
+    if positions:  # each sample takes of itself
+        own = positions == [rows.dim] and _is_batch(f, tensor, rows)
+        where = _aligned(f, picks[rows.dim], count) if own else MEET
+        if not isinstance(where, Rows) or picked not in (FREE, Rows(where.dim)):
+            return MEET
+        return Rows(where.dim + start)
+    if picked is not FREE or rows.dim in at:
+        return MEET
+    if not adjacent or rows.dim > at[-1]:
+        return Rows(rows.dim - sum(place < rows.dim for place in at) + count, rows.outer)
+    return rows
+
+
+def _is_position(f: Looks, tensor: Tensor) -> bool:
+    rows = _rows(f, tensor)
+    return rows is not None and rows.position
+
+
+def _is_batch(f: Looks, tensor: Tensor, rows: Rows) -> bool:
+    """Whether entry i of the samples' dimension is sample i."""
+    return bool(rows.outer == 1 and f.size(tensor.shape[rows.dim]) == f.batch)
+
+
+def index_put(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, value = call["self"], call["values"]
+    picks, at, tensors, count = _picks(call)
+    rows = f.label(tensor)
+    if not isinstance(rows, Rows):
+        return MEET
+    if len(at) == 1 and tensors[0].dtype == torch.bool:  # one number at what a mask shows
+        mask, whole = tensors[0], at[0] == 0 and rows.dim < tensors[0].dim()
+        single = value.dim() == 0 and f.label(value) is FREE
+        return rows if whole and single and f.label(mask) == rows else MEET
+    if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
+        return MEET
+    if [place for place in at if _is_position(f, picks[place])] != [rows.dim]:
+        return MEET
+    if len(at) != tensor.dim() or not _is_batch(f, tensor, rows):
+        return MEET
+    where = _aligned(f, picks[rows.dim], count)
+    if not isinstance(where, Rows):
+        return MEET
+    beside = [_aligned(f, t, count) for t in tensors if not _is_position(f, t)]
+    beside.append(_aligned(f, value, count))
+    return rows if {FREE, Rows(where.dim)}.issuperset(beside) else MEET
+
+
+def nll_loss(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    rows = f.label(call["self"])
+    good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["target"]) == rows
+    shared = _all_free(f, call.others("self", "target"))
+    good = good and shared and call["reduction"] == 0 and call["self"].dim() > 1
+    return [rows, FREE] if good else MEET
+
+
+def distances(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Of the rows of two matrices, maybe of many."""
+    one, other = call["x1"], call["x2"]
+    p, q = f.label(one), f.label(other)
+    if isinstance(p, Rows) and p.dim < one.dim() - 2 and p == q:
+        return p
+    if isinstance(p, Rows) and p.dim == one.dim() - 2 and q is FREE:
+        return p
+    return MEET
+
+
+def rows_of_two(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """From each row of a matrix: `multinomial`."""
+    rows = f.label(call["self"])
+    good = isinstance(rows, Rows) and rows.dim == 0 and call["self"].dim() == 2
+    return rows if good else MEET
+
+
+# ---------------------------------------------------------------- the table
+
+SHAPED = {
+    *("view", "_unsafe_view", "_reshape_alias", "expand", "repeat", "slice", "native_group_norm"),
+    *("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
+}
+"""Operators that take sizes which may follow from the batch; their rules look at them."""
+
+FACTORIES = {
+    **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "empty_permuted"), ("size",)),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "full", "new_full"), ("size",)),
+    **dict.fromkeys(("randint", "empty_strided"), ("size", "stride")),
+    "new_empty_strided": ("size", "stride"),
+}
+"""Operators that make tensors of one kind of entries, and the arguments that are their sizes."""
+
+LIKE = {
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+    "randint_like",
+}
+"""The same, after another tensor, whose entries they do not look at."""
+
+KEEPS_POSITION = {
+    *("view", "_unsafe_view", "unsqueeze", "slice", "expand", "_to_copy", "clone", "alias"),
+    "detach",
+}
+"""Operators after which `Rows.position` still holds."""
+
+_ENTRY_BY_ENTRY = {
+    *("clone", "detach", "_to_copy", "alias", "lift_fresh_copy", "lift_fresh", "zero"),
+    *("native_dropout", "bernoulli", "where", "masked_fill", "_conj", "_neg_view", "gelu"),
+    *("softplus", "hardtanh", "hardswish", "glu_jvp", "logit", "polar", "complex", "prelu"),
+    *("_prelu_kernel", "rrelu_with_noise", "nan_to_num", "resolve_conj"),
+    *("log_sigmoid_forward", "bitwise_and", "pow", "poisson", "hardshrink", "softshrink"),
+}
+_NOT = {"isin", "equal", "max", "min", "copysign_", "frexp"}
+"""What torch marks as pointwise and is more, or may be."""
+
+_SPATIAL = {
+    "max_pool2d_with_indices": 2, "max_pool3d_with_indices": 3, "avg_pool2d": 2, "avg_pool3d": 3,
+    "_adaptive_avg_pool2d": 2, "_adaptive_avg_pool3d": 3, "adaptive_max_pool2d": 2,
+    "adaptive_max_pool3d": 3, "avg_pool1d": 1, "max_unpool2d": 2, "max_unpool3d": 3,
+    "upsample_linear1d": 1, "upsample_nearest1d": 1, "_upsample_nearest_exact1d": 1,
+    "upsample_nearest2d": 2, "_upsample_nearest_exact2d": 2, "upsample_bilinear2d": 2,
+    "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 2,
+    "upsample_nearest3d": 3, "_upsample_nearest_exact3d": 3, "upsample_trilinear3d": 3,
+    "pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "native_channel_shuffle": 3,
+}  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ENTRY_BY_ENTRY, pointwise),
+    **dict.fromkeys(("copy", "fill", "uniform", "normal", "random", "exponential"), fills),
+    **dict.fromkeys(("log_normal", "cauchy", "geometric"), fills),
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), view),
+    "expand": expand, "repeat": repeat, "unsqueeze": unsqueeze, "squeeze": squeeze,
+    **dict.fromkeys(("permute", "transpose", "t"), permute),
+    **dict.fromkeys(("split", "split_with_sizes"), split),
+    **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes"), split),
+    **dict.fromkeys(("select", "unbind"), unbind), "slice": slicing, "cat": cat, "stack": stack,
+    "unfold": unfold, "diagonal": diagonal, "view_as_complex": as_complex,
+    **dict.fromkeys(
+        (
+            *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean"),
+            *("prod", "any", "all", "argmax", "argmin", "linalg_vector_norm", "norm", "nansum"),
+            *("logsumexp", "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod"),
+            *("cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "median", "mode"),
+            *("kthvalue", "nanmedian", "aminmax", "count_nonzero", "glu"),
+            *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
+        ),
+        along,
+    ),
+    **dict.fromkeys(("roll", "flip"), moved),
+    **dict.fromkeys(("tril", "triu"), before_last(2)), "constant_pad_nd": padding,
+    **{f"reflection_pad{n}d": before_last(n) for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": before_last(n) for n in (1, 2, 3)},
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), layer_norm),
+    **dict.fromkeys(
+        (
+            *("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"),
+            *("_batch_norm_with_update", "_native_batch_norm_legit_functional"),
+            *("_native_batch_norm_legit_no_training", "miopen_batch_norm", "_batch_norm_no_update"),
+        ),
+        batch_norm,
+    ),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), matrices), "mv": vector, "linear": linear,
+    **dict.fromkeys(("convolution", "_convolution", "mkldnn_convolution"), convolution),
+    "native_group_norm": group_norm,
+    **dict.fromkeys(
+        (
+            *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+            *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+            "_scaled_dot_product_attention_math",
+            "_scaled_dot_product_fused_attention_overrideable",
+        ),
+        attention,
+    ),
+    "embedding": embedding,
+    **{name: spatial(count) for name, count in _SPATIAL.items()},
+    "im2col": of_samples(4), "col2im": of_samples(3), "grid_sampler_2d": of_samples(4),
+    "grid_sampler_3d": of_samples(5),
+    "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+    "index_select": index_select, "index": index, "index_put": index_put,
+    **dict.fromkeys(("index_add", "index_copy"), index_into),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
+    **dict.fromkeys(
+        (
+            *("mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+            *("smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        ),
+        unreduced,
+    ),
+    "bucketize": entries_of("self"), "searchsorted": entries_of("self"),
+    "isin": entries_of("elements"), "view_as_real": entries_of("self"),
+    "_cdist_forward": distances, "multinomial": rows_of_two,
+}  # fmt: skip
+
+_INPLACE = re.compile(r"(?<=[a-z0-9])_$")
+
+
+def name_of(func: Any) -> str:
+    """The name of an operator, without what says that it works in place."""
+    return _INPLACE.sub("", str(schema(func).name).partition("::")[2])
+
+
+def rule_of(func: Any) -> Rule | None:
+    """The rule of an operator of torch; ``None``: there is none."""
+    if func.namespace != "aten":
+        return None
+    name = name_of(func)
+    if name in RULES:
+        return RULES[name]
+    return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None
+
+
+def numbers_of(func: Any, call: Call) -> Iterator[Any]:
+    """The numbers that a call computes with; not those that are sizes."""
+    name = name_of(func)
+    if name in SHAPED:
+        return
+    sizes = FACTORIES.get(name, ())
+    for argument, number in _numbers(call.values):
+        if argument not in sizes:
+            yield number

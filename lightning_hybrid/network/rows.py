@@ -1,0 +1,88 @@
+"""Where the samples of a batch are in a tensor.
+
+A micro-batch has some of the samples of a batch. A tensor that is made of the batch may be the same
+in all micro-batches; or it has a dimension in which every sample has entries of its own
+(:class:`Rows`), so that the tensor of the whole batch can be cut into those of the micro-batches,
+and joined of them; or it is neither, since samples have met (``MEET``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One dimension of a tensor is the samples'.
+
+    For B samples its size is ``outer * B * k``, and entry ``(o * B + i) * k + j`` is made of sample
+    i alone. (``outer`` is 1 as a rule. It is T where a tensor of T steps and B samples, in this
+    order, was made one of T * B rows.)
+
+    Attributes:
+        dim: the dimension.
+        outer: an integer, or an expression of sizes.
+        position: the entries are the places of samples in the batch: ``torch.arange(B)``. A
+            micro-batch has 0, 1, ... in it, good to index other tensors with and for nothing else.
+    """
+
+    dim: int
+    outer: Any = 1
+    position: bool = False
+
+
+class _Meet(Enum):
+    MEET = "samples meet"
+
+
+MEET = _Meet.MEET
+"""Samples have met, or it is not known that they have not."""
+
+Label = Rows | _Meet | None
+"""``None``: the same in all micro-batches."""
+
+
+def slices(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
+    """The micro-batches' parts of a tensor.
+
+    Args:
+        tensor: of the whole batch.
+        rows: where its samples are.
+        sizes: how many samples each micro-batch has.
+
+    Returns:
+        Views, if ``rows.outer`` is 1.
+    """
+    batch, outer, dim = sum(sizes), int(rows.outer), rows.dim
+    each = tensor.shape[dim] // (outer * batch)
+    if outer == 1:
+        return list(tensor.split([size * each for size in sizes], dim))
+    apart = tensor.unflatten(dim, (outer, batch * each))
+    parts = apart.split([size * each for size in sizes], dim + 1)
+    return [part.flatten(dim, dim + 1) for part in parts]
+
+
+def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
+    """The reverse of `slices`; dimensions lie in memory as those of the parts."""
+    outer, dim = int(rows.outer), rows.dim
+    if outer != 1:
+        apart = [part.unflatten(dim, (outer, part.shape[dim] // outer)) for part in parts]
+        return torch.cat(apart, dim + 1).flatten(dim, dim + 1)
+    first = parts[0]
+    if first.is_contiguous() or first.layout is not torch.strided:
+        return torch.cat(list(parts), dim)
+    strides = first.stride()
+    order = sorted(range(first.dim()), key=lambda d: (-strides[d], d))
+    size = list(first.shape)
+    size[dim] = sum(part.shape[dim] for part in parts)
+    # (no view, which would require a gradient only if the tensor behind it does)
+    whole = torch.empty_permuted(size, order, dtype=first.dtype, device=first.device)
+    permuted = [part.permute(order) for part in parts]
+    torch.cat(permuted, order.index(dim), out=whole.permute(order))
+    return whole
