@@ -36,6 +36,7 @@ from lightning_hybrid.network.row_rules import (
     recurrent,
     rule_of,
 )
+from lightning_hybrid.network.row_trial import Trial
 from lightning_hybrid.network.rows import MEET, Label, Rows
 
 _FOLLOWED = {
@@ -55,13 +56,14 @@ class Followed:
     Attributes:
         labels: per node, those of its tensors in order; of a number none.
         why: per node in which samples meet first, the operator that does it.
-        unknown: nodes of which nobody knows what they do (custom operators, code of the user's).
+        tried: nodes of which nobody knows what they do (custom operators, code of the user's), and
+            that have passed a trial.
         prologue: nodes that are made of the inputs alone, and must be computed of all samples.
     """
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
     why: dict[fx.Node, str] = field(default_factory=dict)
-    unknown: set[fx.Node] = field(default_factory=set)
+    tried: set[fx.Node] = field(default_factory=set)
     prologue: set[fx.Node] = field(default_factory=set)
     numbers: set[fx.Node] = field(default_factory=set)
     """numbers that were read from the values of samples"""
@@ -83,7 +85,6 @@ def follow(
     source: Source,
     *,
     kept: Collection[fx.Node] = (),
-    decided: Mapping[fx.Node, Label] | None = None,
 ) -> Followed:
     """Follow the samples of a batch through a graph.
 
@@ -94,10 +95,9 @@ def follow(
         source: of the placeholders.
         kept: nodes that are computed nowhere but in micro-batches: parameters and buffers, and
             what writes in place.
-        decided: nodes whose labels are known from elsewhere.
     """
     with as_they_are(), torch.inference_mode(False):
-        return _Walk(graph, attributes, symbols, source, kept, decided or {}).found
+        return _Walk(graph, attributes, symbols, source, kept).found
 
 
 class _Walk:
@@ -108,11 +108,10 @@ class _Walk:
         symbols: Sequence[Any],
         source: Source,
         kept: Collection[fx.Node],
-        decided: Mapping[fx.Node, Label],
     ) -> None:
         self.found, self._values = Followed(), dict[fx.Node, Any]()
         self._kept, self._early = kept, set[fx.Node]()
-        self._attributes, self._source, self._decided = attributes, source, decided
+        self._attributes, self._source = attributes, source
         self._run = _Run(symbols)
         examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
@@ -184,9 +183,26 @@ class _Walk:
             self._values[node] = example
             for tensor in given if node in self._kept else ():
                 run.spoil(tensor)
-        if is_unknown:
-            self.found.unknown.add(node)
+        if is_unknown and run.why is None and self._passes(node, (args, kwargs), given):
+            self.found.tried.add(node)
+            return
         self._settle(node, why)
+
+    def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
+        """Try an operation, and label what it returns if samples do not seem to meet."""
+        run = self._run
+        tensors = [tensor for _, tensor in tensors_in(self._values[node])]
+        results = [run.by_shape(tensor) for tensor in tensors]
+        labels = [run.label(tensor) for tensor in given]
+        if MEET in (*labels, *results) or run.draws or node in self._kept:
+            return False
+        trial = Trial(
+            lambda values: _called(node, *values), arguments, labels, results, run.symbols
+        )
+        passed = trial.passes()
+        for tensor, label in zip(tensors, results if passed else ()):
+            run.set(tensor, label)
+        return passed
 
     def _settle(self, node: fx.Node, why: str | None) -> None:
         """Where a node is computed, and whether samples have met in it.
@@ -203,15 +219,11 @@ class _Walk:
             self.found.numbers.add(node)
         if (run.draws or why) and self._is_prologue(node, tensors):
             return
-        decided = self._decided.get(node, MEET)
-        by_rule = why is None or why == run.why
         meets = any(taken in self.found.numbers for taken in node.all_input_nodes)
-        for tensor in tensors:
-            if decided is not MEET:
-                run.set(tensor, decided)
-            elif meets or not by_rule:
+        if meets or why != run.why:
+            for tensor in tensors:
                 run.spoil(tensor)
-        if why is not None and decided is MEET:
+        if why is not None:
             self.found.why[node] = why
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any, example: Any) -> Any:

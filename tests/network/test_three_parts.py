@@ -309,3 +309,72 @@ def test_the_reason_names_the_operator_its_place_and_the_load_behind_it() -> Non
     assert words.startswith("samples meet in 'mean' (mean), ")
     assert "test_three_parts.py:" in words
     assert words.endswith("% of the load follows")
+
+
+# ---------------------------------------------------------------- operations that are tried
+
+
+@torch.library.custom_op("lightning_hybrid_tests::halved", mutates_args=())
+def halved(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale / 2
+
+
+@torch.library.custom_op("lightning_hybrid_tests::recentred", mutates_args=())
+def recentred(x: Tensor, scale: Tensor) -> Tensor:
+    return (x - x.mean(0)) * scale
+
+
+@torch.library.custom_op("lightning_hybrid_tests::meets_backwards", mutates_args=())
+def meets_backwards(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _halved_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, scale = ctx.saved_tensors
+    return gradient * scale / 2, (gradient * x / 2).sum()
+
+
+def _met_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, scale = ctx.saved_tensors
+    return (gradient - gradient.mean(0)) * scale, (gradient * x).sum()
+
+
+for _operator, _back in (
+    (halved, _halved_back), (recentred, _halved_back), (meets_backwards, _met_back)
+):  # fmt: skip
+    _operator.register_fake(lambda x, scale: torch.empty_like(x))
+    _operator.register_autograd(_back, setup_context=_keep)
+
+
+class Rounds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def applied(function: Code) -> Code:
+    return lambda net, x, y: net.c(net.b(function(net, net.a(x))))
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("function", "splits"),
+    [
+        (lambda net, h: halved(h, net.scale), True),
+        (lambda net, h: Rounds.apply(h * 3), True),
+        (lambda net, h: recentred(h, net.scale), False),
+        (lambda net, h: meets_backwards(h, net.scale), False),
+    ],
+    ids=["operator", "Function", "meets forwards", "meets backwards"],
+)
+def test_an_operation_of_the_user_s_own_is_tried(function: Code, splits: bool) -> None:
+    parts = compared(Net(applied(function)), *inputs(torch.randint(8, (BATCH,))))
+    assert (parts.why_whole is None) is splits, parts.why_whole
