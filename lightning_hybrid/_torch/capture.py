@@ -1,5 +1,6 @@
 """TorchDynamo: how it is set for the capture of a network, and what it keeps."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -51,7 +52,11 @@ def without_mode(kind: type[Mode]) -> Iterator[Mode | None]:
         yield None
 
 
+_IGNORED: set[Any] = set()
+"""Functions that log, and that captured code leaves out; see `_ignore_repeated_warnings`."""
+
 _CAPTURE: dict[str, Any] = {
+    "ignore_logging_functions": _IGNORED,
     # a network must never run uncaptured without a word
     "fail_on_recompile_limit_hit": True,
     "recompile_limit": 64,
@@ -127,9 +132,20 @@ _free_convolutions = Exchanged(
 )
 
 
+def _ignore_repeated_warnings() -> None:
+    """Leave out a method that `transformers` adds to loggers, and calls in the middle of a network.
+
+    TorchDynamo would end the graph there. What the user's own code logs is as ever.
+    """
+    method = getattr(logging.Logger, "warning_once", None)
+    if method is not None:
+        _IGNORED.add(method)
+
+
 @contextmanager
 def capture_settings() -> Iterator[None]:
     """Inside, TorchDynamo captures as this package needs it, in this thread alone."""
+    _ignore_repeated_warnings()
     reverts = [patch() for patch in _PATCHES]
     _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:

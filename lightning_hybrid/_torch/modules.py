@@ -18,7 +18,10 @@ _OptimizedModule = find("torch._dynamo:OptimizedModule", ())
 _functional_call = find("torch.nn.utils.stateless:_functional_call")
 _VF = find("torch:_VF", SimpleNamespace())
 
-__all__ = ["BatchNorm"]
+# by which torch's transformers ask whether a mask is the causal one
+detects_causal_mask: Any = find("torch.nn.modules.transformer:_detect_is_causal_mask")
+
+__all__ = ["BatchNorm", "detects_causal_mask"]
 
 
 def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

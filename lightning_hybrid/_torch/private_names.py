@@ -33,6 +33,7 @@ REQUIRED = frozenset(
         "torch:_C._autograd._get_current_graph_task_keep_graph",
         "torch:_C._autograd._top_saved_tensors_default_hooks",
         "torch:_C._current_graph_task_id",
+        "torch:_C._functorch.get_unwrapped",
         "torch:_C._functorch.is_batchedtensor",
         "torch:_C._functorch.is_functorch_wrapped_tensor",
         "torch:_C._functorch.is_legacy_batchedtensor",
@@ -80,6 +81,12 @@ OPTIONAL = {
         "networks with .item() become chains of graphs"
     ),
     "torch._dynamo.config:allow_rnn": "recurrent networks become chains of graphs",
+    "torch._dynamo.config:ignore_logging_functions": (
+        "models of transformers that warn once become chains of graphs"
+    ),
+    "torch.nn.modules.transformer:_detect_is_causal_mask": (
+        "torch's transformers with masks and without is_causal become chains of graphs"
+    ),
     "torch._dynamo.config:allow_unspec_int_on_nn_module": (
         "a network that counts its calls is captured again in each of them"
     ),

@@ -38,11 +38,13 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative_batchnorm import captured_averages
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.graph_from_dynamo import describe
+from lightning_hybrid.network.hugging_face import install_hooks
 from lightning_hybrid.network.lifted_parameters import lift_parameters
 from lightning_hybrid.network.own_classes import Plain, is_followed, refused_class
 from lightning_hybrid.network.padded_encoders import PACKS, captured_encoders
 from lightning_hybrid.network.recurrent_layers import captured_recurrence
 from lightning_hybrid.network.rewritten_functions import captured_classes
+from lightning_hybrid.network.source_places import reason_in
 from lightning_hybrid.network.three_parts import Divided
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
@@ -70,7 +72,7 @@ class NotCaptured(Exception):
     """A network's Python cannot be followed; nothing of the call has happened.
 
     Args:
-        reason: what TorchDynamo says, and where in the user's code.
+        reason: what TorchDynamo says, and where in the user's code, in one line.
         by_its_kind: whether calls of another kind (in training) may well be captured.
     """
 
@@ -129,9 +131,10 @@ class Capture:
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
-        self._given: set[int] = set()
+        self._given: list[int] = []
         self._captured = 0
 
+        install_hooks(network)
         if getattr(forward, "__func__", None) is type(network).forward:
             with _exchanged():  # which the network's own may be
                 forward = MethodType(type(network).forward, network)
@@ -164,7 +167,7 @@ class Capture:
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         _refuse_classes(given)
-        self._given = {id(tensor) for tensor in given}
+        self._given = [id(tensor) for tensor in given]
         free_first_size(given)
         try:
             with capture_settings(), _exchanged():
@@ -176,13 +179,13 @@ class Capture:
         ) as error:
             if PACKS in str(error):
                 raise NotCaptured(PACKS, by_its_kind=True) from error
-            raise NotCaptured(_reason(error)) from error
+            raise NotCaptured(reason_in(str(error))) from error
         except AssertionError as error:
             if not str(error).startswith(FAILED_AT_ONCE):
                 raise
             inference = torch.is_inference_mode_enabled()
-            hint = "\nWith Trainer(inference_mode=False) it can be." if inference else ""
-            raise NotCaptured(_reason(error) + hint) from error
+            hint = "; with Trainer(inference_mode=False) it can be" if inference else ""
+            raise NotCaptured(reason_in(str(error)) + hint) from error
 
     def close(self) -> None:
         """Let go of the network, which TorchDynamo would keep for as long as the process lives."""
@@ -266,12 +269,3 @@ def _of_python(reason: str | None) -> str | None:
         return None
     line = reason.splitlines()[0].partition(": ")[2] or reason.splitlines()[0]
     return " ".join(line.split())
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    for noise in ("Set TORCHDYNAMO_VERBOSE=1", "Developer debug context:", "For more details"):
-        head, _, tail = text.partition(noise)
-        text = head + tail.partition("from user code:")[1] + tail.partition("from user code:")[2]
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return "\n".join(line for line in lines if "lightning_hybrid" not in line)

@@ -26,7 +26,7 @@ def describe(
     module: fx.GraphModule,
     network: nn.Module,
     names: Sequence[str | None],
-    given: set[int],
+    given: Sequence[int],
     values: Sequence[Any],
     shared: frozenset[str],
 ) -> NetworkGraph:
@@ -36,7 +36,7 @@ def describe(
         module: from TorchDynamo, with an example value for each node.
         network: the module that was captured.
         names: per placeholder, the name of the parameter or buffer that it is in this call.
-        given: identities of the tensors among the arguments of the call.
+        given: identities of the tensors among the arguments of the call, in order.
         values: what the placeholders are in this call.
         shared: names of the parameters and buffers that all ranks have.
     """
@@ -46,27 +46,34 @@ def describe(
         str(n.target): _attribute(module, str(n.target)) for n in nodes if n.op == "get_attr"
     }
     placeholders = [n for n in nodes if n.op == "placeholder"]
+    order = {identity: number for number, identity in enumerate(given)}
     arguments = [
-        (node.meta["example_value"].shape[0], value.shape[0])
+        (order[id(value)], node.meta["example_value"].shape[0], value.shape[0])
         for node, value in zip(placeholders, values)
-        if id(value) in given and isinstance(value, Tensor) and value.dim()
+        if id(value) in order and isinstance(value, Tensor) and value.dim()
     ]
+    arguments.sort(key=lambda argument: argument[0])
     symbols, batch = _of_batch(arguments)
     tensors = {n: name for n, name in zip(placeholders, names) if name is not None}
     return _Describing(module.graph, attributes, network, tensors, symbols, batch, shared).graph()
 
 
-def _of_batch(first_sizes: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, ...], int | None]:
+def _of_batch(
+    first_sizes: Sequence[tuple[int, Any, int]],
+) -> tuple[tuple[Any, ...], int | None]:
     """The symbols of the batch's size, and what it is.
 
-    It is that of dimension 0 of the first argument, where that is free, and of all others that are
-    equal: TorchDynamo gives each a symbol of its own.
+    It is that of dimension 0 of the first argument in which it is free, and of all others that are
+    equal: TorchDynamo gives each a symbol of its own. (Whether samples are there, and do not meet,
+    is for others to find out.)
+
+    Args:
+        first_sizes: per argument its number, its first size in the graph, and what that is.
     """
-    if not first_sizes or not is_symbol(first_sizes[0][0]):
-        return (), None
-    batch = first_sizes[0][1]
-    same = [size for size, value in first_sizes if value == batch and is_symbol(size)]
-    return tuple(dict.fromkeys(symbols_in(size)[0] for size in same)), batch
+    free = [(size, value) for _, size, value in first_sizes if is_symbol(size)]
+    same = [size for size, value in free if value == free[0][1]]
+    symbols = tuple(dict.fromkeys(symbols_in(size)[0] for size in same))
+    return symbols, free[0][1] if free else None
 
 
 def describe_part(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.modules import detects_causal_mask
 
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)
@@ -52,6 +53,16 @@ def _checkpoint_sequential(
         )
         start += size
     return run_from(start, len(parts))(input)
+
+
+@torch.compiler.substitute_in_graph(detects_causal_mask, skip_signature_check=True)
+def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+    """What `torch.nn.TransformerEncoder` and the like ask of a mask: whether it is the causal one.
+
+    That depends on its numbers. Where it is not known the mask is used as it is, which gives the
+    same results, to rounding.
+    """
+    return is_causal is True
 
 
 _jit_isinstance: Any = torch.jit.isinstance

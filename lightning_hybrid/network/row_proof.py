@@ -183,7 +183,8 @@ class _Walk:
             self._values[node] = example
             for tensor in given if node in self._kept else ():
                 run.spoil(tensor)
-        if is_unknown and run.why is None and self._passes(node, (args, kwargs), given):
+        may_pass = is_custom_operator(node.target) or run.why is None
+        if is_unknown and may_pass and self._passes(node, (args, kwargs), given):
             self.found.tried.add(node)
             return
         self._settle(node, why)

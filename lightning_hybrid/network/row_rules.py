@@ -423,6 +423,16 @@ def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Lab
     return [rows if any(map(f.depends, out.shape)) else FREE for out in outs]
 
 
+def encoder_layer(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """A whole layer of `torch.nn.TransformerEncoder`, which is one operator in an evaluation."""
+    names = ("src",) if call["src"] is not None else ("query", "key", "value")
+    own = all(f.label(call[name]) == Rows(0) for name in names)
+    mask = call["mask"] is None or f.label(call["mask"]) in (FREE, Rows(0))
+    if not own or not mask or not _all_free(f, call.others(*names, "mask")):
+        return MEET
+    return [Rows(0) if any(map(f.depends, out.shape)) else FREE for out in outs]
+
+
 def embedding(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     """From a shared table; by frequency, samples would meet in the backward."""
     shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
@@ -703,6 +713,7 @@ RULES: dict[str, Rule] = {
         ),
         attention,
     ),
+    "_transformer_encoder_layer_fwd": encoder_layer, "_native_multi_head_attention": encoder_layer,
     "embedding": embedding,
     **{name: spatial(count) for name, count in _SPATIAL.items()},
     "im2col": of_samples(4), "col2im": of_samples(3), "grid_sampler_2d": of_samples(4),

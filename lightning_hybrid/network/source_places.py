@@ -35,6 +35,27 @@ def place_of(node: fx.Node) -> str | None:
     return theirs[-1] if theirs else None
 
 
+_CALL = re.compile(r'File "(.+?)", line (\d+), in [^\n]*\n\s*([^\n]+)')
+
+
+def reason_in(text: str) -> str:
+    """What TorchDynamo says in its first line, and the user's line that has caused it.
+
+    (It says much more: the stack twice, with hints and links for those who work on it.)
+
+    Args:
+        text: of TorchDynamo's error.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    what = lines[0].partition(" (unhinted")[0].rstrip(".") if lines else "no reason is given"
+    frames = _CALL.findall(text.partition("from user code:")[2] or text)
+    theirs = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
+    if not theirs:
+        return what
+    file, line, code = theirs[-1]
+    return f"{what} ({file}:{line}: `{code.strip()}`)"
+
+
 _AS_WRITTEN = (  # from the names in the frame that is captured, which calls the network's `forward`
     (re.compile(r"^L\['args'\]"), "args"),
     (re.compile(r"^L\['kwargs'\]\['(\w+)'\]"), r"\1"),

@@ -54,10 +54,13 @@ class Announcements:
 
     def runs_its_own_python(self, found: FoundNetwork, reason: str) -> None:
         """The modules that a network calls are looked at in its place."""
+        known = ("", reason) in self._said
+        self._said.add(("", reason))
+        why = ", for the same reason" if known else f":\n{reason}"
         self.say(
             found,
             "runs its own Python on the driver, and the modules that it calls are cut in its "
-            f"place, since it cannot be captured as one graph:\n{reason}",
+            f"place, since it cannot be captured as one graph{why}",
         )
 
     def takes_batches_whole(self, found: FoundNetwork, reason: str) -> None:

@@ -1,5 +1,7 @@
 """What a capture must keep, rule by rule; the network called plainly is the reference."""
 
+import functools
+import logging
 import os
 import pickle
 import subprocess
@@ -14,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from captured_networks import TwoInputs, ValueControl
-from capturing import Staged, captured, graph_of, outputs_and_gradients, outputs_of, same
+from capturing import InParts, Staged, captured, graph_of, outputs_and_gradients, outputs_of, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +28,7 @@ from lightning_hybrid.network.stage import cut_at
 
 X = torch.linspace(-1, 1, 20).view(5, 4)
 Code = Callable[..., Any]
+LOGGER: Any = logging.getLogger(__name__)
 
 
 class Net(nn.Module):
@@ -338,7 +341,7 @@ def test_settings_of_torch_compile_are_the_user_s_again_after_a_call() -> None:
 
 
 def test_the_reason_names_the_line_of_the_user() -> None:
-    with pytest.raises(NotCaptured, match=r"captured_networks.py.*\n.*if x.sum\(\) > 0"):
+    with pytest.raises(NotCaptured, match=r"captured_networks.py:\d+: `.*if x.sum\(\) > 0"):
         Staged(ValueControl())(X)
 
 
@@ -652,7 +655,6 @@ def attends_among_samples(net: Any, x: Tensor) -> Tensor:
 def test_attention_is_no_draw() -> None:
     found = captured(Net(attends_among_samples), X)
     assert not found.graph.uses_rng
-    assert why_whole(found.graph, found.leaves, 2) is not None
 
 
 def test_dropout_of_attention_weights_is_a_draw() -> None:
@@ -666,3 +668,48 @@ def test_dropout_of_attention_weights_is_a_draw() -> None:
 def test_samples_behind_time_are_not_split_as_if_they_were_time() -> None:
     found = captured(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), torch.randn(5, 3, 4))
     assert why_whole(found.graph, found.leaves, 2) is not None
+
+
+class LanguageModel(nn.Module):
+    """Torch's own encoder and decoder, with masks that nobody says to be causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.both = nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.both(x, self.encoder(x, mask=mask), tgt_mask=mask)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_torch_s_transformers_with_masks_are_one_graph(training: bool) -> None:
+    network = LanguageModel().double().train(training)
+    x = torch.randn(6, 5, 4, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    with torch.set_grad_enabled(training):
+        parts = InParts(network)
+        torch.testing.assert_close(parts(x, mask), network(x, mask), rtol=1e-10, atol=1e-12)
+    assert parts.why_whole is None
+
+
+def test_a_warning_that_is_said_once_ends_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.lru_cache
+    def warning_once(self: Any, *args: Any) -> None:
+        self.warning(*args)
+
+    def warns(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        LOGGER.warning_once("in the middle")
+        return net.c(h)
+
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    assert len(graph_of(Net(warns), X).layers) == 2
+
+
+def test_a_reason_is_one_line() -> None:
+    with pytest.raises(NotCaptured) as error:
+        Staged(ValueControl())(X)
+    assert "\n" not in error.value.reason
