@@ -6,8 +6,17 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+
+# what fake tensors raise where a result depends on values
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+OF_VALUES = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 __all__ = ["GuardOnDataDependentSymNode", "ShapeEnv"]
 

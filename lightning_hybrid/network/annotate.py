@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid._torch.autograd import dual_level, functorch_level
 from lightning_hybrid._torch.random_operators import draws
-from lightning_hybrid._torch.symbols import ShapeEnv, is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import OF_VALUES, ShapeEnv, is_symbolic, symbols_in, value_with
 from lightning_hybrid._torch.tensors import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -41,7 +41,7 @@ class Effects:
         random: it draws from torch's generators.
         ambient: after it, the modes that a cut cannot switch (``vmap`` levels, derivatives in
             forward mode, inference mode) are as in the beginning.
-        known: whether all this is known.
+        unknown: why all this is not known; ``None``: it is.
         flops: of convolutions and matrix products, at the captured sizes.
     """
 
@@ -49,7 +49,7 @@ class Effects:
     writes: frozenset[int] = frozenset()
     random: bool = False
     ambient: bool = True
-    known: bool = True
+    unknown: str | None = None
     flops: int = 0
 
 
@@ -77,7 +77,11 @@ def annotate(graph: fx.Graph, attributes: Mapping[str, Any]) -> Annotations:
         return _Run(graph, attributes).annotations()
 
 
-_UNKNOWN = Effects(known=False)
+FAILURES = (
+    *(RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError),
+    *(AttributeError, AssertionError, ArithmeticError),
+)
+"""How a run on fake tensors breaks off; nothing else (a time-out, an interrupt) is caught."""
 
 
 class _Run:
@@ -89,7 +93,7 @@ class _Run:
         self.alive: list[Any] = []
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.flops, self.watch = FlopCounterMode(display=False), _Watch()
-        self.lost = False
+        self.lost: str | None = None
 
     def annotations(self) -> Annotations:
         before = _modes()
@@ -114,19 +118,19 @@ class _Run:
         counted, self.watch.uses_rng = self.flops.get_total_flops(), False
         writes = self._run(node) | {self._memory(t) for t in self.watch.statistics}
         self.watch.statistics.clear()
-        if self.lost:
-            return _UNKNOWN
+        if self.lost is not None:
+            return Effects(unknown=self.lost)
         return Effects(
             frozenset(self._memory(t) for _, t in tensors_in(self.values[node])),
             frozenset(writes),
             self.watch.uses_rng,
             _fixed(_modes()) == _fixed(before),
-            True,
+            None,
             _plain(self.flops.get_total_flops() - counted),
         )
 
     def _run(self, node: fx.Node) -> set[int]:
-        if self.lost:
+        if self.lost is not None:
             return set()
         args: Any = fx.map_arg(node.args, self.values.__getitem__)
         kwargs: Any = fx.map_arg(dict(node.kwargs), self.values.__getitem__)
@@ -138,8 +142,8 @@ class _Run:
             else:
                 function: Any = node.target
                 value = function(*args, **kwargs)
-        except Exception:  # it depends on values
-            self.lost = True
+        except FAILURES as error:
+            self.lost = _why(error)
             return set()
         self.values[node] = value
         return {self._memory(t) for t, version in before if _version(t) != version}
@@ -148,7 +152,7 @@ class _Run:
         try:
             self.values[node] = self._made(node.meta.get("example_value"))
         except (NotImplementedError, RuntimeError):
-            self.values[node], self.lost = None, True
+            self.values[node], self.lost = None, "depends on values"
 
     def _made(self, example: Any) -> Any:
         """A stand-in of the captured sizes."""
@@ -169,6 +173,14 @@ class _Run:
             return self.numbers.setdefault(id(tensor), len(self.numbers))
         self.alive.append(storage)  # an address is only a name while its owner lives
         return self.numbers.setdefault(storage_key(storage), len(self.numbers))
+
+
+def _why(error: Exception) -> str:
+    """What follows on "what the operation does"."""
+    if isinstance(error, OF_VALUES):
+        return "depends on values"
+    text = str(error).strip().partition("\n")[0]
+    return f"is not known, since it fails without values ({type(error).__name__}: {text:.120})"
 
 
 def _plain(number: Any) -> int:

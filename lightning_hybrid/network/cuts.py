@@ -46,7 +46,7 @@ class Cuts:
             (i for i, layer in enumerate(graph.layers) if _differentiates(layer.node)), default=-1
         )
         self._unknown = next(
-            (i for i, layer in enumerate(graph.layers) if not layer.effects.known), count
+            (i for i, layer in enumerate(graph.layers) if layer.effects.unknown is not None), count
         )
 
         self._made_weights = [
@@ -111,7 +111,8 @@ class Cuts:
             return self._does_not_travel(position)
         before = layers[position - 1]
         if position > self._unknown:
-            return f"what {_called(layers[self._unknown])} does depends on values"
+            layer = layers[self._unknown]
+            return f"what {_called(layer)} does {layer.effects.unknown}"
         if position <= self._looks_back:
             return f"{_called(layers[self._looks_back])} differentiates what comes before it"
         if not before.effects.ambient:

@@ -93,11 +93,13 @@ class Leaf:
         node: its placeholder in the graph.
         rows: where the batch's samples are in it, along which it is split; ``None``: nowhere.
         number: whether it is a Python number that changes between calls, and travels as a tensor.
+        made: whether the driver makes it of the call's inputs, for all samples, before the call.
     """
 
     node: fx.Node
     rows: Rows | None
     number: bool = False
+    made: bool = False
 
     @property
     def name(self) -> str:

@@ -70,7 +70,7 @@ def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
 
 def _looks(effects: Effects, memory: int) -> bool:
     """Whether an operation does nothing but show this memory, as one tensor or several."""
-    return effects.known and not effects.writes and effects.results == {memory}
+    return effects.unknown is None and not effects.writes and effects.results == {memory}
 
 
 def _needed(node: fx.Node) -> set[fx.Node]:

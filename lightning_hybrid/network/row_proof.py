@@ -22,7 +22,7 @@ from lightning_hybrid._torch.random_operators import draws
 from lightning_hybrid._torch.symbols import expression, follows_from_values, is_symbolic
 from lightning_hybrid._torch.tensors import TorchDispatchMode, as_they_are, schema, storage_key
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.network.annotate import modes_restored
+from lightning_hybrid.network.annotate import FAILURES, modes_restored
 from lightning_hybrid.network.recurrent_layers import RECURRENT
 from lightning_hybrid.network.row_rules import (
     FACTORIES,
@@ -176,7 +176,7 @@ class _Walk:
         try:
             self._values[node] = self._value(node, args, kwargs, example)
             why = "an operator that is not torch's own" if is_unknown else run.why
-        except Exception as error:
+        except FAILURES as error:
             for symbol in run.symbols:
                 self._env.replacements.pop(symbol, None)
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.60}"

@@ -112,8 +112,8 @@ def _divide(graph: NetworkGraph) -> _Plan | str:
         other = [name for name in layer.written if not _is_statistic(graph.network, name)]
         if other:
             return f"it changes {other[0]!r}"
-        if not layer.effects.known:
-            return f"what {where!r} does depends on values"
+        if layer.effects.unknown is not None:
+            return f"what {where!r} does {layer.effects.unknown}"
     for leaf in graph.written_leaves:
         if leaf.rows is None:
             return f"{leaf.name} is changed in place"
@@ -432,6 +432,8 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
     tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
     heavy = describe_part(graph, code, tensors)
     _label(heavy, plan.followed, copies)
+    made = {copies[node] for node in plan.prologue}
+    heavy.leaves = tuple(replace(leaf, made=leaf.node in made) for leaf in heavy.leaves)
     return order, heavy
 
 

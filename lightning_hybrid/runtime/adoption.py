@@ -291,6 +291,11 @@ def refuse_streaming(
         reason = f"its stages share {min(tied)!r}, which must be the same in all of them"
     elif graph.writes_parameters:
         reason = "it changes its parameters in its forward"
+    elif made := [leaf.name for leaf in graph.leaves if leaf.made]:
+        reason = (
+            f"it makes {made[0]!r} of its inputs for the whole batch (random numbers, statistics), "
+            "which is not known of later batches; num_microbatches=1 leaves that to its stages"
+        )
     elif graph.written_leaves:
         reason = "it writes into its inputs, which are a later batch's"
     elif checkpointed:

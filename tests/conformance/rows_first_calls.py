@@ -505,8 +505,6 @@ class DrawsOnceForTheBatch(_Meets):
     """One random direction for all samples."""
 
     fast = True
-    per_microbatch = True
-    parts = 1
     control = False  # random numbers
 
     class Net(_Meets.Net):

@@ -459,31 +459,40 @@ class HasDistributions(_Between):
 
 
 class DrawsFromDistributions(_Between):
-    """`rsample` of a normal, a relaxed categorical choice: a variational autoencoder."""
+    """`rsample` of a normal, a variational autoencoder: its draws are one device's."""
 
-    per_microbatch = True
     control = False
     shapes = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             normal = torch.distributions.Normal(x, nn.functional.softplus(x) + 0.1)
-            x = torch.tanh(normal.rsample())
-            return x + nn.functional.gumbel_softmax(x, tau=0.7, dim=1)
+            return torch.tanh(normal.rsample())
 
 
-class DrawsInManyWays(_Between):
-    """`rand`, `randn_like`, `bernoulli`, `randint`, `normal_`, dropout of channels."""
+class MakesARelaxedChoice(_Between):
+    """Draws that follow from what weights have made are those of a micro-batch."""
 
     per_microbatch = True
     control = False
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
-            x = x * torch.rand(x.shape[0], 1, dtype=x.dtype) + 0.1 * torch.randn_like(x)
+            return x + nn.functional.gumbel_softmax(x, tau=0.7, dim=1)
+
+
+class DrawsInManyWays(_Between):
+    """`rand_like`, `randn_like`, `bernoulli`, `randint_like`, `normal_`, dropout of channels."""
+
+    per_microbatch = True
+    control = False
+
+    class Net(_Between.Net):
+        def between(self, x: Tensor) -> Tensor:
+            x = x * torch.rand_like(x[:, :1]) + 0.1 * torch.randn_like(x)
             x = x * torch.bernoulli(torch.full_like(x, 0.8))
             x = x + torch.empty_like(x).normal_(0, 0.1)
-            x = x + 0.01 * torch.randint(0, 3, (len(x), 8))
+            x = x + 0.01 * torch.randint_like(x, 0, 3)
             return nn.functional.dropout1d(x[:, :, None], 0.2)[:, :, 0]
 
 

@@ -236,7 +236,6 @@ class MasksAtRandom(_Net):
     """A masked autoencoder: each sample keeps some patches, drawn in `forward`."""
 
     shares = True  # where the patches are, by encoder and decoder
-    per_microbatch = True
     control = False  # random numbers
     cuts: ClassVar = {2: ["net.decoder"], 3: ["net.encoder", "net.decoder"]}
 
