@@ -157,9 +157,9 @@ class _Run:
     def _made(self, example: Any) -> Any:
         """A stand-in of the captured sizes."""
         if isinstance(example, Tensor):
-            shape = [_plain(size) for size in example.shape]
             if example.layout is not torch.strided or example.is_nested:
                 raise NotImplementedError("a sparse or nested tensor")
+            shape = [_plain(size) for size in example.shape]
             stride = [_plain(step) for step in example.stride()]
             made = torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
             return made.requires_grad_(example.requires_grad)

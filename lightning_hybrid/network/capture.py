@@ -90,6 +90,8 @@ def _exchanged() -> Iterator[None]:
 
 def _refuse_classes(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
+        if tensor.is_nested:
+            raise NotCaptured("it takes a nested tensor, whose sizes follow from values")
         if (reason := refused_class(tensor)) is not None:
             raise NotCaptured(reason)
 

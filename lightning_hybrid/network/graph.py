@@ -131,6 +131,8 @@ class NetworkGraph:
         shared: parameters and buffers of the network that all ranks have.
         differentiable: whether gradients were switched on when it was captured.
         meets: why its batches cannot be split; ``None``: samples do not meet.
+        split_by: how it is known that its samples do not meet, and what the driver computes of it
+            for all samples; in a few words.
         rows: per tensor output, where the samples are in it; ``None``: it is the same in all
             micro-batches.
     """
@@ -154,6 +156,7 @@ class NetworkGraph:
     shared: frozenset[str]
     differentiable: bool = True
     meets: str | None = "it was not followed whether its samples meet"
+    split_by: str = ""
     rows: dict[fx.Node, Rows | None] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ looking

@@ -50,7 +50,7 @@ def describe(
     arguments = [
         (order[id(value)], node.meta["example_value"].shape[0], value.shape[0])
         for node, value in zip(placeholders, values)
-        if id(value) in order and isinstance(value, Tensor) and value.dim()
+        if id(value) in order and isinstance(value, Tensor) and value.dim() and not value.is_nested
     ]
     arguments.sort(key=lambda argument: argument[0])
     symbols, batch = _of_batch(arguments)

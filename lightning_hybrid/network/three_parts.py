@@ -68,7 +68,7 @@ class Divided:
             graph.meets = plan
             return
         if not plan.tail and not plan.prologue:
-            _label(graph, plan.followed, {n: n for n in graph.graph.nodes})
+            _label(graph, plan, {n: n for n in graph.graph.nodes})
             return
         parts = _Parts(graph, plan)
         self._parts, self.heavy = parts, parts.heavy
@@ -93,6 +93,7 @@ class _Plan:
         tail: nodes that are computed for all samples after it.
         heavy: nodes of the heavy part, with what they take.
         taken: nodes of the heavy part that the tail or the caller takes.
+        summary: of all this, in a few words.
     """
 
     followed: Followed
@@ -100,6 +101,7 @@ class _Plan:
     tail: frozenset[fx.Node]
     heavy: frozenset[fx.Node]
     taken: tuple[fx.Node, ...]
+    summary: str
 
 
 # ---------------------------------------------------------------- which node is where
@@ -180,7 +182,17 @@ class _Dividing:
         problem = self._problem(tail, prologue, early, heavy, taken)
         if problem is not None:
             return problem
-        return _Plan(self.followed, prologue, frozenset(tail), frozenset(heavy), tuple(taken))
+        summary = self._summary(early, tail)
+        parts = prologue, frozenset(tail), frozenset(heavy)
+        return _Plan(self.followed, *parts, tuple(taken), summary)
+
+    def _summary(self, early: Collection[fx.Node], tail: Collection[fx.Node]) -> str:
+        tried = sorted(self.graph.place_of(node) for node in self.followed.tried)
+        words = [f"proof, and a trial of {', '.join(tried)}" if tried else "proof"]
+        for name, nodes in (("prologue", early), ("tail", tail)):
+            if any(node in self.layers for node in nodes):
+                words.append(f"{name} {self._share(nodes):.1%}")
+        return ", ".join(words)
 
     def _is_known(self, node: fx.Node) -> bool:
         """Whether the driver has it: an input, a number that follows from sizes."""
@@ -310,23 +322,19 @@ def _is_plain(number: Any) -> bool:
 # ---------------------------------------------------------------- the parts
 
 
-def _label(
-    heavy: NetworkGraph,
-    followed: Followed,
-    copies: dict[fx.Node, fx.Node],
-) -> None:
+def _label(heavy: NetworkGraph, plan: _Plan, copies: dict[fx.Node, fx.Node]) -> None:
     """Note in a graph where samples are in what it takes and returns."""
     originals = {copy: node for node, copy in copies.items()}  # (clones of weights have none)
 
     def label(node: fx.Node) -> Rows | None:
-        found = followed.label(originals[node]) if node in originals else None
+        found = plan.followed.label(originals[node]) if node in originals else None
         return found if isinstance(found, Rows) else None
 
     written = {leaf.node for leaf in heavy.written_leaves}
     heavy.leaves = tuple(replace(leaf, rows=label(leaf.node)) for leaf in heavy.leaves)
     heavy.written_leaves = tuple(leaf for leaf in heavy.leaves if leaf.node in written)
     heavy.rows = {node: label(node) for node in heavy.tensor_outputs}
-    heavy.meets = None
+    heavy.meets, heavy.split_by = None, plan.summary
 
 
 class _Parts:
@@ -431,7 +439,7 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
     code.output(tuple(returned))
     tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
     heavy = describe_part(graph, code, tensors)
-    _label(heavy, plan.followed, copies)
+    _label(heavy, plan, copies)
     made = {copies[node] for node in plan.prologue}
     heavy.leaves = tuple(replace(leaf, made=leaf.node in made) for leaf in heavy.leaves)
     return order, heavy

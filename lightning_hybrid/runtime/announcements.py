@@ -71,6 +71,20 @@ class Announcements:
             "on how the batch is split.",
         )
 
+    def is_split(self, found: FoundNetwork, how: str) -> None:
+        """A network's batches are split, and that is not all that there is to say of it.
+
+        Args:
+            found: the network.
+            how: see `NetworkGraph.split_by`.
+        """
+        if how != "proof":
+            self.say(
+                found,
+                f"goes through its stages in micro-batches ({how}): what needs all samples is "
+                "computed on the driver.",
+            )
+
     def captured_again(self, found: FoundNetwork) -> None:
         """A network has another graph, because of a value that its Python looks at."""
         reason = found.capture.reason

@@ -459,25 +459,16 @@ class HasDistributions(_Between):
 
 
 class DrawsFromDistributions(_Between):
-    """`rsample` of a normal, a variational autoencoder: its draws are one device's."""
+    """`rsample` of a normal, a relaxed categorical choice: a variational autoencoder."""
 
+    per_microbatch = True
     control = False
     shapes = EVERY
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             normal = torch.distributions.Normal(x, nn.functional.softplus(x) + 0.1)
-            return torch.tanh(normal.rsample())
-
-
-class MakesARelaxedChoice(_Between):
-    """Draws that follow from what weights have made are those of a micro-batch."""
-
-    per_microbatch = True
-    control = False
-
-    class Net(_Between.Net):
-        def between(self, x: Tensor) -> Tensor:
+            x = torch.tanh(normal.rsample())
             return x + nn.functional.gumbel_softmax(x, tau=0.7, dim=1)
 
 

@@ -98,6 +98,7 @@ class InParts:
     Attributes:
         graph: the heavy part of the last call.
         why_whole: why that call was not split, if it was not.
+        division: by what it was, else.
         counted: how many micro-batches it had.
     """
 
@@ -106,6 +107,7 @@ class InParts:
         self.capture = Capture(network, own_forward(network), self._run)
         self.graph: NetworkGraph | None = None
         self.why_whole: str | None = None
+        self.division = ""
         self.counted = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +116,7 @@ class InParts:
     def _run(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
         leaves = graph.bind(values)
         self.graph, self.why_whole = graph, why_whole(graph, leaves, self._microbatches)
+        self.division = graph.split_by
         split = self._microbatches if self.why_whole is None else 1
         parts = graph.split(leaves, split)
         self.counted = len(parts)
