@@ -144,7 +144,6 @@ TRANSFORMERS: dict[str, Case] = {
     "SegFormer, labels": (
         segformer, lambda: pictures(64, labels=torch.randint(0, 3, (BATCH, 64, 64)))
     ),
-    "Mixtral": of_words("Mixtral", {**LLAMA, "num_local_experts": 4}, LANGUAGE),
 }  # fmt: skip
 
 

@@ -1,22 +1,21 @@
 """Sizes and numbers that TorchDynamo leaves open, and the conditions on them."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
-
-# what fake tensors raise where a result depends on values
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-OF_VALUES = (
-    GuardOnDataDependentSymNode,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+_READ = re.compile(r"(u|zuf)\d+")
+"""How torch names such symbols."""
+
+OF_VALUES = {
+    *("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+}
+"""The names of the errors by which fake tensors say that a result depends on values."""
 
 __all__ = ["GuardOnDataDependentSymNode", "ShapeEnv"]
 
@@ -86,4 +85,4 @@ def expression(number: Any, same: Mapping[Any, Any]) -> Any:
 
 def follows_from_values(symbol: Any) -> bool:
     """Whether a symbol stands for what was read from a tensor, or a size that follows from it."""
-    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+    return _READ.fullmatch(str(symbol)) is not None

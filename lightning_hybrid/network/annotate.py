@@ -177,7 +177,7 @@ class _Run:
 
 def _why(error: Exception) -> str:
     """What follows on "what the operation does"."""
-    if isinstance(error, OF_VALUES):
+    if type(error).__name__ in OF_VALUES:
         return "depends on values"
     text = str(error).strip().partition("\n")[0]
     return f"is not known, since it fails without values ({type(error).__name__}: {text:.120})"

@@ -38,7 +38,7 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative_batchnorm import captured_averages
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.graph_from_dynamo import describe
-from lightning_hybrid.network.hugging_face import install_hooks
+from lightning_hybrid.network.hugging_face import installs_hooks
 from lightning_hybrid.network.lifted_parameters import lift_parameters
 from lightning_hybrid.network.own_classes import Plain, is_followed, refused_class
 from lightning_hybrid.network.padded_encoders import PACKS, captured_encoders
@@ -136,7 +136,6 @@ class Capture:
         self._given: list[int] = []
         self._captured = 0
 
-        install_hooks(network)
         if getattr(forward, "__func__", None) is type(network).forward:
             with _exchanged():  # which the network's own may be
                 forward = MethodType(type(network).forward, network)
@@ -181,6 +180,8 @@ class Capture:
         ) as error:
             if PACKS in str(error):
                 raise NotCaptured(PACKS, by_its_kind=True) from error
+            if installs_hooks(str(error), self.network):
+                return self._called(args, kwargs, given)
             raise NotCaptured(reason_in(str(error))) from error
         except AssertionError as error:
             if not str(error).startswith(FAILED_AT_ONCE):

@@ -133,6 +133,7 @@ class NetworkGraph:
         meets: why its batches cannot be split; ``None``: samples do not meet.
         split_by: how it is known that its samples do not meet, and what the driver computes of it
             for all samples; in a few words.
+        divided: whether it is a part of what was captured, and the driver computes the rest.
         rows: per tensor output, where the samples are in it; ``None``: it is the same in all
             micro-batches.
     """
@@ -157,6 +158,7 @@ class NetworkGraph:
     differentiable: bool = True
     meets: str | None = "it was not followed whether its samples meet"
     split_by: str = ""
+    divided: bool = False
     rows: dict[fx.Node, Rows | None] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ looking

@@ -11,14 +11,27 @@ from typing import Any
 
 from torch import nn
 
+_LOCK = "_hook_installation_lock"
 
-def install_hooks(network: nn.Module) -> None:
-    """Install what models of `transformers` in a network install at their first call."""
+
+def installs_hooks(reason: str, network: nn.Module) -> bool:
+    """Install what models of `transformers` in a network would install in this call.
+
+    Args:
+        reason: why a call could not be captured.
+        network: what was called.
+
+    Returns:
+        Whether that was the reason, and has been done now.
+    """
     library: Any = sys.modules.get("transformers")
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
-    if library is None or install is None:
-        return
-    for module in network.modules():
-        if isinstance(module, library.PreTrainedModel):
-            install(module)
+    if _LOCK not in reason or library is None or install is None:
+        return False
+    models = [m for m in network.modules() if isinstance(m, library.PreTrainedModel)]
+    done = "_output_capturing_hooks_installed"
+    missing = [model for model in models if not getattr(model, done, False)]
+    for model in missing:
+        install(model)
+    return bool(missing)

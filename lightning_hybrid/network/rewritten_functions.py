@@ -55,7 +55,6 @@ def _checkpoint_sequential(
     return run_from(start, len(parts))(input)
 
 
-@torch.compiler.substitute_in_graph(detects_causal_mask, skip_signature_check=True)
 def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
     """What `torch.nn.TransformerEncoder` and the like ask of a mask: whether it is the causal one.
 
@@ -63,6 +62,12 @@ def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = N
     same results, to rounding.
     """
     return is_causal is True
+
+
+if detects_causal_mask is not None:
+    torch.compiler.substitute_in_graph(detects_causal_mask, skip_signature_check=True)(
+        _detects_causal_mask
+    )
 
 
 _jit_isinstance: Any = torch.jit.isinstance

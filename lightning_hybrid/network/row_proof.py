@@ -59,6 +59,7 @@ class Followed:
         tried: nodes of which nobody knows what they do (custom operators, code of the user's), and
             that have passed a trial.
         prologue: nodes that are made of the inputs alone, and must be computed of all samples.
+        numbers: those that were read from the values of samples.
     """
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
@@ -66,7 +67,6 @@ class Followed:
     tried: set[fx.Node] = field(default_factory=set)
     prologue: set[fx.Node] = field(default_factory=set)
     numbers: set[fx.Node] = field(default_factory=set)
-    """numbers that were read from the values of samples"""
 
     def meets(self, node: fx.Node) -> bool:
         """Whether samples have met in what a node returns."""

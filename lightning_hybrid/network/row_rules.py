@@ -51,7 +51,7 @@ class Call:
         values = {a.name: a.default_value for a in arguments if a.has_default_value()}
         self.values: dict[str, Any] = {**values, **dict(zip([a.name for a in arguments], args))}
         self.values |= kwargs
-        self.overload: str = func._overloadname
+        self.overload = str(func).rpartition(".")[2]
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)

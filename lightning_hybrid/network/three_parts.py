@@ -440,7 +440,7 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
     tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
     heavy = describe_part(graph, code, tensors)
     _label(heavy, plan, copies)
-    made = {copies[node] for node in plan.prologue}
+    heavy.divided, made = True, {copies[node] for node in plan.prologue}
     heavy.leaves = tuple(replace(leaf, made=leaf.node in made) for leaf in heavy.leaves)
     return order, heavy
 

@@ -17,7 +17,7 @@ It runs before the stages do, so that what it leaves somewhere is what the call 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -167,7 +167,8 @@ class Check:
         self._random = RandomStates()
         self._copy: ModuleCopy | None = None
         self._call: NetworkCall | None = None
-        self._start: Callable[[], AbstractContextManager[None]]
+        self._start: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._divided = False
         self._end: list[Tensor] = []
         self._parts = self._first = 1
         self._splits = True
@@ -213,10 +214,22 @@ class Check:
         self._driver.interrupt()
         parts, _ = call.specialization.split(graph.bind(values))
         self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
-        self._splits = self._parts > 1 and not mixes
+        self._divided = graph.divided
+        if graph.divided and (graph.uses_rng or (mixes and self._parts > 1)):
+            self._give_up(
+                "a part of it needs all samples, and another one draws, or takes statistics, for "
+                "each micro-batch by itself"
+            )
+            return
+        self._splits = self._parts > 1 and not mixes and not graph.divided
         draw = self._driver.calls.expect(call.learns(graph.bind(values)))
-        self._start = partial(self._driver.calls.generators_of, draw)
-        batched = [values[graph.place[leaf.node]] for leaf in graph.leaves if leaf.batched]
+        if not graph.divided:  # else what draws is computed here, with this rank's own numbers
+            self._start = partial(self._driver.calls.generators_of, draw)
+        batched = [
+            values[graph.place[leaf.node]]
+            for leaf in graph.leaves
+            if leaf.rows is not None and leaf.rows.dim == 0 and not leaf.made
+        ]
         self._take(batched, writes=graph.writes_parameters)
         self._run(draws=mixes or graph.uses_rng)
 
@@ -309,7 +322,7 @@ class Check:
             apart = _differences(found, self._whole, epsilon)
             if not apart:
                 return
-            if self._parts == 1:
+            if self._parts == 1 or self._divided:
                 raise self._stale(apart)
             # rounded otherwise in parts, or stale, or samples meet
             self._part, _ = self._python(self._first_part)

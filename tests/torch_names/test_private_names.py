@@ -70,6 +70,21 @@ for setting, kind in SETTINGS.items():
             assert getattr(torch._dynamo.config, setting) == kind(1)
 
 
+@relied_on("torch._dynamo.config:ignore_logging_functions")
+def functions_that_log_can_be_left_out(value: Any) -> None:
+    with torch._dynamo.config.patch(ignore_logging_functions={print}):
+        assert torch._dynamo.config.ignore_logging_functions == {print}
+    assert type(value) is set
+
+
+@relied_on("torch.nn.modules.transformer:_detect_is_causal_mask")
+def torch_s_transformers_ask_whether_a_mask_is_causal(detects: Any) -> None:
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(3)
+    assert detects(mask)
+    assert not detects(torch.zeros(3, 3))
+    assert detects(torch.zeros(3, 3), is_causal=True)
+
+
 @relied_on("torch.fx.experimental._config:use_duck_shape")
 def sizes_that_happen_to_be_equal_are_told_apart(value: bool) -> None:
     import torch.fx.experimental._config as config
@@ -349,11 +364,15 @@ def derivatives_in_forward_mode_have_a_switch(switch: Any) -> None:
     "torch:_C._functorch.is_functorch_wrapped_tensor",
     "torch:_C._functorch.is_batchedtensor",
     "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+    "torch:_C._functorch.get_unwrapped",
 )
-def transforms_of_functions_are_told(level: Any, wrapped: Any, batched: Any, cleared: Any) -> None:
+def transforms_of_functions_are_told(
+    level: Any, wrapped: Any, batched: Any, cleared: Any, inside: Any
+) -> None:
     found = []
 
     def function(x: Tensor) -> Tensor:
+        assert inside(x).shape == X.shape
         found.append((level(), wrapped(x), batched(x)))
         with cleared():
             found.append((level(), wrapped(X), batched(X)))
