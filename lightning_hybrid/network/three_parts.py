@@ -248,7 +248,7 @@ class _Dividing:
         if self.followed.meets(node) or (isinstance(label, Rows) and label.position):
             return True
         # what is neither a tensor nor a number does not come back from stages
-        return node not in self.graph.info
+        return node not in self.graph.info and not node.meta.get("scalar")
 
     def _problem(
         self,
