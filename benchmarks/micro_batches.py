@@ -36,7 +36,7 @@ from capturing import InParts
 
 BATCH, WORDS, LENGTH = 4, 97, 12
 Case = tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]
-ROUNDING = 1e-9
+ROUNDING = 1e-8
 
 BERT = {
     "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
