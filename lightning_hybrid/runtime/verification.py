@@ -17,7 +17,7 @@ It runs before the stages do, so that what it leaves somewhere is what the call 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -164,10 +164,10 @@ class Check:
         self._of, self.found, self.kind, self.number = verification, found, kind, number
         self._driver, self._device = verification.driver, verification.driver.device
         self._arguments, self._keywords = arguments, keywords
-        self._random = RandomStates()
+        self._random, self._before = RandomStates(), random_state(self._device)
         self._copy: ModuleCopy | None = None
         self._call: NetworkCall | None = None
-        self._start: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._start: Callable[[], AbstractContextManager[None]]
         self._divided = False
         self._end: list[Tensor] = []
         self._parts = self._first = 1
@@ -223,8 +223,9 @@ class Check:
             return
         self._splits = self._parts > 1 and not mixes and not graph.divided
         draw = self._driver.calls.expect(call.learns(graph.bind(values)))
-        if not graph.divided:  # else what draws is computed here, with this rank's own numbers
-            self._start = partial(self._driver.calls.generators_of, draw)
+        self._start = partial(self._driver.calls.generators_of, draw)
+        if graph.divided:  # what draws is computed here, with this rank's own numbers
+            self._start = self._own_draws
         batched = [
             values[graph.place[leaf.node]]
             for leaf in graph.leaves
@@ -375,6 +376,16 @@ class Check:
         with self._random.again(), self._start():
             yield
             self._end = random_state(self._device)
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Inside, torch's generators are as they were before the call."""
+        now = random_state(self._device)
+        set_random_state(self._before, self._device)
+        try:
+            yield
+        finally:
+            set_random_state(now, self._device)
 
     def _seen(self, module: nn.Module, result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
         """What is there after a call: what it returned, what it was given, and attributes."""
