@@ -30,6 +30,7 @@ from lightning_hybrid.network.row_rules import (
     LIKE,
     SHAPED,
     Call,
+    all_numbers,
     divided,
     name_of,
     numbers_of,
@@ -431,7 +432,8 @@ class _Run(TorchDispatchMode):
             return MEET
         grows = any(self.depends(size) for out in outs for size in out.shape)
         if labels <= {None} and not grows:
-            return None  # whatever the operator
+            # whatever the operator; but the batch's size must not say which part it takes
+            return MEET if any(map(self.depends, all_numbers(call))) else None
         if func.namespace == "aten" and name in FACTORIES:
             return [self.by_shape(out) for out in outs]
         if func.namespace == "aten" and name in LIKE:

@@ -752,6 +752,11 @@ def rule_of(func: Any) -> Rule | None:
     return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None
 
 
+def all_numbers(call: Call) -> Iterator[Any]:
+    """All numbers that a call takes, sizes too."""
+    return (number for _, number in _numbers(call.values))
+
+
 def numbers_of(func: Any, call: Call) -> Iterator[Any]:
     """The numbers that a call computes with; not those that are sizes."""
     name = name_of(func)

@@ -146,6 +146,8 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "index_put, own": (lambda x, i: _put_own(x, i), "ij,i:5"),
     "positions as numbers": (lambda x: x + torch.arange(x.shape[0])[:, None], "ij"),
     "positions of a table": (lambda x, y: y[torch.arange(x.shape[0])], "ij,mk"),
+    "a part of what is shared": (lambda x, y: x * y[x.shape[0] : x.shape[0] + 1], "ij,wj"),
+    "one of what is shared": (lambda x, y: x * y.select(0, x.shape[0]), "ij,wj"),
     "divided by the batch": (lambda x: x / x.shape[0], "ij"),
     "filled with the batch": (lambda x: torch.full_like(x, x.shape[0]), "ij"),
     "zeros": (lambda x: torch.zeros(x.shape[0], 3) + x[:, :3], "ij"),

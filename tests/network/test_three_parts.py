@@ -271,6 +271,11 @@ def divided_by_size(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return net.c(net.b(net.a(x) / len(x)))
 
 
+def shared_by_size(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(net.b(h + net.b.weight[len(x) : len(x) + 1]))
+
+
 def written_buffer(net: Any, x: Tensor, y: Tensor) -> Tensor:
     h = net.body(x)
     with torch.no_grad():
@@ -289,7 +294,8 @@ def changed_through_a_view(net: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 WHOLE = [
-    among_samples, centred, sorted_away, permuted_by_argument, divided_by_size, written_buffer,
+    among_samples, centred, sorted_away, permuted_by_argument, divided_by_size, shared_by_size,
+    written_buffer,
     drops_weights, changed_through_a_view,
 ]  # fmt: skip
 
