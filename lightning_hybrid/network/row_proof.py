@@ -8,7 +8,9 @@ operator (:mod:`lightning_hybrid.network.row_rules`). What is not known counts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +120,7 @@ class _Walk:
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
         self._known = {s for e in examples for s in _symbols_of(e)} | set(symbols)
-        with modes_restored(), fake, self._env.suppress_guards(), torch.enable_grad():
+        with modes_restored(), _quiet(), fake, self._env.suppress_guards(), torch.enable_grad():
             for node in graph.nodes:
                 if node.op != "output":
                     self._take(node)
@@ -251,6 +253,17 @@ class _Walk:
             self._run.set(tensor, label)
         self.found.prologue.add(node)
         return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch does not log that an operation fails without values, which is no error here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:

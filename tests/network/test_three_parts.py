@@ -189,6 +189,28 @@ def test_what_needs_all_samples_is_computed_beside_the_micro_batches(code: Code)
 # ---------------------------------------------------------------- split by proof alone
 
 
+def folded_behind_time(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x).view(len(x), 8, 64).transpose(0, 1).reshape(-1, 64)
+    h = (h - h.mean(1, keepdim=True)).view(8, -1, 64)
+    return net.c(net.b(h.transpose(0, 1).flatten(1)))
+
+
+def repeated(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x).repeat(2, 1)[len(x) :]))
+
+
+def samples_as_channels(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(F.instance_norm(net.a(x).view(len(x), 8, 64)).flatten(1)))
+
+
+@pytest.mark.parametrize(
+    "code", [folded_behind_time, repeated, samples_as_channels], ids=lambda code: code.__name__
+)
+def test_samples_inside_of_dimensions_are_followed(code: Code) -> None:
+    parts = compared(Net(code), *inputs(torch.randint(8, (BATCH,))))
+    assert (parts.why_whole, parts.division) == (None, "proof")
+
+
 class TimeMajor(nn.Module):
     """The batch is put behind time and back; two layers that want it there."""
 
@@ -293,10 +315,53 @@ def changed_through_a_view(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return net.c(net.b(h))
 
 
+def batch_in_the_last_dimension(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(F.layer_norm(net.a(x).t(), (len(x),)).t()))
+
+
+def folded_wrongly(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x).view(len(x), 8, 64).transpose(0, 1).reshape(len(x), 8, 64)
+    return net.c(net.b(h.flatten(1)))
+
+
+def next_position(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x)[(torch.arange(len(x)) + 1) % len(x)]))
+
+
+def mean_of_a_class(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(net.b(h.new_zeros(8, 512).index_add(0, y, h)[y]))
+
+
+def capacity(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    order = F.one_hot(h[:, :4].argmax(1), 4).cumsum(0)
+    return net.c(net.b(h * (order.amax(1) < 3)[:, None]))
+
+
+def written_through_a_fold(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    halves = h.view(2, -1, 512)
+    halves[0] += halves[1]
+    return net.c(net.b(h))
+
+
+def written_through_a_transpose(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    h.t()[:, 0] = 0
+    return net.c(net.b(h))
+
+
+def cut_out_of_repeated(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x).repeat(2, 1)[1 : len(x) + 1]))
+
+
 WHOLE = [
     among_samples, centred, sorted_away, permuted_by_argument, divided_by_size, shared_by_size,
     written_buffer,
     drops_weights, changed_through_a_view,
+    batch_in_the_last_dimension, folded_wrongly, next_position, mean_of_a_class, capacity,
+    written_through_a_fold, written_through_a_transpose, cut_out_of_repeated,
 ]  # fmt: skip
 
 
