@@ -421,7 +421,8 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
     inputs = {n for n in plan.heavy if n.op == "placeholder"} | {*plan.taken} & {*graph.place}
     inputs |= _with_sizes(graph, plan, inputs)
     code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    order = [n for n in nodes if n in inputs] + [n for n in nodes if n in plan.prologue]
+    made = [n for n in nodes if n in plan.prologue and not plan.heavy.isdisjoint(n.users)]
+    order = [*(n for n in nodes if n in inputs), *made]
     for node in order:
         copies[node] = copy = code.placeholder(node.name)
         copy.meta = {k: v for k, v in node.meta.items() if k not in ("scalar", "number")}
@@ -440,8 +441,8 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
     tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
     heavy = describe_part(graph, code, tensors)
     _label(heavy, plan, copies)
-    heavy.divided, made = True, {copies[node] for node in plan.prologue}
-    heavy.leaves = tuple(replace(leaf, made=leaf.node in made) for leaf in heavy.leaves)
+    heavy.divided, before = True, {copies[node] for node in made}
+    heavy.leaves = tuple(replace(leaf, made=leaf.node in before) for leaf in heavy.leaves)
     return order, heavy
 
 

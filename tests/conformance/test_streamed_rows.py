@@ -82,6 +82,7 @@ class Test1f1bInWindows(_Streamed):
         "rows_loggers",
         "rows_optimizers",
         "rows_python_state",
+        "rows_samples",
         "rows_steps",
         "rows_trainer",
         "rows_user_code",
