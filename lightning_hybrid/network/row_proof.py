@@ -63,6 +63,7 @@ class Followed:
             that have passed a trial.
         prologue: nodes that are made of the inputs alone, and must be computed of all samples.
         numbers: those that were read from the values of samples.
+        early: nodes that are made of the inputs alone.
     """
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Followed:
     tried: set[fx.Node] = field(default_factory=set)
     prologue: set[fx.Node] = field(default_factory=set)
     numbers: set[fx.Node] = field(default_factory=set)
+    early: set[fx.Node] = field(default_factory=set)
 
     def meets(self, node: fx.Node) -> bool:
         """Whether samples have met in what a node returns."""
@@ -113,7 +115,7 @@ class _Walk:
         kept: Collection[fx.Node],
     ) -> None:
         self.found, self._values = Followed(), dict[fx.Node, Any]()
-        self._kept, self._early = kept, set[fx.Node]()
+        self._kept, self._early = kept, self.found.early
         self._attributes, self._source = attributes, source
         self._run = _Run(symbols)
         examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]

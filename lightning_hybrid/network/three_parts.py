@@ -237,8 +237,13 @@ class _Dividing:
             if node in tail:
                 continue
             tail.add(node)
-            waiting += [taken for taken in self._made_of(node) if self._belongs(taken)]
+            waiting += [n for n in self._made_of(node) if self._belongs(n) or self._is_early(n)]
         return tail
+
+    def _is_early(self, node: fx.Node) -> bool:
+        """Whether the tail can make a node of the inputs by itself."""
+        early = node in self.followed.early and node not in self.followed.prologue
+        return early and not (node.op in ("placeholder", "get_attr") or node.meta.get("number"))
 
     def _belongs(self, node: fx.Node) -> bool:
         """Whether the tail computes a node that it takes, or that is returned."""
