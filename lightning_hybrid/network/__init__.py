@@ -11,7 +11,7 @@ from lightning_hybrid.network.own_classes import plain
 from lightning_hybrid.network.partition import NetworkPartition, find_boundary, network_partitions
 from lightning_hybrid.network.profile import PartitionProfile, Profile, count
 from lightning_hybrid.network.rows import joined, slices
-from lightning_hybrid.network.source_places import place_now, place_of
+from lightning_hybrid.network.source_places import FAILS, place_now, place_of
 from lightning_hybrid.network.split_backward import (
     CANNOT_BE_SPLIT,
     HookWatch,
@@ -39,6 +39,7 @@ from lightning_hybrid.network.watched_calls import (
 
 __all__ = [
     "CANNOT_BE_SPLIT",
+    "FAILS",
     "CannotFollow",
     "Capture",
     "HookWatch",

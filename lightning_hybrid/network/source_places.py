@@ -35,6 +35,10 @@ def place_of(node: fx.Node) -> str | None:
     return theirs[-1] if theirs else None
 
 
+FAILS = "it fails on these inputs: "
+"""How the reason begins where the network's own code raises an error."""
+
+_GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
 _CALL = re.compile(r'File "(.+?)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 
 
@@ -48,6 +52,9 @@ def reason_in(text: str) -> str:
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     what = lines[0].partition(" (unhinted")[0].rstrip(".") if lines else "no reason is given"
+    got = _GOT.search(text)
+    if got is not None:
+        what = f"{FAILS}{' '.join(got[2].split()).rstrip('.')}"
     frames = _CALL.findall(text.partition("from user code:")[2] or text)
     theirs = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
     if not theirs:

@@ -1,6 +1,5 @@
 """What the partitions of a network cost: counted for devices on paper, or measured on this one."""
 
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import (
+    FAILS,
     Capture,
     NetworkGraph,
     NetworkPartition,
@@ -55,18 +55,12 @@ def capture_call(
     raise PlanError(f"the call of {type(network).__name__} computes nothing with tensors")
 
 
-_GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
-
-
 def _refusal(name: str, reason: str) -> str:
     """In one line why a call was not captured: its own error, or what is in the way."""
-    got = _GOT.search(reason)
-    if got is not None:
-        return f"{name} cannot be called with these inputs: {' '.join(got[2].split())}"
-    lines = [" ".join(line.split()) for line in reason.splitlines() if line.strip()]
-    where = next((line for line in reversed(lines) if line.startswith("File ")), "")
+    if reason.startswith(FAILS):
+        return f"{name} cannot be called with these inputs: {reason.removeprefix(FAILS)}"
     return (
-        f"{name} cannot be captured as one graph: {lines[0]}{f' ({where})' if where else ''}. "
+        f"{name} cannot be captured as one graph: {reason}. "
         "Name a part of it that can be, or train with sizes given: it may still run as a chain of "
         "graphs"
     )
