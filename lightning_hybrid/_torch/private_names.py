@@ -116,7 +116,7 @@ OPTIONAL = {
 ATTRIBUTES: tuple[tuple[Callable[[], object], tuple[str, ...]], ...] = (
     (
         lambda: torch.ones(1),
-        ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_use_count"),
     ),
     (lambda: torch.ones(1).untyped_storage(), ("_cdata",)),
     (lambda: torch.ops.aten.add.Tensor, ("_schema",)),

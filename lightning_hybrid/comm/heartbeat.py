@@ -12,6 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.stuck_sends import SENDS
 from lightning_hybrid.comm.transport import ConnectionLost
 
 _BEATS_PER_TIMEOUT = 4
@@ -40,6 +41,7 @@ class Heartbeat:
         """End it: when this has returned, no more messages are sent."""
         self._over.set()
         self._thread.join()
+        SENDS.close()
 
     def _run(self) -> None:
         while not self._over.wait(self._pause_s):

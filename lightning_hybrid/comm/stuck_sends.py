@@ -56,16 +56,23 @@ class StuckSends:
     def _begin(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = Thread(target=self._run, daemon=True, name="hybrid-sends")
+                self._over = Event()
+                self._thread = Thread(
+                    target=self._run, args=(self._over,), daemon=True, name="hybrid-sends"
+                )
                 self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
-        self._over.set()
+        """Look no more, until the next send is waited for."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._over.set()
+        if thread is not None:
+            thread.join()
 
-    def _run(self) -> None:
+    def _run(self, over: Event) -> None:
         gone: dict[int, tuple[float, str]] = {}
-        while not self._over.wait(_LOOK_EVERY_S):
+        while not over.wait(_LOOK_EVERY_S):
             now, waiting = monotonic(), dict(self._waiting)
             gone = {key: seen for key, seen in gone.items() if key in waiting}
             for key, (since, probe) in waiting.items():

@@ -35,6 +35,7 @@ def watch_parent() -> None:
     """In a started process: end with the one that has started it, until :func:`have_met`."""
     parent = os.environ.pop(_PARENT, None)
     if parent is not None and int(parent) != os.getpid():
+        _Process.met.clear()  # a forked process has that of its parent, which may have met others
         Thread(target=_watch, args=(int(parent),), daemon=True, name="hybrid-orphans").start()
 
 

@@ -566,6 +566,10 @@ def test_objects_have_the_attributes_that_are_used() -> None:
     with torch.no_grad():
         tensor += 1
     assert tensor._version == before + 1
+    assert tensor._use_count() == 1
+    kept = tensor * 2  # whose graph goes back to it
+    assert tensor._use_count() > 1
+    del kept
     assert tensor._backward_hooks is None
     assert torch.ones(1).untyped_storage()._cdata != tensor.untyped_storage()._cdata
     assert [argument.name for argument in torch.ops.aten.relu_.default._schema.arguments] == [

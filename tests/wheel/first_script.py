@@ -25,5 +25,7 @@ pl.seed_everything(0)
 data = torch.utils.data.DataLoader(torch.randn(64, 8, dtype=torch.float64), batch_size=8)
 stages, module = int(sys.argv[1]), Net()
 strategy = HybridGabraStrategy(pipeline_parallel_size=stages) if stages > 1 else "auto"
-pl.Trainer(accelerator="cpu", devices=stages, strategy=strategy, max_epochs=2).fit(module, data)
-print(f"torch {torch.__version__}, {stages}:", *(p.sum().item() for p in module.parameters()))
+trainer = pl.Trainer(accelerator="cpu", devices=stages, strategy=strategy, max_epochs=2)
+trainer.fit(module, data)
+if trainer.is_global_zero:
+    print(f"torch {torch.__version__}, {stages}:", *(p.sum().item() for p in module.parameters()))

@@ -27,7 +27,7 @@ def run(folder: Path, *command: object) -> str:
 
 
 def numbers(output: str) -> list[float]:
-    [line] = {line for line in output.splitlines() if line.startswith("torch ")}  # of all ranks
+    [line] = [line for line in output.splitlines() if line.startswith("torch ")]
     return [float(word) for word in line.partition(": ")[2].split()]
 
 
