@@ -52,6 +52,21 @@ def first_samples(result: Any, part: Any) -> dict[str, Any]:
     }
 
 
+def leaves_in(result: Any) -> dict[str, Any]:
+    """The tensors, numbers and texts in a result, by how code writes their places."""
+    return dict(_leaves(result))
+
+
+def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Those of some leaves that are new, or others than before."""
+    return {
+        path: value
+        for path, value in now.items()
+        if path not in before
+        or _difference(before[path], value, 0.0, 0.0, part=False, bits=False) is not None
+    }
+
+
 def numbers_in(result: Any) -> dict[str, Any]:
     """What is no tensor in a result: numbers, texts, orders."""
     return {path: v for path, v in _leaves(result) if not isinstance(v, Tensor)}

@@ -117,6 +117,12 @@ class ModuleCopy:
         self._made = copy.deepcopy((module, arguments, keywords), memo)
         self._here: dict[int, Any] = {}
 
+    @property
+    def module(self) -> nn.Module:
+        """The copy, which has not been called."""
+        made: nn.Module = self._made[0]
+        return made
+
     def missing_bytes(self, device: torch.device) -> int:
         """Memory that the weights need on a device where they are not."""
         return sum(p.nbytes for p in self._weights if p.device != device)

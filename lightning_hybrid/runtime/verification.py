@@ -39,9 +39,11 @@ from lightning_hybrid.pipeline import generators_of_microbatch, random_state, se
 from lightning_hybrid.planning import free_bytes
 from lightning_hybrid.runtime.announcements import Announcements
 from lightning_hybrid.runtime.differences import (
+    changed,
     differences,
     epsilon_of,
     first_samples,
+    leaves_in,
     numbers_in,
 )
 from lightning_hybrid.runtime.driver import Driver
@@ -310,9 +312,9 @@ class Check:
             return
         if self._raised is not None:
             raise self._stale([f"its Python raises {_told(self._raised)}"]) from self._raised
-        found = self._seen(self.found.module, result, (self._arguments, self._keywords))
+        found = _given(result, (self._arguments, self._keywords))
         try:
-            self._compare(found)
+            self._compare(found | self._attributes(self.found.module))
         except _Inconclusive as error:
             self._give_up(str(error))
 
@@ -368,7 +370,9 @@ class Check:
             reason = f"its Python does not run on a copy of it ({_told(error)})"
             raise _Inconclusive(reason) from error
         self._of.has_run.add(way)
-        return self._seen(module, result, given), self._end
+        # (hooks may keep things in the module that was copied; the copy has those of before)
+        set_here = changed(self._attributes(module), self._attributes(self._copy.module))
+        return _given(result, given) | set_here, self._end
 
     @contextmanager
     def _draws(self) -> Iterator[None]:
@@ -387,18 +391,17 @@ class Check:
         finally:
             set_random_state(now, self._device)
 
-    def _seen(self, module: nn.Module, result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
-        """What is there after a call: what it returned, what it was given, and attributes."""
-        arguments, keywords = given
-        made = {"output": result, "arguments": arguments, "keywords": keywords}
+    def _attributes(self, module: nn.Module) -> dict[str, Any]:
+        """What a module and its parts hold beside parameters, buffers and parts."""
+        held: dict[str, Any] = {}
         for name, part in module.named_modules():
             for key, value in vars(part).items():
                 if key in _OF_ALL_MODULES or isinstance(value, nn.Parameter):
                     continue
                 # (Python between graphs may note the time)
                 if self.found.whole or any(True for _ in tensors_in(value)):
-                    made[f"self.{name}.{key}" if name else f"self.{key}"] = value
-        return made
+                    held[f"self.{name}.{key}" if name else f"self.{key}"] = value
+        return leaves_in(held)
 
     # ------------------------------------------------------------------ what was found
 
@@ -453,8 +456,14 @@ class Check:
         return ""
 
 
+def _given(result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
+    """What a call has returned, and its arguments, which it may have changed."""
+    arguments, keywords = given
+    return {"output": result, "arguments": arguments, "keywords": keywords}
+
+
 def _differences(found: Any, expected: Made, epsilon: float, *, part: bool = False) -> list[str]:
-    """Those of attributes, too, as far as the copy has them."""
+    """Those of attributes, too, as far as the copy has set them."""
     known = {key: value for key, value in found.items() if key in (expected or ())}
     return differences(known, expected, epsilon, part=part)
 
