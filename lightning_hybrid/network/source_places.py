@@ -59,6 +59,8 @@ def reason_in(text: str) -> str:
     theirs = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
     if not theirs:
         return what
+    if any("checkpoint" in code for *_, code in theirs):
+        what += ", in an activation checkpoint"
     file, line, code = theirs[-1]
     return f"{what} ({file}:{line}: `{code.strip()}`)"
 
