@@ -398,7 +398,8 @@ class RemoteTensors:
         stale = [r for r in wanted if r.seen != self._age[r.kind]]
         if not stale:
             return
-        values = self._owners.give(stale[0].kind, [r.name for r in stale])
+        kind, fetched = stale[0].kind, {id(remote.value) for remote in stale}
+        values = self._owners.give(kind, [r.name for r in stale])
         for remote in stale:
             if values[remote.name].layout is not torch.strided:
                 raise HybridError(
@@ -412,8 +413,12 @@ class RemoteTensors:
             # a graph may have saved it, and autograd refuses what was written to since
             if not same_numbers(remote.value, values[remote.name]):
                 remote.value.copy_(values[remote.name])
-            remote.seen = self._age[remote.kind]
+            remote.seen = self._age[kind]
             remote.settle()
+        for other in self._tensors[kind].values():
+            if id(other.value) in fetched:  # tied, it has another name in another network
+                other.seen = self._age[kind]
+                other.settle()
 
     def _send_changed(self) -> None:
         changed: dict[Kind, dict[str, Tensor]] = {}
