@@ -60,12 +60,21 @@ class Dropped(nn.Module):
         return self.layers(x)
 
 
+@torch.library.custom_op("training_script::less_the_last", mutates_args=())
+def less_the_last(x: Tensor) -> Tensor:
+    """Samples meet once one of them is large, as in no trial."""
+    return x - (x.abs().amax() > 50) * x[-1:]
+
+
+less_the_last.register_fake(torch.empty_like)
+less_the_last.register_autograd(lambda _, gradient: gradient)
+
+
 class Meets(Dropped):
-    """Its samples meet once one of them is large."""
+    """It has an operator of its own, which is tried, behind a weight, so that stages compute it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        large = (x.abs().amax() > 50).to(x.dtype)
-        return super().forward(x - large * x[-1:])
+        return super().forward(less_the_last(x * self.layers[1].bias[:1] ** 0))
 
 
 class Meta(type):
