@@ -22,7 +22,6 @@ from datamodules.records import ScanRecord, write_manifest
 from datamodules.report import first_scans, write_demographics
 from datamodules.sources.people import Names, label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
-from datamodules.transforms import fixed_transforms
 from models.calibration import predictive_values
 from models.commands.cohort_tables import (
     at_threshold,
@@ -213,21 +212,14 @@ def validate_on(
 def _looked_at(
     trained: Trained, records: Sequence[ScanRecord], batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, float]]]:
-    own = trained.preprocessing
-    middle = own.get("middle_mm")
-    steps = fixed_transforms(
-        tuple(own["spatial_shape"]),
-        own["spacing_mm"],
-        own["profile"],
-        None if middle is None else tuple(middle),
-    )
+    voxel_ml = trained.preprocessing["spacing_mm"] ** 3 / 1000
     scores, features = [], []
     levels: list[dict[str, float]] = []
-    for batch in DataLoader(ScanDataset(records, steps), batch_size=batch_size):
+    for batch in DataLoader(ScanDataset(records, trained.steps()), batch_size=batch_size):
         one, seen = scores_and_features(trained.model.network, batch["image"])
         scores.append(one)
         features.append(seen)
-        levels += [intensities(i[0].numpy(), own["spacing_mm"] ** 3 / 1000) for i in batch["image"]]
+        levels += [intensities(i[0].numpy(), voxel_ml) for i in batch["image"]]
     # double: a probability of 1 - 1e-9 is none of 1
     return torch.cat(scores).double(), torch.cat(features), levels
 

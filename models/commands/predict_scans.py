@@ -55,18 +55,21 @@ class Trained:
     people: frozenset[str]
     files: frozenset[str]
 
-    def prepare(self, path: Path) -> tuple[Tensor, Tensor]:
-        """Image (1, D, H, W) and affine (4, 4) of a scan that was checked."""
+    def steps(self) -> list[Any]:
+        """The transforms that the training scans went through before augmentation."""
         own = self.preprocessing
         middle = own.get("middle_mm")
-        steps = fixed_transforms(
+        return fixed_transforms(
             tuple(own["spatial_shape"]),
             own["spacing_mm"],
             own["profile"],
             None if middle is None else tuple(middle),
         )
+
+    def prepare(self, path: Path) -> tuple[Tensor, Tensor]:
+        """Image (1, D, H, W) and affine (4, 4) of a scan that was checked."""
         data: Any = {"image": str(path)}
-        for step in steps:
+        for step in self.steps():
             data = step(data)
         return data["image"], data["affine"]
 
