@@ -22,24 +22,27 @@ class Specialization:
 
     def __init__(self, number: int, graph: NetworkGraph, parts: int) -> None:
         self.number, self.graph, self._parts = number, graph, parts
-        self._splits: dict[tuple[torch.Size, ...], tuple[int, Numbers]] = {}
+        self._splits: dict[tuple[torch.Size, ...], tuple[int, Numbers, list[int]]] = {}
 
     def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], Numbers]:
         """The inputs of each micro-batch, and its numbers."""
-        shapes = tuple([leaf.shape for leaf in leaves])
-        known = self._splits.get(shapes)
-        if known is None:
-            parts = self._parts
-            if parts > 1 and not fits(self.graph, leaves, parts):
-                parts = 1  # its code takes another way for parts of this size
-            slices = self.graph.split(leaves, parts)
-            sizes = [self.graph.sizes(part) for part in slices]
-            known = parts, tuple([self.graph.values_of_numbers(each) for each in sizes])
-            self._splits[shapes] = known
-        parts, numbers = known
+        parts, numbers, _ = self._known(leaves)
         return self.graph.split(leaves, parts), numbers
 
     def samples(self, leaves: Sequence[Tensor]) -> list[int]:
         """How many samples each micro-batch of a call has."""
-        parts, _ = self.split(leaves)
-        return [self.graph.batch_of(part) or 1 for part in parts]
+        return self._known(leaves)[2]
+
+    def _known(self, leaves: Sequence[Tensor]) -> tuple[int, Numbers, list[int]]:
+        """What follows from the shapes: the number of parts, their numbers and their samples."""
+        shapes = tuple([leaf.shape for leaf in leaves])
+        known = self._splits.get(shapes)
+        if known is None:
+            graph, parts = self.graph, self._parts
+            if parts > 1 and not fits(graph, leaves, parts):
+                parts = 1  # its code takes another way for parts of this size
+            slices = graph.split(leaves, parts)
+            numbers = tuple([graph.values_of_numbers(graph.sizes(part)) for part in slices])
+            known = parts, numbers, [graph.batch_of(part) or 1 for part in slices]
+            self._splits[shapes] = known
+        return known
