@@ -52,9 +52,3 @@ def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         )
     # attention, of which some kinds draw inside; those that do not know dropout do not
     return any(given.get(each) for each in _DROPOUT)
-
-
-def may_draw(name: str) -> bool:
-    """Whether an operator of torch of this name draws in some of its calls, attention left out."""
-    name = name.removesuffix("_")
-    return name in _ALWAYS or name in _IN_TRAINING

@@ -51,11 +51,6 @@ def where(coordinates: Coordinates, pp_rank: int) -> str:
     return f"on {coordinates.at(pp_rank)}"
 
 
-def is_whole(module: nn.Module) -> bool:
-    """Whether every weight is here, or can be made here."""
-    return not any(is_offloaded(t) for t in (*module.parameters(), *module.buffers()))
-
-
 def make_what_no_network_owns(module: nn.Module) -> None:
     """Make the LightningModule's own tensors, and those of modules without parameters.
 

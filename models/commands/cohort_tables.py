@@ -61,11 +61,6 @@ def at_threshold(
     )
 
 
-def _decade(age: float) -> str:
-    start = 10 * int(age // 10)
-    return f"{start} to {start + 9}"
-
-
 def by_group(
     records: Sequence[ScanRecord], probabilities: Array, labels: Array
 ) -> list[dict[str, Any]]:
