@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -246,19 +247,18 @@ class StoresPenalty(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layer(x))
-        self.penalty = x.square().mean(1)
+        self.store(x)
         return x
+
+    def store(self, x: Tensor) -> None:
+        self.penalty = x.square().mean(1)
 
 
 class StoresPenaltyOfTheBatch(StoresPenalty):
-    """One number for the batch."""
+    """One number for the batch, which nothing after it uses: a tail."""
 
-    meets = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        self.penalty = self.penalty.mean() + x.abs().amax()
-        return x
+    def store(self, x: Tensor) -> None:
+        self.penalty = x.square().mean() + x.abs().amax()
 
 
 PLAIN = (Block, Residual, Gated, InPlace, Powers, Normed, Convolved, Recurrent, Attends)
@@ -590,10 +590,12 @@ def in_parts(module: Fuzzed, replica: int, parts: Sequence[int]) -> Callable[...
     from lightning_hybrid.pipeline.random_numbers import draw_number, microbatch_seed
 
     def call(x: Any, scale: float = 1.0) -> Any:
-        host, outputs, kept, penalties = module.host, [], [], []
+        host, outputs, kept, stores = module.host, [], [], []
         blocks = [b for b in host.blocks if isinstance(b, Counts)]
         stored = [b for b in host.blocks if isinstance(b, StoresPenalty)]
         counts = [b.calls for b in blocks]
+        for block in stored:
+            block.store = partial(setattr, block, "stored")  # what the penalty is made of
         tensor = x["x"] if isinstance(x, dict) else x
         count = parts[module.trainer.global_step]
         for index, part in enumerate(tensor.chunk(count)):
@@ -604,10 +606,11 @@ def in_parts(module: Fuzzed, replica: int, parts: Sequence[int]) -> Callable[...
                 argument = {**x, "x": part} if isinstance(x, dict) else part
                 outputs.append(host(argument, scale=scale))
             kept.append(dict(host.kept))
-            penalties.append([b.penalty for b in stored])
+            stores.append([b.stored for b in stored])
         host.kept.update(_join(kept))
-        for block, values in zip(stored, zip(*penalties)):
-            block.penalty = values[0] if count == 1 else torch.cat(values)
+        for block, values in zip(stored, zip(*stores)):
+            del block.store
+            block.store(torch.cat(values))
         return _join(outputs)
 
     return call

@@ -52,6 +52,7 @@ class AsksForRanks(_Launched):
     """Every name, in hooks before the run and in it."""
 
     fast = True
+    control = False  # `ddp` makes a group of one process
 
     def ask(self) -> dict[str, Any]:
         trainer, strategy = self.trainer, self.trainer.strategy
