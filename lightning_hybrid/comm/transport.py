@@ -1,8 +1,7 @@
 """Tensors between two ranks, one after the other: what channels and links are made of.
 
 A :class:`Wire` joins this rank to one peer. :class:`GroupWire` is the real one, over a process
-group of ``torch.distributed``; :mod:`lightning_hybrid.comm.in_memory` has one between two threads,
-with the same promises.
+group of ``torch.distributed``; tests have one between two threads, with the same promises.
 """
 
 from typing import Any, Protocol

@@ -4,8 +4,9 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+from in_memory import memory_channels
+
 from lightning_hybrid.comm.heartbeat import Heartbeat
-from lightning_hybrid.comm.in_memory import memory_channels
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.transport import ConnectionLost
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from in_memory import MemoryReplica, memory_channels
 from nccl_rules import StrictReplica
 from ranks import together
 
-from lightning_hybrid.comm.in_memory import MemoryReplica, memory_channels
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Check

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_memory import MemoryWire
 from nccl_rules import StrictWire
 from ranks import NAMES, together
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.in_memory import MemoryWire
 from lightning_hybrid.comm.links import Link, LocalLink, PeerLink
 from lightning_hybrid.comm.messages import Answer, Header, Pattern, Status
 from lightning_hybrid.comm.tensor_specs import TensorSpec

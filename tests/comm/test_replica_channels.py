@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from in_memory import MemoryReplica
 
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.in_memory import MemoryReplica
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.mesh import GroupHandle
 from lightning_hybrid.comm.messages import Answer, Message, Status

@@ -4,9 +4,10 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+from in_memory import memory_channels
+
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.in_memory import memory_channels
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.runtime.commands import Workers

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from in_memory import MemoryLines, MemoryReplica, MemoryWire
 from torch import Tensor
 
 from lightning_hybrid.comm import mesh
-from lightning_hybrid.comm.in_memory import MemoryLines, MemoryReplica, MemoryWire
 from lightning_hybrid.comm.replica_channels import EdgeWires
 from lightning_hybrid.comm.transport import Transfer, connection_lost
 

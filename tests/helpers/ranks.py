@@ -6,8 +6,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from in_memory import MemoryWire
 
-from lightning_hybrid.comm.in_memory import MemoryWire
 from lightning_hybrid.comm.mesh import GroupHandle
 from lightning_hybrid.comm.transport import GroupWire, Wire
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from in_memory import memory_channels
 from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.in_memory import memory_channels
 from lightning_hybrid.comm.messages import Answer
 from lightning_hybrid.comm.protocol import Command, GiveWeights
 from lightning_hybrid.pipeline.stage_options import StageOptions
