@@ -1,0 +1,393 @@
+"""Runs whose ranks are killed at random moments: who outlives whom, and what is left on the disk.
+
+``python benchmarks/random_kills.py --kills 100`` trains in two and three ranks, with networks made
+in ``__init__`` and in ``configure_model``, large activations and a checkpoint every other step. It
+takes a random phase of a random rank and, somewhere in it, sends SIGKILL (as the kernel does where
+memory ends) or SIGTERM, or leaves the process no more memory than it has. Whatever happens then:
+
+* no rank lives 30 s longer than the first that has died;
+* a checkpoint that is there is whole, and bit for bit that of the undisturbed run;
+* no process is left, and no other file.
+
+It prints a line per kill and ends with code 1 if one of these did not hold.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PHASES = ("import", "start", "capture", "step", "checkpoint", "end", "later", "exit")
+"""In their order. Each rank touches `PHASE.RANK` at its begin; "start" begins with the script."""
+LIMIT_S = 30.0  # that the others may live on
+STEPS, EVERY, WIDTH, ROWS = 6, 2, 1024, 2048  # activations of 8 MB, 4 times what a socket holds
+HERE = Path(__file__)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained.
+
+    Attributes:
+        ranks: of one replica, a stage each.
+        deferred: whether the network is made in `configure_model`.
+    """
+
+    ranks: int
+    deferred: bool
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, {'configure_model' if self.deferred else '__init__'}"
+
+
+SHAPES = [Shape(ranks, deferred) for ranks in (2, 3) for deferred in (False, True)]
+
+
+def train(folder: Path, shape: Shape) -> None:
+    """The script of a user, on each rank."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+
+    def begin(phase: str) -> None:
+        (folder / "phases" / f"{phase}.{rank}").touch()
+
+    begin("start")
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from lightning_hybrid import HybridGabraStrategy
+
+    faulthandler.register(signal.SIGQUIT)  # tells where a rank is that does not end
+
+    class Network(nn.Sequential):
+        def __init__(self) -> None:
+            layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+            super().__init__(*layers)
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = None if shape.deferred else Network()
+
+        def configure_model(self) -> None:
+            self.net = self.net or Network()
+            begin("capture")
+            for layer in self.net:
+                layer[0].weight.register_post_accumulate_grad_hook(lambda _: begin("step"))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert self.net is not None
+            loss: Tensor = self.net(batch[0]).square().mean()
+            return loss
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    class Marks(Callback):
+        def on_save_checkpoint(self, *_: Any) -> None:
+            for each in range(shape.ranks):  # workers hear nothing of it
+                (folder / "phases" / f"checkpoint.{each}").touch()
+
+        def on_train_end(self, *_: Any) -> None:
+            for each in range(shape.ranks):
+                (folder / "phases" / f"end.{each}").touch()
+
+    seed_everything(1, verbose=False)
+    saving: Any = {"filename": "{step}", "every_n_train_steps": EVERY, "save_top_k": -1}
+    trainer = Trainer(
+        strategy=HybridGabraStrategy(
+            pipeline_parallel_size=shape.ranks,
+            data_parallel_size=1,
+            num_microbatches=1,
+            allocation=["net.1", "net.2"][: shape.ranks - 1],
+        ),
+        accelerator="cpu",
+        devices=shape.ranks,
+        max_steps=STEPS,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder / "checkpoints", **saving), Marks()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model()
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(ROWS * STEPS, WIDTH)), ROWS))
+    begin("later")
+    sum(float(parameter.sum()) for parameter in model.parameters())
+    trainer.save_checkpoint(folder / "checkpoints" / "later.ckpt")
+    trainer.validate(model, DataLoader(TensorDataset(torch.randn(8, WIDTH)), 8), verbose=False)
+    begin("exit")
+
+
+class Run:
+    """A training in processes of its own.
+
+    Args:
+        folder: an empty one.
+        shape: what is trained.
+    """
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        self.folder, self.shape = folder, shape
+        self.began = time.monotonic()
+        for name in ("phases", "temporary", "checkpoints"):
+            (folder / name).mkdir(parents=True)
+        arguments = [str(folder), str(shape.ranks), str(int(shape.deferred))]
+        # what torch and Python themselves leave there is not ours
+        environment = os.environ | {"TMPDIR": str(folder / "temporary"), "PYTHONWARNINGS": "ignore"}
+        with (folder / "output.txt").open("w") as output:
+            self.main = subprocess.Popen(
+                [sys.executable, str(HERE), "--train", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What all ranks have printed."""
+        return (self.folder / "output.txt").read_text()
+
+    def processes(self) -> dict[int, str]:
+        """Those that live, and the rank of each; helpers, such as loaders, have that of another."""
+        return {
+            pid: _variable(pid, "LOCAL_RANK") or "0"
+            for pid, session in _sessions()
+            if session == self.main.pid
+        }
+
+    def ranks(self) -> dict[int, int]:
+        """Process numbers by rank, of the ranks that live."""
+        return {int(rank): pid for pid, rank in sorted(self.processes().items(), reverse=True)}
+
+    def begun(self, phase: str, rank: int) -> bool:
+        """Whether this rank has come so far."""
+        return (self.folder / "phases" / f"{phase}.{rank}").exists()
+
+    def wait_for(self, phase: str, rank: int) -> int | None:
+        """Wait for the begin of a phase. Returns the process of the rank; ``None``: it has ended"""
+        while self.main.poll() is None:
+            pid = self.ranks().get(rank)
+            if pid is not None and (phase == "import" or self.begun(phase, rank)):
+                return pid
+            time.sleep(0.01)
+        return None
+
+    def times(self) -> dict[str, float]:
+        """When each phase begins, in seconds since the start, on the last rank to come to it."""
+        return {
+            phase: max(
+                (path.stat().st_mtime for path in (self.folder / "phases").glob(f"{phase}.*")),
+                default=0.0,
+            )
+            for phase in PHASES
+        }
+
+
+def _sessions() -> Iterator[tuple[int, int]]:
+    """Process and session of all that are not dead."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] not in "ZX":
+            yield int(path.parent.name), int(fields[3])
+
+
+def _variable(pid: int, name: str) -> str | None:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    found = (entry.decode() for entry in environment if entry.startswith(f"{name}=".encode()))
+    return next(found, "=").partition("=")[2]
+
+
+def leave_no_memory(pid: int) -> None:
+    """Every later request of the process for memory fails."""
+    size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (size, size))
+
+
+KINDS = {
+    "SIGKILL": lambda pid: os.kill(pid, signal.SIGKILL),
+    "SIGTERM": lambda pid: os.kill(pid, signal.SIGTERM),
+    "no memory": leave_no_memory,
+}
+
+
+@dataclass
+class Undisturbed:
+    """A run without a kill.
+
+    Attributes:
+        lasts_s: how long each phase takes.
+        checkpoints: the names and contents of its checkpoints.
+    """
+
+    lasts_s: dict[str, float]
+    checkpoints: dict[str, Any]
+
+    @classmethod
+    def of(cls, folder: Path, shape: Shape) -> "Undisturbed":
+        """Run it."""
+        run = Run(folder, shape)
+        since = time.time()
+        if run.main.wait():
+            raise SystemExit(run.output)
+        begins = [since, *(run.times()[phase] for phase in PHASES[1:]), time.time()]
+        lasts = {name: max(b - a, 0.01) for name, a, b in zip(PHASES, begins, begins[1:])}
+        # the first checkpoint is in the middle of the steps, which are few
+        lasts["step"] = lasts["checkpoint"] = lasts["step"] + lasts["checkpoint"]
+        return cls(lasts, {path.name: _load(path) for path in folder.glob("checkpoints/*")})
+
+
+def _load(path: Path) -> Any:
+    import torch
+
+    loaded = torch.load(path, weights_only=True)
+    for callback in loaded["callbacks"].values():  # paths of this run
+        callback.clear()
+    return loaded
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    import torch
+
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(found, expected)
+    if isinstance(expected, dict):
+        keys = found.keys() == expected.keys()
+        return keys and all(_equal(found[key], value) for key, value in expected.items())
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_equal, found, expected))
+    return bool(found == expected)
+
+
+def wait_for_end(run: Run, victim: int) -> tuple[float | None, list[str]]:
+    """Wait for the end of all processes.
+
+    Returns:
+        How many seconds the last one has lived longer than the first (``None``: nobody has died
+        before its end), and what was not as it should be.
+    """
+    first: float | None = None
+    ranks = set(run.ranks().values()) | {victim}
+    while living := run.processes():
+        now = time.monotonic()
+        if first is None and not ranks <= living.keys():
+            first = now
+        if (first is not None and now - first > LIMIT_S) or now - run.began > 300:
+            for how in (signal.SIGQUIT, signal.SIGKILL):
+                for pid in run.processes():
+                    os.kill(pid, how)
+                time.sleep(1)
+            return LIMIT_S, [f"ranks {sorted(living.values())} live on"]
+        ranks |= {pid for pid in run.ranks().values() if pid in living}
+        time.sleep(0.05)
+        run.main.poll()
+    run.main.wait()
+    return None if first is None else time.monotonic() - first, []
+
+
+def left_behind(run: Run, expected: dict[str, Any]) -> list[str]:
+    """What is wrong with the files of a run that has ended."""
+    wrong = []
+    for path in (run.folder / "checkpoints").iterdir():
+        try:
+            if path.name not in expected:
+                wrong.append(f"{path.name} was left")
+            elif not _equal(_load(path), expected[path.name]):
+                wrong.append(f"{path.name} is not that of the undisturbed run")
+        except Exception as error:  # whatever makes it unreadable
+            wrong.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")
+    names = {"phases", "temporary", "checkpoints", "output.txt"}
+    wrong += [f"{p.name} was left" for p in run.folder.iterdir() if p.name not in names]
+    return wrong + [f"TMPDIR/{p.name} was left" for p in (run.folder / "temporary").iterdir()]
+
+
+def kill_one(draw: random.Random, shape: Shape, undisturbed: Undisturbed, folder: Path) -> Any:
+    """One run and one kill. Returns what happened, as plain data."""
+    kind, phase = draw.choice([*KINDS]), draw.choice(PHASES)
+    rank, share = draw.randrange(shape.ranks), draw.random()
+    run = Run(folder, shape)
+    pid, outlived, wrong = run.wait_for(phase, rank), None, list[str]()
+    if pid is not None:
+        time.sleep(share * undisturbed.lasts_s[phase])
+        try:
+            KINDS[kind](pid)
+        except (OSError, IndexError, ValueError):  # it has ended
+            pid = None
+        outlived, wrong = wait_for_end(run, pid or run.main.pid)
+    run.main.wait()
+    wrong += left_behind(run, undisturbed.checkpoints)
+    if not run.main.returncode:
+        wrong += [
+            f"{n} is missing"
+            for n in undisturbed.checkpoints
+            if not (run.folder / "checkpoints" / n).exists()
+        ]
+    return {
+        "shape": str(shape),
+        "kind": kind,
+        "phase": phase,
+        "rank": rank,
+        "reached": pid is not None,
+        "code": run.main.returncode,
+        "outlived_s": None if outlived is None else round(outlived, 1),
+        "wrong": wrong,
+        "output": run.output if wrong else "",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.train:
+        folder, ranks, deferred = arguments.train
+        train(Path(folder), Shape(int(ranks), bool(int(deferred))))
+        return
+    draw, longest, failed = random.Random(arguments.seed), 0.0, 0
+    counts = Counter[str]()
+    with tempfile.TemporaryDirectory() as name:
+        undisturbed = cache(lambda shape: Undisturbed.of(Path(name) / str(shape), shape))
+        for _ in range(arguments.kills):
+            shape = draw.choice(SHAPES)
+            with tempfile.TemporaryDirectory(dir=name) as folder:
+                seen = kill_one(draw, shape, undisturbed(shape), Path(folder))
+            print(json.dumps(seen), flush=True)
+            failed += bool(seen["wrong"])
+            longest = max(longest, seen["outlived_s"] or 0.0)
+            counts[seen["kind"] if seen["code"] else "went on"] += 1
+    print(
+        f"{arguments.kills} kills ({dict(counts)}), {failed} wrong; the last process ended "
+        f"{longest:.1f} s after the first at most"
+    )
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
