@@ -56,7 +56,7 @@ class Shape:
 SHAPES = [Shape(ranks, deferred) for ranks in (2, 3) for deferred in (False, True)]
 
 
-def train(folder: Path, shape: Shape) -> None:
+def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
     """The script of a user, on each rank."""
     rank = os.environ.get("LOCAL_RANK", "0")
 
@@ -131,7 +131,8 @@ def train(folder: Path, shape: Shape) -> None:
     model = Model()
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(ROWS * STEPS, WIDTH)), ROWS))
     begin("later")
-    sum(float(parameter.sum()) for parameter in model.parameters())
+    if not shape.deferred:  # what other ranks own is mapped here
+        sum(float(parameter.sum()) for parameter in model.parameters())
     trainer.save_checkpoint(folder / "checkpoints" / "later.ckpt")
     trainer.validate(model, DataLoader(TensorDataset(torch.randn(8, WIDTH)), 8), verbose=False)
     begin("exit")

@@ -2,15 +2,17 @@
 
 ``except MyError`` around ``trainer.fit`` must catch on all ranks what was raised on one. So an
 exception travels beside its text: pickled if it survives that, else as its class and arguments. If
-the class is made inside of a function, and nobody can import it, its name travels. A rank that does
-not have the class raises :class:`RemoteError`, which is also the cause of all exceptions that came
-from elsewhere, with the traceback of the rank that raised them.
+the class is made inside of a function, and nobody can import it, its name travels, and the nearest
+of its bases that can be imported: a rank that does not have the class makes one of that base. The
+cause of all exceptions that came from elsewhere is a :class:`RemoteError` with the traceback of the
+rank that raised them; what cannot travel at all is raised as that.
 """
 
 import base64
 import json
 import pickle
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,16 +65,17 @@ class Failure:
         cause = RemoteError(self.text)
         if not self.packed:
             return cause
-        try:
+        error: Exception = cause
+        with suppress(Exception):  # a class may refuse to be made again in any way it likes
             error = _unpack(base64.b64decode(self.packed))
-        except Exception:  # its class is not known here, or does as it likes
+        if error is cause or isinstance(error, _NotKnownHere):
             name = self.headline.partition(": ")[0]
             cause.add_note(
-                f"{name} is not known on this rank, where `except` does not catch it: define the "
-                "class at the top of a module, which every rank imports."
+                f"The class {name} cannot be sent to this rank, where `except` does not catch it "
+                "by this name: define it at the top of a module, which every rank imports."
             )
-            return cause
-        error.__cause__ = cause
+        if error is not cause:
+            error.__cause__ = cause
         return error
 
 
@@ -98,7 +101,7 @@ def _pack(error: BaseException) -> bytes:
         return b""
     state = {name: value for name, value in vars(error).items() if _travels(value)}
     kind = type(error)
-    name = (kind.__module__, kind.__qualname__)
+    name = (kind.__module__, kind.__qualname__, next(filter(_travels, kind.__mro__[1:])))
     for value in (
         error,
         (kind, error.args, state),
@@ -135,14 +138,25 @@ def _unpack(data: bytes) -> Exception:
     return error
 
 
-def _class_made_here(module: str, name: str) -> type[Exception]:
-    """The last class of exceptions of this name that code of this process has made."""
+class _NotKnownHere:
+    """A base of classes that stand in for those of other ranks."""
+
+
+def _class_made_here(module: str, name: str, base: type[Exception]) -> type[Exception]:
+    """The last class of exceptions of this name that code of this process has made, or a new one.
+
+    Args:
+        module: where it was made.
+        name: of the class, with those that it stands in.
+        base: of the new one.
+    """
     found, below = list[type[Exception]](), [Exception]
     while below:
         kind = below.pop()
         below += kind.__subclasses__()
         if (kind.__module__, kind.__qualname__) == (module, name):
             found.append(kind)
-    if not found:
-        raise LookupError(f"{module}.{name}")
-    return found[0]
+    if found:
+        return found[0]
+    attributes = {"__module__": module, "__qualname__": name}
+    return type(name.rpartition(".")[2], (base, _NotKnownHere), attributes)

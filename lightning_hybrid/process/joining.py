@@ -17,9 +17,12 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, make_world
 from lightning_hybrid.planning import Cluster
+from lightning_hybrid.process.children import miss_nobody
 from lightning_hybrid.process.device_survey import measure_links
 from lightning_hybrid.process.orphans import have_met
-from lightning_hybrid.process.store import LETTING_GO_S, Meeting, make_store
+from lightning_hybrid.process.store import LETTING_GO_S, MEETING_TIMEOUT, Meeting, make_store
+
+_LOOK_EVERY_S = 0.05
 
 Survey = Callable[[Group], Cluster]
 """Looks at all devices over the group of all ranks."""
@@ -95,10 +98,26 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
         _Process.store = make_store(meeting)
     _Process.generation += 1
     store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
+    if _Process.failed:
+        _wait_for_all(store, coordinates.rank, size)
     world = make_world(store, coordinates.rank, size)
     have_met()
     _Process.everyone, _Process.failed = Everyone(coordinates, store, world), False
     return _Process.everyone
+
+
+def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
+    """After a failure: a group would wait for a rank that has not caught it, and has ended.
+
+    Raises:
+        RemoteError: there is one.
+    """
+    store.set(f"back {rank}", "")
+    deadline = time.monotonic() + MEETING_TIMEOUT.total_seconds()
+    everyone = [f"back {each}" for each in range(size)]
+    while not store.check(everyone) and time.monotonic() < deadline:
+        miss_nobody()
+        time.sleep(_LOOK_EVERY_S)
 
 
 def join(

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import MethodType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
 from weakref import finalize, ref
@@ -42,6 +41,7 @@ from lightning_hybrid.comm import (
     told_text,
 )
 from lightning_hybrid.errors import HybridError, RemoteError
+from lightning_hybrid.process.children import Children, leave_nobody, miss_nobody, not_caught
 from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
 from lightning_hybrid.process.orphans import starting_ranks
 from lightning_hybrid.process.run_results import Results, adopt_attributes
@@ -49,10 +49,6 @@ from lightning_hybrid.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2
 _MARK = "_lightning_hybrid_mark"
-_NOT_CAUGHT = (
-    "it did not catch the error of an earlier run, which this process has caught. (`except` "
-    "holds on every rank if the class of the error stands at the top of a module)"
-)
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
 
@@ -137,7 +133,7 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
         # from a collective of Lightning or torchmetrics: the backend's own text is for nobody
         error = connection_lost(ANOTHER_REPLICA, cast(RuntimeError, error))
     first = strategy.fail(error)
-    _Children.failed = True
+    Children.failed = type(error).__name__
     lost = is_loss(error)  # one line says all, a traceback nothing
     if isinstance(error, KeyboardInterrupt | SystemExit):  # from outside: handled by the Trainer
         raise error
@@ -148,6 +144,7 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
     if first is None:
         first = Failure(str(error).strip().splitlines()[0])
     raised = error if told_text(error) == first.text else first.exception()
+    Children.failed = type(raised).__name__
     # a worker's traceback is printed by its driver, which it has told
     told = raised is error and strategy.coordinates.is_driver
     _ErrorFromElsewhere.prepare(
@@ -156,13 +153,6 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
     if raised is error:
         raise error
     raise raised from raised.__cause__  # and not from what this rank has noticed of it
-
-
-class _Children:
-    """The processes that this one has started, by whichever Trainer, for all Trainers."""
-
-    processes: Sequence["subprocess.Popen[bytes]"] = ()
-    failed = False  # whether the last run has, as far as this process knows
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
@@ -176,62 +166,29 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         **kwargs: Any,
     ) -> Any:
         """Start the other processes of this node, then run ``function`` in this one."""
-        _miss_nobody()
+        miss_nobody()
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             with starting_ranks():
                 self._call_children_scripts()
-            _Children.processes = self.procs
-            atexit.register(_leave_nobody)
+            Children.processes = self.procs
+            atexit.register(leave_nobody)
         set_num_threads(self.num_processes)
         # Lightning's own observer may kill this process in the same instant as a child ends,
         # before it has said why
-        observer = _Observer(_Children.processes)
+        observer = _Observer(Children.processes)
         observer.start()
         try:
             result = Part(function)(*args, **kwargs)
         finally:
             observer.close()
-        _Children.failed = False
+        Children.failed = ""
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         """Processes cannot be copied, and whoever copies a Trainer wants none."""
         return vars(self) | {"procs": []}
-
-
-def _miss_nobody() -> None:
-    """After a run that failed: a process that has ended with it will not come to the next one.
-
-    Raises:
-        RemoteError: there is such a process.
-    """
-    ended = next((child for child in _Children.processes if child.poll()), None)
-    if _Children.failed and ended is not None:
-        raise RemoteError(
-            f"A process of this script (PID {ended.pid}) has ended with code {ended.returncode}: "
-            f"{_NOT_CAUGHT}. No run can follow; start the script anew."
-        )
-
-
-def _leave_nobody() -> None:
-    """At the end of a script that failed: kill the children that do not end by themselves.
-
-    They notice the end of this process by its closed connections, so that it cannot wait for
-    them; another one does, which has none of these open.
-    """
-    children = [child for child in _Children.processes if child.poll() is None]
-    if not _Children.failed or not children or not hasattr(os, "fork") or os.fork():
-        return
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and any(_exists(child.pid) for child in children):
-        time.sleep(0.1)
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGKILL)
-    os._exit(0)
 
 
 class _AllProcesses:
@@ -293,14 +250,6 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
             raise RemoteError(f"Lost {lost}: {error}") from error
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 class _Observer(threading.Thread):
     """Sees to it that this process is not in a run for long after a child has failed."""
 
@@ -308,7 +257,7 @@ class _Observer(threading.Thread):
         super().__init__(daemon=True, name="hybrid-observer")
         self._children = children
         self._over = threading.Event()
-        self._after_a_failure = _Children.failed
+        self._after_a_failure = bool(Children.failed)
 
     def close(self) -> None:
         """The run is over."""
@@ -326,7 +275,7 @@ class _Observer(threading.Thread):
         if self._over.wait(GRACE_S):
             return
         failed = next(child for child in self._children if child.returncode)
-        reason = f" {_NOT_CAUGHT};" if self._after_a_failure else ""
+        reason = f" {not_caught()};" if self._after_a_failure else ""
         print(
             f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"
             f"{reason} the others did not end within {GRACE_S:.0f} s and are killed.",
@@ -391,8 +340,8 @@ class _ErrorFromElsewhere:
         else:
             short = " ".join(dict.fromkeys((first.strip().splitlines()[0], raised(first))))
             text = f"{here} ends because of {'its own error' if own else 'another'}: {short}"
-            if isinstance(error, RemoteError):
-                text = "\n".join((text, *getattr(error, "__notes__", ())))
+            told = error if isinstance(error, RemoteError) else error.__cause__
+            text = "\n".join((text, *getattr(told, "__notes__", ())))
         cls.forget()
         sys.excepthook = cls(error, text, 0.0 if at_once else _ECHO_DELAY_S, sys.excepthook)
 

@@ -16,7 +16,7 @@ that ended right after an all-reduce did so (torch 2.13), none of 45 that waited
 has no call that waits for the thread, and leaves such processes to crash:
 https://github.com/pytorch/pytorch/issues/190489."""
 
-_TIMEOUT = timedelta(minutes=10)
+MEETING_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Meeting:
     serve: bool
 
 
-def make_store(meeting: Meeting, timeout: timedelta = _TIMEOUT) -> dist.TCPStore:
+def make_store(meeting: Meeting, timeout: timedelta = MEETING_TIMEOUT) -> dist.TCPStore:
     """Host the store on the interface that the run needs, or connect to it.
 
     Args:

@@ -92,16 +92,19 @@ def test_a_class_that_is_made_inside_of_a_function_is_found_by_its_name() -> Non
     assert vars(found)["step"] == 5
 
 
-def test_a_class_that_is_not_known_is_a_remote_error_which_says_so() -> None:
-    class Local(Exception):
+def test_a_class_that_is_not_known_is_caught_by_its_bases_and_said_not_to_travel() -> None:
+    class Local(ZeroDivisionError):
         pass
 
-    failure = Failure.of(Local("on purpose"), WHERE)
+    failure = Failure.of(Local("on purpose", 3), WHERE)
     Local.__qualname__ = "Another"
-    found = failure.exception()
-    assert type(found) is RemoteError
-    assert "Local: on purpose" in str(found)
-    assert "Local is not known on this rank" in found.__notes__[0]
+    for found in (failure.exception(), Failure.of(failure.exception(), "rank 1").exception()):
+        assert type(found) is not Local
+        assert isinstance(found, ZeroDivisionError)
+        assert type(found).__name__ == "Local"
+        assert found.args == ("on purpose", 3)
+        assert isinstance(found.__cause__, RemoteError)
+        assert "Local cannot be sent to this rank" in found.__cause__.__notes__[0]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])

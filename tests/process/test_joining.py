@@ -1,5 +1,7 @@
 """A process joins the others once, and again only where something has changed."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -10,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.device_speed import look_at
 from lightning_hybrid.process import joining
+from lightning_hybrid.process.children import Children
 from lightning_hybrid.process.joining import Everyone, Joined, _end, forget, gather, join
 from lightning_hybrid.process.store import Meeting
 
@@ -69,6 +73,18 @@ def test_all_ranks_meet_once_whatever_the_sizes() -> None:
     assert first is not second
     assert first.mesh.world is second.mesh.world is everyone.world is gathered().world
     assert everyone.world.size() == 1
+
+
+def test_a_rank_that_has_not_caught_a_failure_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gathered()
+    forget()
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    monkeypatch.setattr(Children, "processes", [ended])
+    monkeypatch.setattr(Children, "failed", "Local")
+    with pytest.raises(RemoteError, match="did not catch the Local of an earlier run"):
+        gather(Coordinates(0, 1, 2), Meeting("127.0.0.1", 0, 1, serve=True))
 
 
 def test_a_run_that_follows_a_failure_makes_new_groups() -> None:

@@ -63,7 +63,14 @@ class Model(LightningModule):
 
     def fail(self, where: str) -> None:
         if self.fault.get("where") == where and self.fault["rank"] in (None, RANK):
-            raise self.kind(len(self.losses), where)
+            kind = self.kind
+            if self.fault.get("of_one_rank"):
+
+                class OfOneRank(OnPurpose):
+                    """The others cannot have it."""
+
+                kind = OfOneRank
+            raise kind(len(self.losses), where)
 
     def ran(self, name: str, trained: bool) -> None:
         """A layer ran in this process."""

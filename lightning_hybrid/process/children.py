@@ -1,0 +1,68 @@
+"""The processes that a script has started as ranks, when runs of it have failed."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.process.faults import GRACE_S
+
+
+class Children:
+    """The processes that this one has started, by whichever Trainer, for all Trainers."""
+
+    processes: Sequence["subprocess.Popen[bytes]"] = ()
+    failed = ""  # the class of the error with which the last run has failed, here
+
+
+def not_caught() -> str:
+    """Why a process ends with a run whose error this one has caught."""
+    return (
+        f"it did not catch the {Children.failed} of an earlier run, which this process has caught. "
+        "`except` holds on every rank if the class of the error stands at the top of a module; one "
+        "that is made in a function cannot be sent to other ranks"
+    )
+
+
+def miss_nobody() -> None:
+    """After a run that failed: a process that has ended with it will not come to the next one.
+
+    Raises:
+        RemoteError: there is such a process.
+    """
+    ended = next((child for child in Children.processes if child.poll()), None)
+    if Children.failed and ended is not None:
+        raise RemoteError(
+            f"A process of this script (PID {ended.pid}) has ended with code {ended.returncode}: "
+            f"{not_caught()}. No run can follow; start the script anew."
+        )
+
+
+def leave_nobody() -> None:
+    """At the end of a script that failed: kill the children that do not end by themselves.
+
+    They notice the end of this process by its closed connections, so that it cannot wait for
+    them; another one does, which has none of these open.
+    """
+    children = [child for child in Children.processes if child.poll() is None]
+    if not Children.failed or not children or not hasattr(os, "fork") or os.fork():
+        return
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and any(_exists(child.pid) for child in children):
+        time.sleep(0.1)
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
