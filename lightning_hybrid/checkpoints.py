@@ -1,8 +1,9 @@
 """How a checkpoint reaches the disk: a kill in the middle of it leaves the previous file whole."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 from zipfile import is_zipfile
 
 import torch
@@ -35,17 +36,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # always the same name, so that what a kill leaves is overwritten by the next attempt
-        beside = target.with_name(f".{target.name}.part")
-        try:
-            with beside.open("wb") as file:
-                letting_go: Any = _LettingGo(file)
-                torch.save(checkpoint, letting_go)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+        with _Beside(target) as file:
+            letting_go = _LettingGo(file)
+            try:
+                torch.save(checkpoint, cast(BinaryIO, letting_go))
+            except (OSError, RuntimeError):  # torch may say how far it has come, and not why
+                if letting_go.failed is None:
+                    raise
+                code, reason = letting_go.failed.errno, letting_go.failed.strerror
+                raise OSError(code, reason, str(path)) from None
 
     def load_checkpoint(
         self,
@@ -68,23 +67,77 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return loaded
 
 
+class _Beside:
+    """A file that takes the place of another one when the block has ended well, else of none.
+
+    Until then it has no name, so that a kill leaves nothing; on file systems that know no such
+    files it has always the same one, and the next attempt writes over it.
+
+    Args:
+        target: the path of the other one.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self._named = target.with_name(f".{target.name}.part")
+        self._has_name = False
+
+    def __enter__(self) -> BinaryIO:
+        self._file = self._open()
+        return self._file
+
+    def _open(self) -> BinaryIO:
+        if hasattr(os, "O_TMPFILE"):
+            with suppress(OSError):
+                flags = os.O_TMPFILE | os.O_WRONLY
+                return os.fdopen(os.open(self._target.parent, flags, 0o666), "wb")
+        self._has_name = True
+        return self._named.open("wb")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                if not self._has_name:
+                    self._give_name()
+                self._named.replace(self._target)
+        finally:
+            with suppress(OSError):  # what could not be written before cannot now
+                self._file.close()
+            self._named.unlink(missing_ok=True)
+
+    def _give_name(self) -> None:
+        self._named.unlink(missing_ok=True)
+        # (the number of a folder, which is not used, makes Python follow the link)
+        os.link(f"/proc/self/fd/{self._file.fileno()}", self._named, src_dir_fd=0)
+
+
 class _LettingGo:
     """A file that gives memory back which other ranks' tensors were mapped to, once it is written.
 
     Args:
         file: the file.
+
+    Attributes:
+        failed: why a part of it could not be written.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        self.failed: OSError | None = None
 
     def write(self, data: memoryview) -> int:
         """Write a part of the file, such as a whole tensor."""
         written = 0
         for begin in range(0, len(data), PIECE_BYTES):
             piece = data[begin : begin + PIECE_BYTES]
-            written += self._file.write(piece)
-            let_go(piece)
+            try:
+                written += self._file.write(piece)
+                let_go(piece)
+            except OSError as error:
+                self.failed = error
+                raise
         return written
 
     def flush(self) -> None:

@@ -1,5 +1,6 @@
 """What of Lightning does not go together with stages, refused before anything is trained."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from inspect import signature
 from itertools import chain
@@ -44,6 +45,16 @@ def refuse_version() -> None:
         )
     for loss in lost():
         rank_zero_info(f"With torch {torch.__version__} {loss}.")
+
+
+def refuse_interactive(*, works: bool) -> None:
+    """A notebook is no script that could be started again."""
+    if hasattr(sys, "ps1") and not works:
+        raise PlanError(
+            "hybrid_gabra starts the script anew for each rank, which a notebook or a prompt does "
+            "not have. Use Trainer(strategy='hybrid_gabra_notebook'), or "
+            "HybridGabraStrategy(start_method='fork'), or run a script."
+        )
 
 
 def refuse_accelerator(accelerator: Accelerator) -> None:

@@ -40,6 +40,7 @@ from lightning_hybrid.refusals import (
     refuse_accelerator,
     refuse_all_but_plain_sgd,
     refuse_callbacks,
+    refuse_interactive,
     refuse_layer_sync,
     refuse_lazy,
     refuse_optimizers,
@@ -206,6 +207,7 @@ class HybridGabraStrategy(SavingStrategy):
         refuse_version()
         refuse_layer_sync(self._layer_sync, compile_stages=self._config.compile_stages)
         super()._configure_launcher()
+        refuse_interactive(works=given(self._launcher, "launcher").is_interactive_compatible)
 
     def setup_distributed(self) -> None:
         refuse_accelerator(given(self.accelerator, "accelerator"))

@@ -170,6 +170,8 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
+            if self.num_processes > 1:
+                _require_script()
             with starting_ranks():
                 self._call_children_scripts()
             Children.processes = self.procs
@@ -189,6 +191,22 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
     def __getstate__(self) -> dict[str, Any]:
         """Processes cannot be copied, and whoever copies a Trainer wants none."""
         return vars(self) | {"procs": []}
+
+
+def _require_script() -> None:
+    """The other ranks run the same file.
+
+    Raises:
+        HybridError: there is none.
+    """
+    main = sys.modules["__main__"]
+    if main.__spec__ is None and (getattr(main, "__file__", None) or "<").startswith("<"):
+        raise HybridError(
+            f"The script cannot be started again for the other ranks: it has no file "
+            f"(sys.argv[0] is {sys.argv[0]!r}; `python -` reads it from standard input, `-c` from "
+            "the command line). Save it, and run `python FILE`, or use "
+            "Trainer(strategy='hybrid_gabra_fork')."
+        )
 
 
 class _AllProcesses:

@@ -1,5 +1,6 @@
 """A checkpoint is Lightning's own: it loads without the package and resumes in any shape."""
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from conftest import DEFAULTS, ROOT, SCRIPT, Training
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from training_script import train
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraStrategy, checkpoints
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
 
 pytestmark = [
@@ -173,8 +174,30 @@ def test_a_kill_during_saving_leaves_a_whole_checkpoint(tmp_path: Path, folder: 
             weights = torch.load(path, weights_only=True)["weights"]
             assert weights.numel() == 4_000_000
             assert weights.unique().numel() == 1
+        if Path("/proc/self/fd").is_dir():  # nor a part of another one
+            assert [*tmp_path.iterdir()] == [path]
     finally:
         shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_disk_that_is_full_is_named_and_keeps_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool
+) -> None:
+    if not nameless:  # as on file systems that know no files without a name
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    path, io = tmp_path / "last.ckpt", AtomicCheckpointIO()
+    io.save_checkpoint({"step": torch.tensor(1)}, path)
+
+    def write(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(checkpoints, "let_go", write)
+        with pytest.raises(OSError, match=r"No space left on device: '.*last.ckpt'"):
+            io.save_checkpoint({"step": torch.zeros(10_000)}, path)
+    assert io.load_checkpoint(path)["step"] == 1
+    assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.conformance

@@ -1,5 +1,7 @@
 """What cannot work is refused before anything is trained, in words that help."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -27,10 +29,39 @@ LOOP = Plan(
 )
 
 
+FIT = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_hybrid
+Trainer(accelerator="cpu", devices=2, strategy="hybrid_gabra", logger=False).fit(BoringModel())
+"""
+
+
 def trainer(devices: int, **arguments: Any) -> Trainer:
     """Nothing is started before `fit`."""
     strategy = HybridGabraStrategy(**arguments)
     return Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
+
+
+def test_a_notebook_is_told_the_name_of_the_strategy_that_works_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    for devices in (1, 2):  # as every strategy that starts processes
+        with pytest.raises(PlanError, match="strategy='hybrid_gabra_notebook'"):
+            Trainer(accelerator="cpu", devices=devices, strategy="hybrid_gabra")
+    Trainer(accelerator="cpu", devices=2, strategy="hybrid_gabra_notebook", logger=False)
+
+
+@pytest.mark.parametrize("source", ["standard input", "command line"])
+def test_a_script_without_a_file_says_that_it_cannot_be_started_again(source: str) -> None:
+    arguments, text = (["-"], FIT) if source == "standard input" else (["-c", FIT], "")
+    command = [sys.executable, "-W", "ignore", *arguments]
+    ended = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "HybridError: The script cannot be started again" in last
+    assert f"sys.argv[0] is '{arguments[0]}'" in last
 
 
 @pytest.mark.parametrize(
