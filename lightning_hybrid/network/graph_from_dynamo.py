@@ -157,6 +157,8 @@ class _Describing:
         elif node.op in ("call_function", "call_method") and _is_scalar(node, example):
             node.meta["scalar"] = True
             node.meta["number"] = self._is_number(example)
+            if isinstance(example, torch.Size):
+                node.meta["shape"] = all(map(self._is_number, example))
         elif node.op == "placeholder":
             node.meta["number"] = self._is_size(node)
 

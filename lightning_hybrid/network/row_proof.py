@@ -184,7 +184,7 @@ class _Walk:
         except FAILURES as error:
             for symbol in run.symbols:
                 self._env.replacements.pop(symbol, None)
-            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.60}"
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.60}"
             self._values[node] = example
             for tensor in given if node in self._kept else ():
                 run.spoil(tensor)
@@ -223,7 +223,8 @@ class _Walk:
             why = "random numbers that all samples share"
         if run.reads and not tensors:
             self.found.numbers.add(node)
-        if (run.draws or why) and self._is_prologue(node, tensors):
+        met = run.draws or why or MEET in map(run.label, tensors)
+        if met and self._is_prologue(node, tensors):
             return
         meets = any(taken in self.found.numbers for taken in node.all_input_nodes)
         if meets or why != run.why:
@@ -242,14 +243,20 @@ class _Walk:
             return example
         with run:
             value = _called(node, args, kwargs)
-        if any(self._env.replace(symbol).is_number for symbol in run.symbols):
+        # (padding under autograd returns plain sizes, and tells nobody)
+        pairs = zip(tensors_in(value), tensors_in(example))
+        sizes = [pair for (_, t), (_, e) in pairs for pair in zip(t.shape, e.shape)]
+        if any(self._env.replace(symbol).is_number for symbol in run.symbols) or any(
+            run.depends(then) and not run.depends(now) for now, then in sizes
+        ):
             raise RuntimeError("a size of the batch became a constant")
         return value
 
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
         """Whether the driver can compute a node for all samples, and split what it returns."""
         labels = [self._run.by_shape(tensor) for tensor in tensors]
-        if node not in self._early or not labels or MEET in labels:
+        is_tensor = isinstance(self._values[node], Tensor)  # (else it is for what takes it apart)
+        if node not in self._early or not is_tensor or MEET in labels:
             return False
         for tensor, label in zip(tensors, labels):
             self._run.set(tensor, label)
@@ -336,7 +343,8 @@ class _Run(TorchDispatchMode):
 
     def by_shape(self, tensor: Tensor) -> Label:
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
-        return None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
+        label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
+        return self._borne_out(label, tensor)
 
     # ------------------------------------------------------------------ labels
 

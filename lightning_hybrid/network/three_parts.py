@@ -16,11 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.graphs import copy_source, exit_autocast, set_gradients
 from lightning_hybrid._torch.modules import BatchNorm
-from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
+from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.graph import NetworkGraph, is_symbol
 from lightning_hybrid.network.graph_from_dynamo import describe_part, rows_of_input
 from lightning_hybrid.network.mode_regions import Open, open_at
@@ -195,10 +196,8 @@ class _Dividing:
         return ", ".join(words)
 
     def _is_known(self, node: fx.Node) -> bool:
-        """Whether the driver has it: an input, a number that follows from sizes."""
-        if node in self.graph.tensors:
-            return False
-        return node.op == "placeholder" or bool(node.meta.get("number")) or node.op == "get_attr"
+        """Whether the driver has it: an input, numbers that follow from sizes."""
+        return node not in self.graph.tensors and _is_given(node)
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
         """What a node takes, and what has changed it in place before."""
@@ -243,11 +242,11 @@ class _Dividing:
     def _is_early(self, node: fx.Node) -> bool:
         """Whether the tail can make a node of the inputs by itself."""
         early = node in self.followed.early and node not in self.followed.prologue
-        return early and not (node.op in ("placeholder", "get_attr") or node.meta.get("number"))
+        return early and not _is_given(node)
 
     def _belongs(self, node: fx.Node) -> bool:
         """Whether the tail computes a node that it takes, or that is returned."""
-        if node.op == "placeholder" or node.op == "get_attr" or node.meta.get("number"):
+        if _is_given(node):
             return False
         label = self.followed.label(node)
         if self.followed.meets(node) or (isinstance(label, Rows) and label.position):
@@ -353,12 +352,15 @@ class _Parts:
         self._prologue = _Beside(graph, _Dividing(graph, plan.followed).behind(prologue), prologue)
         self._tail = _Beside(graph, plan.tail, outputs)
         self._inputs, self.heavy = _heavy_part(graph, plan)
+        self._shapes = {n: n.meta["example_value"] for n in nodes if n.meta.get("shape")}
 
     def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
         graph = self._graph
         sizes = graph.sizes(graph.bind(values))
         found = {node: values[place] for node, place in graph.place.items()}
         found |= zip(graph.numbers, graph.values_of_numbers(sizes))
+        for node, shape in self._shapes.items():
+            found[node] = torch.Size(value_with(size, sizes) for size in shape)
         found |= self._prologue(found)
         found |= zip(self._plan.taken, run(self.heavy, [found[n] for n in self._inputs]))
         found |= self._tail(found)
@@ -405,8 +407,9 @@ class _Beside:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a node is an input or a constant, or a number that follows from sizes."""
-    return node.op in ("placeholder", "get_attr") or bool(node.meta.get("number"))
+    """Whether a node is an input or a constant, or a number or shape that follows from sizes."""
+    follows = node.meta.get("number") or node.meta.get("shape")
+    return node.op in ("placeholder", "get_attr") or bool(follows)
 
 
 def _switched(code: fx.Graph, now: Open, wanted: Open) -> Open:
