@@ -11,6 +11,7 @@ import torch
 from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
 from lightning_hybrid._lightning_private import WrappingCheckpointIO
 from lightning_hybrid.runtime import PIECE_BYTES, let_go
+from lightning_hybrid.tensors import streaming
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -39,7 +40,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with _Beside(target) as file:
             letting_go = _LettingGo(file)
             try:
-                torch.save(checkpoint, cast(BinaryIO, letting_go))
+                with streaming():
+                    torch.save(checkpoint, cast(BinaryIO, letting_go))
             except (OSError, RuntimeError):  # torch may say how far it has come, and not why
                 if letting_go.failed is None:
                     raise

@@ -48,6 +48,7 @@ from lightning_hybrid.refusals import (
     refuse_version,
 )
 from lightning_hybrid.run import Run, scalers_of
+from lightning_hybrid.runtime import bring_here
 from lightning_hybrid.saving import SavingStrategy
 from lightning_hybrid.schedules import DelayedWeights
 from lightning_hybrid.session import DriverSession, WorkerSession
@@ -219,6 +220,7 @@ class HybridGabraStrategy(SavingStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Part: workers leave from here and serve; drivers go on as under DDP."""
+        bring_here(self._module)
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
         refuse_lazy(self._module)

@@ -27,6 +27,7 @@ from lightning_hybrid.planning.search import Method
 from lightning_hybrid.planning.shapes import CostsOf, Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.planning.sizes import Machine, Search, choose
 from lightning_hybrid.planning.speedup import speedup
+from lightning_hybrid.planning.would_fit import gigabytes
 
 __all__ = [
     "ASSUMED_TENSORS",
@@ -55,6 +56,7 @@ __all__ = [
     "fastest",
     "fit",
     "free_bytes",
+    "gigabytes",
     "given_speeds",
     "look_at",
     "make_cluster",

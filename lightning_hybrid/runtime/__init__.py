@@ -1,5 +1,6 @@
 """One replica at work: the driver, its workers, their networks, weights and optimizers."""
 
+from lightning_hybrid.runtime.after_run import bring_here
 from lightning_hybrid.runtime.deferred_weights import (
     Unfilled,
     gather_after_run,
@@ -27,6 +28,7 @@ __all__ = [
     "Seen",
     "Unfilled",
     "Worker",
+    "bring_here",
     "gather_after_run",
     "gather_optimizer_after_run",
     "let_go",

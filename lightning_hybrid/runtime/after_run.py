@@ -8,9 +8,13 @@ from torch import nn
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm.protocol import MapTensors
 from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.runtime.files import FilesOfWorkers, leave_there, put_mapped
-from lightning_hybrid.runtime.tensor_file import NoAddresses, TensorFile, Ticket
+from lightning_hybrid.runtime.files import FilesOfWorkers, put_mapped
+from lightning_hybrid.runtime.tensor_file import TensorFile, Ticket
 from lightning_hybrid.runtime.weights import Weights
+from lightning_hybrid.tensors import is_unread, materialize
+
+_CHANGED_IF_HERE = -1
+"""No version: a tensor that had no memory has some now, since it was written to."""
 
 
 class AfterRun:
@@ -30,7 +34,6 @@ class AfterRun:
         self._commands, self._files = commands, files
         self._tickets: dict[int, Ticket] | None = None
         self._versions: dict[str, int] = {}
-        self._left = False  # whether what ranks own stays there
 
     def map_tensors(self) -> bool:
         """Have here the weights, buffers and gradients that the workers own.
@@ -41,12 +44,7 @@ class AfterRun:
         remote = self._commands.remote
         remote.adopt_replaced()
         elsewhere = self._weights.owned_elsewhere()
-        try:
-            found = self._files.tensors(at_end=True) if elsewhere else ({}, [])
-        except NoAddresses as error:
-            leave_there(elsewhere, elsewhere, error)
-            self._left = True
-            return True
+        found = self._files.tensors(at_end=True) if elsewhere else ({}, [])
         if found is None:
             return False
         self._tickets, files = found
@@ -56,7 +54,10 @@ class AfterRun:
         remote.adopt_fetched()
         remote.leave_gradients({n: g for file in files for n, g in file["gradients"].items()})
         with as_they_are():
-            self._versions = {name: version(tensor) for name, tensor in elsewhere.items()}
+            self._versions = {
+                name: _CHANGED_IF_HERE if is_unread(tensor) else version(tensor)
+                for name, tensor in elsewhere.items()
+            }
         return True
 
     def hand_out(self) -> bool:
@@ -65,12 +66,14 @@ class AfterRun:
         Returns:
             Whether that could be done.
         """
-        if self._left:
-            return True
         if self._tickets is None:
             return False
         everyones = self._weights.everyones()
-        mine = {n: t for n, t in everyones.items() if version(t) != self._versions.get(n)}
+        mine = {
+            n: t
+            for n, t in everyones.items()
+            if not is_unread(t) and version(t) != self._versions.get(n)
+        }
         file = TensorFile(self._files.folder)
         try:
             tickets = {**self._tickets, 0: file.write({"weights": mine})}
@@ -80,3 +83,12 @@ class AfterRun:
         finally:
             file.close()
         return all(answer.value for answer in answers)
+
+
+def bring_here(module: nn.Module) -> None:
+    """Before another run: have memory for what earlier ones have left in files.
+
+    Raises:
+        NoAddresses: there is no room for it.
+    """
+    materialize(filter(is_unread, (*module.parameters(), *module.buffers())))

@@ -36,6 +36,8 @@ from lightning_hybrid.tensors import (
     is_deferred,
     is_of_one_rank,
     is_offloaded,
+    is_unread,
+    left_unread,
     materialize,
     materialize_here,
     materialized,
@@ -159,7 +161,12 @@ def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in values.items():
             if is_offloaded(tensors[name]):
-                stack.enter_context(materialized_with(tensors[name], value))
+                shown = (
+                    left_unread(tensors[name], name, value)
+                    if is_unread(value)
+                    else materialized_with(tensors[name], value)
+                )
+                stack.enter_context(shown)
         rest = {
             id(t): t for t in tensors_of(module).values() if is_deferred(t) and not is_offloaded(t)
         }

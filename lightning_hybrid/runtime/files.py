@@ -4,7 +4,7 @@ See :mod:`lightning_hybrid.runtime.tensor_file`. A rank that cannot read the fil
 on another host, is told so, and what it needs travels.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,8 +15,8 @@ from lightning_hybrid._torch.tensors import as_they_are, is_shared
 from lightning_hybrid.comm.protocol import KeepStates, KeepTensors
 from lightning_hybrid.pipeline import tensors_of
 from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.runtime.tensor_file import NoAddresses, TensorFile, Ticket, read_files
-from lightning_hybrid.tensors import is_vacant, offload
+from lightning_hybrid.runtime.tensor_file import TensorFile, Ticket, read_files
+from lightning_hybrid.tensors import is_unread, is_vacant, leave_unread, value_of
 
 
 class FilesOfWorkers:
@@ -74,12 +74,7 @@ class FilesOfWorker:
 
     def read(self, tickets: Sequence[Ticket], owned: Collection[str]) -> bool:
         """Have here what other ranks own. Returns whether that could be done."""
-        try:
-            files = read_files(tickets)
-        except NoAddresses as error:
-            theirs = {name for ticket in tickets for name in ticket.value["weights"]}
-            leave_there(tensors_of(self._module), theirs.difference(owned), error)
-            return True
+        files = read_files(tickets)
         if files is None:
             return False
         for file in files:
@@ -91,12 +86,6 @@ class FilesOfWorker:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def leave_there(tensors: Mapping[str, Tensor], names: Iterable[str], error: Exception) -> None:
-    """What other ranks own stays there: reading it is an error, which says why."""
-    for name in names:
-        offload(tensors[name], name, f"not here. {error}")
 
 
 def put_mapped(
@@ -111,7 +100,12 @@ def put_mapped(
         for name, value in values.items():
             tensor = tensors[name]
             alike = tensor.shape == value.shape and tensor.layout is value.layout is torch.strided
-            if is_vacant(tensor):
+            if is_unread(value):
+                if name in owned or (not is_vacant(tensor) and is_shared(tensor)):
+                    tensor.copy_(value_of(value))
+                else:
+                    leave_unread(tensor, name, value)
+            elif is_vacant(tensor):
                 tensor.data = value
             elif alike and (name in owned or tensor.device.type != "cpu" or is_shared(tensor)):
                 tensor.copy_(value)

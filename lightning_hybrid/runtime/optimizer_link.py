@@ -18,7 +18,7 @@ from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
 from lightning_hybrid.runtime.optimizers import complete, groups_of, kind_of_group
 from lightning_hybrid.runtime.own_changes import OwnChanges
-from lightning_hybrid.tensors import is_deferred
+from lightning_hybrid.tensors import is_deferred, is_of_one_rank
 
 
 class Counterparts(Protocol):
@@ -123,7 +123,7 @@ class OptimizerLink:
         """Once closed: have the states of all parameters here, beside these if they are here."""
         optimizer = self.optimizer
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if not (self.whole or any(map(is_deferred, parameters))):
+        if not (self.whole or any(map(is_of_one_rank, parameters))):
             states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
             optimizer.state = states
 
@@ -176,6 +176,8 @@ class OptimizerLink:
 
     def close(self) -> None:
         """Leave the optimizer as it was."""
+        if self._closed:  # it may have the states of all ranks since then
+            return
         self._closed = True  # a scheduler made since then calls what is on the instance now
         self._entered.close()
         if self._state is not None and not self.is_back:

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_hybrid.tensors import is_unread
+
 States = dict[Parameter, dict[str, Any]]
 
 
@@ -79,7 +81,7 @@ def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
     """As optimizers keep it: step counts on the CPU, all else beside the parameter."""
     return {
         key: value.to(parameter.device)
-        if isinstance(value, Tensor) and value.dim() and not parameter.is_meta
+        if isinstance(value, Tensor) and value.dim() and not (parameter.is_meta or is_unread(value))
         else value
         for key, value in state.items()
     }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from torch import Tensor
 from lightning_hybrid._trees import Token, rebuild
 from lightning_hybrid.comm import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.planning import free_bytes, gigabytes
+from lightning_hybrid.tensors import unread
 
 PIECE_BYTES = 64 * 2**20
 """The most that is copied at once."""
@@ -33,7 +35,7 @@ _TOKEN_BYTES = _ALIGNED = 64
 
 
 class NoAddresses(HybridError):
-    """The address space of this process is limited (``ulimit -v``), and has no room for a file."""
+    """The address space of this process is limited (``ulimit -v``), and has no room for so much."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,10 @@ def _is_dense(value: Any) -> bool:
 def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
     """What was written, in memory that is the files; changes of it are this process's alone.
 
+    Where so much must not be mapped, tensors are mapped one by one, when they are read.
+
     Returns:
         ``None`` where one cannot be read: it is on another host.
-
-    Raises:
-        NoAddresses: so much memory must not even be mapped.
     """
     read = [_read(ticket) for ticket in tickets]
     return None if None in read else read
@@ -120,26 +121,46 @@ def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
 
 def _read(ticket: Ticket) -> Any | None:
     try:
-        with Path(ticket.path).open("rb") as file:
-            if file.read(_TOKEN_BYTES) != ticket.token:
-                return None
-            memory = _map(file)
-            _mapped[_address(memory)] = memory
+        file = Path(ticket.path).open("rb")  # noqa: SIM115  unread tensors keep it
     except (FileNotFoundError, PermissionError):
         return None
+    if file.read(_TOKEN_BYTES) != ticket.token:
+        file.close()
+        return None
+    try:
+        memory = _map(file)
+    except NoAddresses:
+        return rebuild(ticket.value, _unread_from(file))
+    file.close()
     return rebuild(ticket.value, _mapped_from(memory))
 
 
-def _map(file: BinaryIO) -> mmap.mmap:
+def _map(file: BinaryIO, begin: int = 0, size: int = 0) -> mmap.mmap:
+    """A part of a file, by default all of it; the memory begins at the page in which it begins."""
+    before = begin % mmap.ALLOCATIONGRANULARITY
     try:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        memory = mmap.mmap(
+            file.fileno(),
+            size and size + before,
+            access=mmap.ACCESS_COPY,
+            offset=begin - before,
+        )
     except OSError as error:
-        size = os.fstat(file.fileno()).st_size / 1e9
+        size = size or os.fstat(file.fileno()).st_size
         raise NoAddresses(
-            f"{size:.3g} GB that another rank owns cannot be mapped here ({error.strerror}): the "
-            "address space of this process is limited. Raise `ulimit -v`, or take less of it "
-            "(MALLOC_ARENA_MAX=2)."
+            f"{gigabytes(size)} that another rank owns cannot be mapped here ({error.strerror}): "
+            f"the address space of this process is limited, and {_left()} of it is left. "
+            "trainer.save_checkpoint(...) needs room for one tensor at a time; a parameter or a "
+            "state that is read alone likewise. For all at once raise `ulimit -v`, or take less "
+            "of it (MALLOC_ARENA_MAX=2)."
         ) from error
+    _mapped[_address(memory)] = memory
+    return memory
+
+
+def _left() -> str:
+    left = free_bytes()
+    return "an unknown part" if left is None else gigabytes(left)
 
 
 _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
@@ -167,6 +188,41 @@ def let_go(part: memoryview) -> None:
             begin = (first - start) // mmap.PAGESIZE * mmap.PAGESIZE
             with suppress(OSError):  # not every system can
                 memory.madvise(_PAGE_OUT, begin, first - start + part.nbytes - begin)
+
+
+class _Kept:
+    """A file that is closed when no unread tensor needs it any more."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        finalize(self, file.close)
+
+
+def _unread_from(file: BinaryIO) -> Callable[[Any], Any]:
+    kept = _Kept(file)
+
+    def unread_one(part: Any) -> Any:
+        if not isinstance(part, _Stored):
+            return part
+        spec = part.spec
+        nbytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        stride = spec.strides or torch.empty(spec.shape, device="meta").stride()
+        return unread(
+            spec.shape, stride, spec.dtype, lambda: bytes_in(kept.file, part.offset, nbytes)
+        )
+
+    return unread_one
+
+
+def bytes_in(file: BinaryIO, begin: int, nbytes: int) -> Tensor:
+    """Bytes of a file, mapped.
+
+    Raises:
+        NoAddresses: there is no room for so many.
+    """
+    memory = _map(file, begin, nbytes)
+    before = len(memory) - nbytes
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=before)
 
 
 def _mapped_from(memory: mmap.mmap) -> Callable[[Any], Any]:

@@ -19,6 +19,13 @@ from lightning_hybrid.tensors.living_views import View, views_of
 from lightning_hybrid.tensors.proxy import hook_refused, read_now
 from lightning_hybrid.tensors.remote import RemoteTensors
 from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.tensors.unread import (
+    is_unread,
+    leave_unread,
+    left_unread,
+    streaming,
+    unread,
+)
 from lightning_hybrid.tensors.vacant import give_up, is_vacant, occupy, vacate
 
 __all__ = [
@@ -35,7 +42,10 @@ __all__ = [
     "is_deferred",
     "is_of_one_rank",
     "is_offloaded",
+    "is_unread",
     "is_vacant",
+    "leave_unread",
+    "left_unread",
     "materialize",
     "materialize_here",
     "materialized",
@@ -43,6 +53,8 @@ __all__ = [
     "occupy",
     "offload",
     "read_now",
+    "streaming",
+    "unread",
     "vacate",
     "value_of",
     "views_of",

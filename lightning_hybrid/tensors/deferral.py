@@ -51,6 +51,8 @@ class Deferral:
         device: where one device would make the numbers.
     """
 
+    on_one_rank = True
+
     def __init__(self, device: torch.device) -> None:
         self.tape = Tape(device)
         self.device = device
@@ -94,6 +96,10 @@ class Deferral:
             return self.tape.real([self.tape.view(tensor) for tensor in tensors])
         finally:
             self.playing = before
+
+    def pickled(self, tensor: Tensor) -> Any:
+        """As an ordinary tensor."""
+        return None
 
     def make(self, tensor: Tensor) -> None:
         """Give a tensor, and all that show the same memory, memory for good."""

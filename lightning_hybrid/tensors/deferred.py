@@ -46,14 +46,17 @@ class Maker(Protocol):
 
     Attributes:
         active: whether the module is being built: then operations are noted down.
+        on_one_rank: whether only the rank that owns a tensor will have it.
     """
 
     active: bool
+    on_one_rank: bool
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]: ...
     def make(self, tensor: Tensor) -> None: ...
     def settle(self, tensor: Tensor, value: Tensor) -> None: ...
     def open(self, tensor: Tensor, name: str) -> None: ...
+    def pickled(self, tensor: Tensor) -> Any: ...
 
 
 class _Deferred(Intercepted):
@@ -99,6 +102,10 @@ class _Deferred(Intercepted):
         with as_they_are():
             return self._maker.numbers([self])[0]  # type: ignore[list-item]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        pickled = self._maker and self._maker.pickled(self)  # type: ignore[arg-type]
+        return pickled or super().__reduce_ex__(protocol)
+
     def __repr__(self, **_: Any) -> str:
         with as_they_are():
             size = tuple(self.shape)  # type: ignore[attr-defined]
@@ -139,7 +146,9 @@ def is_offloaded(tensor: Any) -> bool:
 
 def is_of_one_rank(tensor: Any) -> bool:
     """Whether a tensor was made in ``configure_model`` for one rank alone, here or elsewhere."""
-    return isinstance(tensor, _Deferred) or "_was_deferred" in vars(tensor)
+    if isinstance(tensor, _Deferred):
+        return tensor._maker is None or tensor._maker.on_one_rank
+    return "_was_deferred" in vars(tensor)
 
 
 # ---------------------------------------------------------------- making
@@ -231,6 +240,12 @@ def attributes_of(tensor: Any) -> dict[str, Any]:
     return {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
 
 
+def clear_attributes(tensor: Any) -> None:
+    """Take away what :func:`attributes_of` gives."""
+    for name in _ATTRIBUTES:
+        vars(tensor).pop(name, None)
+
+
 def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
     """Make a deferred tensor of one that has no memory; it stays the same object."""
     tensor.__class__ = DeferredParameter if isinstance(tensor, nn.Parameter) else DeferredTensor
@@ -257,8 +272,7 @@ def show(tensor: Any, value: Tensor) -> Tensor:
         kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
         swap_memory(tensor, other)
         tensor.__class__ = kind
-        for name in _ATTRIBUTES:
-            vars(tensor).pop(name, None)
+        clear_attributes(tensor)
         tensor._was_deferred = True
         return other
 

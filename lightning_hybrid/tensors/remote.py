@@ -20,7 +20,7 @@ look at its class by torch; our own code looks at the tensors as they are (:func
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.tensors import as_they_are, same_numbers
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.tensors.deferred import is_deferred
+from lightning_hybrid.tensors.deferred import is_deferred, value_of
 from lightning_hybrid.tensors.living_views import View
 from lightning_hybrid.tensors.proxy import make_plain, make_proxy
 from lightning_hybrid.tensors.remote_gradients import RemoteGradients
 from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.remote_places import RemotePlaces
 from lightning_hybrid.tensors.remote_source import Remote, RemoteStore
+from lightning_hybrid.tensors.unread import is_unread, left_unread
 from lightning_hybrid.tensors.vacant import give_up, is_vacant, occupy, vacate
 
 
@@ -127,7 +128,10 @@ class RemoteTensors:
         for name, remote in parameters.items():
             give_up(remote.value, name)
         for name, gradient in self._brought.items():
-            parameters[name].value.grad = gradient
+            parameter = parameters[name].value
+            if is_unread(gradient) and not is_unread(parameter):
+                gradient = value_of(gradient)
+            parameter.grad = gradient
         self._brought = {}
         for table in (self._touched, self._here_too, self.gradients, self._tensors[Kind.GRADIENT]):
             table.clear()
@@ -149,12 +153,20 @@ class RemoteTensors:
         Args:
             values: by name.
         """
-        with self.suspended(), torch.no_grad():
-            found = [r for kinds in self.places.tensors.values() for r in kinds.values()]
-            before = [(r.value, r.value.data) for r in found if r.name in values]
+        with self.suspended(), torch.no_grad(), ExitStack() as stack:
+            found = [
+                remote
+                for kinds in self.places.tensors.values()
+                for remote in kinds.values()
+                if remote.name in values
+            ]
+            in_memory = [remote for remote in found if not is_unread(values[remote.name])]
+            before = [(remote.value, remote.value.data) for remote in in_memory]
             for remote in found:
-                if remote.name in values:
+                if remote in in_memory:
                     remote.value.data = values[remote.name]
+                elif not is_deferred(remote.value):  # one that is tied is there twice
+                    stack.enter_context(left_unread(remote.value, remote.name, values[remote.name]))
             try:
                 yield
             finally:
@@ -284,7 +296,8 @@ class RemoteTensors:
         with torch.no_grad(), as_they_are():
             for remote in self.gradients.kept(self._brought):
                 if self._brought[remote.name].layout is torch.strided:
-                    self._brought[remote.name] = remote.value.copy_(self._brought[remote.name])
+                    value = value_of(self._brought[remote.name])
+                    self._brought[remote.name] = remote.value.copy_(value)
                 remote.keep()
 
     def adopt_replaced(self) -> None:
