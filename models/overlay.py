@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -66,7 +67,7 @@ def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str
     for (label, method), mean in findings.means.items():
         path = folder / f"mean_{class_names[label]}_{method}.png"
         planted = findings.planted.get(label)
-        green = "" if planted is None else "; green: planted in half of them, however weakly"
+        green = "" if planted is None else "\ngreen: planted in half of them, however weakly"
         title = (
             f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
             f"\n{_subject(method)} {class_names[-1]}, {top_text(mean, findings.mean_images[label])}"
@@ -98,12 +99,15 @@ def save_page(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> N
         cut_coords=tuple(map(float, peak_mm(one.values, case.affine))),
     )
     # nilearn writes a title over the slices and cuts it off at their edge
-    title = f"{case_title(case, class_names)}<br>{map_title(case, one)}".replace(" (green)", "")
-    note = "Colours: share of the map's maximum."
-    heading = f'<p style="font: 15px sans-serif; margin: 8px">{title}<br>{note}</p>'
+    lines = [case_title(case, class_names), map_title(case, one).replace(" (green)", "")]
+    lines.append("Colours: share of the map's maximum. Click to move the cross.")
+    heading = "<br>".join(map(escape, "\n".join(lines).split("\n")))
+    heading = f'<p style="font: 15px sans-serif; margin: 8px">{heading}</p>'
     text = re.sub(
         r"(<body[^>]*>)", lambda tag: str(tag[1]) + heading, str(page.get_standalone()), count=1
     )
+    tab = f"<title>{escape(f'{lines[0]}, {TITLES[one.method]}')}</title>"
+    text = re.sub(r"<title>.*?</title>", lambda tag: tab, text, count=1)
     path.write_text(text, encoding="utf-8")
 
 
@@ -130,14 +134,14 @@ def map_title(case: Case, one: Map) -> str:
     title = f"{TITLES[one.method]}, cells of {cells} mm"
     if one.empty:
         return f"{title}: no evidence found"
+    title = f"{title}, {top_text(one.values, case.image)}"
     if one.score is None:
-        title = f"{title}, {top_text(one.values, case.image)}"
         if case.truth is None:
             return title
-        return f"{title}; green: the change planted in this scan, however weak"
+        return f"{title}\ngreen: the change planted in this scan, however weak"
     place = "in" if one.score.peak_in else f"{one.score.distance_mm:.0f} mm from"
     return (
-        f"{title}: peak {place} the planted region (green), {one.score.times_chance:.1f} x chance "
+        f"{title}\npeak {place} the planted region (green), {one.score.times_chance:.1f} x chance "
         "inside"
     )
 
@@ -178,7 +182,7 @@ def _draw(
     from matplotlib import pyplot as plt
     from nilearn import plotting
 
-    figure = plt.figure(figsize=(11, 5.6), facecolor="black")
+    figure = plt.figure(figsize=(11, 6), facecolor="black")
     around = (
         peak_mm(heatmap, affine)
         if heatmap.any()
@@ -193,12 +197,12 @@ def _draw(
             black_bg=True,
             colorbar=False,
             figure=figure,
-            axes=(0, 0.59 - 0.295 * row, 1, 0.29),
+            axes=(0, 0.55 - 0.275 * row, 1, 0.27),
         )
         _lay_over(display, image, heatmap, affine, truth)
     _draw_scale(figure, _drawn_from(image, heatmap))
     figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
-    figure.text(0.01, 0.91, fill(note, 140), color="#bbbbbb", fontsize=9, va="top")
+    figure.text(0.01, 0.9, fill(note, 120), color="#bbbbbb", fontsize=9, va="top")
     figure.savefig(path, dpi=100, facecolor="black")
     plt.close(figure)
 
@@ -213,9 +217,11 @@ def _draw_scale(figure: Any, least: float | None) -> None:
     """A bar with the colours of what is laid over; a map is in shares of its own maximum."""
     if least is None:
         return
-    axes = figure.add_axes((0.8, 0.955, 0.18, 0.018))
+    axes = figure.add_axes((0.82, 0.87, 0.16, 0.016))  # below the longest line of a title
     colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(least, 1), "autumn")
-    bar = figure.colorbar(colours, cax=axes, orientation="horizontal", ticks=[least, 1])
+    bar = figure.colorbar(
+        colours, cax=axes, orientation="horizontal", ticks=[least, 1], alpha=_ALPHA
+    )
     bar.ax.set_xticklabels([f"{least:.2f}", "1"], color="white", fontsize=8)
     bar.outline.set_visible(False)
     axes.set_title("share of the map's maximum", color="white", fontsize=8, pad=3)

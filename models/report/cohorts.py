@@ -28,7 +28,8 @@ def external(run: Path) -> str:
 _EXTERNAL = {
     "internal_and_external.tsv": "The run's own held-out people, and the cohort: 95 % intervals.",
     "calibration.tsv": "Slope 1 and intercept 0 are right; an intercept above 0: probabilities of "
-    "the last class are too low. The last row was fitted to the cohort, each half with the other.",
+    "the last class are too low. A row fitted to the cohort, each half with the "
+    "other, is there where it has people enough.",
     "shift.tsv": "The inputs beside those that were trained on; outside: share of the scans.",
     "groups.tsv": "By group; intervals where a group has enough people for one.",
 }

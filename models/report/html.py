@@ -16,12 +16,15 @@ h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
 h3 { font-size: 1rem; margin-bottom: .2rem; }
 table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #eee; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child, td.text { text-align: left; }
+td.text { overflow-wrap: anywhere; min-width: 6rem; max-width: 24rem; }
 div.wide { overflow-x: auto; }
 img { max-width: 100%; margin: .3rem .3rem .3rem 0; }
 pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: 13px; }
 .note { color: #555; max-width: 50rem; }
 """
+
+_LONG = 26  # characters: longer than any number with its interval
 
 
 def page(title: str, parts: Iterable[tuple[str, str]]) -> str:
@@ -40,15 +43,32 @@ def note(text: str) -> str:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A table with the keys of the first row as its head; numbers to three digits."""
+    """A table with the keys of the first row as its head; numbers to three digits.
+
+    ``x_low`` and ``x_high`` stand in the column of ``x``, as its interval.
+    """
     if not rows:
         return ""
+    rows = [_with_intervals(row) for row in rows]
     head = "".join(f"<th>{escape(str(name).replace('_', ' '))}</th>" for name in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(_shown(value))}</td>" for value in row.values()) + "</tr>\n"
-        for row in rows
-    )
+    body = "".join("<tr>" + "".join(map(_cell, row.values())) + "</tr>\n" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>\n'
+
+
+def _with_intervals(row: Mapping[str, object]) -> dict[str, object]:
+    left = dict(row)
+    for name in row:
+        if f"{name}_low" in row and f"{name}_high" in row:
+            ends = [_shown(left.pop(f"{name}_{end}")) for end in ("low", "high")]
+            if all(ends):
+                left[name] = f"{_shown(row[name])} ({ends[0]} to {ends[1]})"
+    return left
+
+
+def _cell(value: object) -> str:
+    text = _shown(value)
+    kind = ' class="text"' if len(text) > _LONG else ""
+    return f"<td{kind}>{escape(text)}</td>"
 
 
 def pre(text: str) -> str:

@@ -76,9 +76,9 @@ def metrics(run: Path) -> str:
         rows = [
             {
                 "metric": name,
-                "held-out subjects": values[name],
-                "95 % from": values.get(f"{name}_low", ""),
-                "to": values.get(f"{name}_high", ""),
+                "held-out subjects (95 %)": values[name],
+                "held-out subjects (95 %)_low": values.get(f"{name}_low", ""),
+                "held-out subjects (95 %)_high": values.get(f"{name}_high", ""),
             }
             for name in values
             if not name.endswith(("_low", "_high"))

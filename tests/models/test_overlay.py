@@ -27,7 +27,8 @@ def title(truth: np.ndarray | None = None, **score: Any) -> str:
 def test_the_title_has_the_distance_to_the_planted_region_and_times_chance() -> None:
     known = {"energy": 0.34, "chance": 0.1, "precision": 0.5, "peak_near": True}
     missed = title(HEAD, peak_in=False, distance_mm=12.4, **known)
-    assert "cells of 16 x 16 x 16 mm: peak 12 mm from the planted region" in missed
+    assert "cells of 16 x 16 x 16 mm, hottest 5% of the head, " in missed
+    assert "\npeak 12 mm from the planted region" in missed
     assert "3.4 x chance inside" in missed
     assert "peak in the planted region" in title(HEAD, peak_in=True, distance_mm=0.0, **known)
     # nothing is known: no place is claimed; of a flat map all is as hot

@@ -25,6 +25,14 @@ def test_text_from_files_cannot_become_markup() -> None:
     assert "&lt;script&gt;" in shown
 
 
+def test_a_number_and_its_interval_share_a_cell() -> None:
+    row = {"auroc": 0.9, "auroc_low": 0.81234, "auroc_high": 0.95, "f1": 0.5}
+    shown = html.table([row, row | {"auroc_low": "", "auroc_high": ""}])
+    assert "<td>0.900 (0.812 to 0.950)</td><td>0.500</td>" in shown
+    assert "<td>0.900</td><td>0.500</td>" in shown
+    assert "low" not in shown
+
+
 def test_parts_without_content_are_left_out() -> None:
     assert "Plan" not in html.page("run", [("Plan", ""), ("Test", "x")])
 
