@@ -14,7 +14,7 @@ class _ReadWhenWritten(torch.UntypedStorage):
 
     _read: Callable[[], torch.UntypedStorage]
 
-    def cpu(self) -> torch.UntypedStorage:  # type: ignore[override]
+    def cpu(self) -> torch.UntypedStorage:
         return self._read()
 
 
@@ -29,10 +29,10 @@ def reduced(tensor: Tensor, read: Callable[[], torch.UntypedStorage]) -> Any:
         nbytes = tensor.untyped_storage().nbytes()
         size, stride = tuple(tensor.shape), tensor.stride()
         offset, dtype = tensor.storage_offset(), tensor.dtype
-    storage = _ReadWhenWritten(nbytes, device="meta")
+    storage = _ReadWhenWritten(nbytes, device="meta")  # type: ignore[no-untyped-call]
     storage._read = read
     rebuild, (typed, _, _, _, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
     # what `torch.save` writes as the place that a storage was at; it asks fake tensors likewise
-    typed._fake_device = "cpu"
+    typed._fake_device = torch.device("cpu")
     return rebuild, (typed, offset, size, stride, *rest)

@@ -61,9 +61,9 @@ class Unread:
         shown, self._shown = self._shown, []
         memory = torch.empty(0, dtype=torch.uint8)
         with as_they_are():
-            memory.set_(value.untyped_storage())  # type: ignore[call-overload]
+            memory.set_(value.untyped_storage())
         for reference in shown:
-            other = reference()
+            other: Any = reference()
             if is_deferred(other) and other._maker is self:
                 _become(other, _laid_out(other, memory))
 
@@ -83,7 +83,7 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
     with as_they_are():
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(memory.untyped_storage(), offset, size, stride)  # type: ignore[call-overload,no-any-return]
+    return empty.set_(memory.untyped_storage(), offset, size, stride)
 
 
 def _become(tensor: Any, value: Tensor) -> None:
