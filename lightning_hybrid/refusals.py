@@ -28,6 +28,7 @@ from lightning_hybrid._torch.optimizers import unscales_by_itself
 from lightning_hybrid._torch.private_names import lacking, lost
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.pipeline import state_buffers
+from lightning_hybrid.planning import gigabytes
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.schedules import LookAhead
 
@@ -64,6 +65,32 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
             f"hybrid_gabra runs on CPUs and CUDA devices, not on "
             f"{type(accelerator).__name__}. Use Trainer(accelerator='cpu' | 'cuda')."
         )
+
+
+def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
+    """Other processes of a host build the network, too; a kill for memory would not say why.
+
+    Args:
+        module: the LightningModule, as it stands in this process.
+        others: processes that are about to start.
+        free: bytes that they may take together; None: not known.
+
+    Raises:
+        PlanError: they have no room for it.
+    """
+    size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
+    if free is None or others * size <= free:
+        return
+    name = next(iter(dict(module.named_children())), "net")
+    raise PlanError(
+        f"{type(module).__name__} has {gigabytes(size)} of weights, and every rank of this host "
+        f"begins with all of them, as they are made in __init__: the other {others} would need "
+        f"{gigabytes(others * size)}, and {gigabytes(free)} is free. Make them in configure_model, "
+        "where each rank makes those of its own stages alone:\n"
+        "    def configure_model(self):\n"
+        f"        if self.{name} is None:  # what __init__ sets\n"
+        f"            self.{name} = ..."
+    )
 
 
 def refuse_lazy(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from lightning_hybrid.pipeline import StageOptions, broadcast_module
 from lightning_hybrid.planning import Plan, make_plan
 from lightning_hybrid.process import Snapshot
 from lightning_hybrid.progress import StartProgress, display_of
-from lightning_hybrid.runtime import make_what_no_network_owns
+from lightning_hybrid.runtime import make_what_no_network_owns, present_bytes
 from lightning_hybrid.world import World
 
 
@@ -179,6 +179,7 @@ class Run:
             cluster=self.world.cluster,
             optimizers=optimizers if self.fitting else None,
             beside=beside,
+            present_bytes=present_bytes(graph.network, self.device),
             advance=advance,
         )
 

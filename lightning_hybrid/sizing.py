@@ -28,7 +28,7 @@ from lightning_hybrid.network import cached, fits, measure, why_whole
 from lightning_hybrid.planning import ASSUMED_TENSORS, Machine, Parts, Search, Sizes, choose
 from lightning_hybrid.progress import StartProgress, display_of
 from lightning_hybrid.rehearsal import rehearsal
-from lightning_hybrid.runtime import Seen
+from lightning_hybrid.runtime import Seen, present_bytes
 from lightning_hybrid.world import World
 
 
@@ -118,6 +118,7 @@ class SizeChooser:
                     splits=_splits(looked),
                     allowed=self._allowed,
                     search=self._search(),
+                    present_bytes=present_bytes(module, self._device),
                 )
         finally:
             self._progress.over()

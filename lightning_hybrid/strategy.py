@@ -32,14 +32,20 @@ from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_a
 from lightning_hybrid.building import move_module
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
 from lightning_hybrid.config import Config, Count, ScheduleName
-from lightning_hybrid.planning import Plan
-from lightning_hybrid.process import Parted, Results, look_around
+from lightning_hybrid.planning import Plan, free_of_host
+from lightning_hybrid.process import (
+    HybridSubprocessLauncher,
+    Parted,
+    Results,
+    look_around,
+)
 from lightning_hybrid.ranks import given
 from lightning_hybrid.refusals import (
     callbacks_allow,
     refuse_accelerator,
     refuse_all_but_plain_sgd,
     refuse_callbacks,
+    refuse_copies,
     refuse_interactive,
     refuse_layer_sync,
     refuse_lazy,
@@ -209,6 +215,11 @@ class HybridGabraStrategy(SavingStrategy):
         refuse_layer_sync(self._layer_sync, compile_stages=self._config.compile_stages)
         super()._configure_launcher()
         refuse_interactive(works=given(self._launcher, "launcher").is_interactive_compatible)
+        if isinstance(self._launcher, HybridSubprocessLauncher):
+            self._launcher.before_start = self._refuse_copies
+
+    def _refuse_copies(self) -> None:
+        refuse_copies(self._module, self._per_host - 1, free_of_host())
 
     def setup_distributed(self) -> None:
         refuse_accelerator(given(self.accelerator, "accelerator"))

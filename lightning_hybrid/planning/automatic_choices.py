@@ -1,6 +1,6 @@
 """What is chosen where the user leaves it open: the schedule, and whether forwards run twice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -42,19 +42,42 @@ def plan_by_schedule(
 
 
 def plan_within_memory(
-    recompute: bool | Literal["auto"], plan_with: Callable[[bool], Plan]
+    recompute: bool | Literal["auto"],
+    plan_with: Callable[[bool], Plan],
+    limits: Sequence[int] | None = None,
 ) -> Plan:
-    """Make a plan, of stages that compute their activations again where nothing else fits.
+    """Make a plan, of stages that compute their activations again where that is faster, or needed.
+
+    It can be faster where memory alone says where the cuts are: with more room they are where the
+    stages take equally long.
 
     Args:
-        recompute: Whether they do; `auto`: where without it no placement is found.
+        recompute: Whether they do; `auto`: where without it no placement is found, or one that is
+            slower.
         plan_with: Makes the plan, with recomputation or without.
+        limits: Bytes that each device may take; None: not known.
 
     Raises:
         PlanError: There is no placement.
     """
     if isinstance(recompute, bool):
         return plan_with(recompute)
+    try:
+        plan = plan_with(False)
+    except PlanError:
+        return plan_with(True)
+    if limits is None or not _is_tight(plan, limits):
+        return plan
     with suppress(PlanError):
-        return plan_with(False)
-    return plan_with(True)
+        other = plan_with(True)
+        if other.step_s < (1 - MARGIN) * plan.step_s:
+            return other
+    return plan
+
+
+def _is_tight(plan: Plan, limits: Sequence[int]) -> bool:
+    """Whether memory may have said where the cuts are: one more stage of a device fits nowhere."""
+    held = [0] * len(limits)
+    for row in plan.rows:
+        held[row.device] += row.memory_bytes or 0
+    return any(2 * size > limit for size, limit in zip(held, limits))

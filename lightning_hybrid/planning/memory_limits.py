@@ -50,6 +50,15 @@ def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"
     return min(limits if host is None else [host, *limits], default=None)
 
 
+def free_of_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process and others of its group may still take together; ``None``: unknown.
+
+    A limit on the address space is each process's own.
+    """
+    host, groups = host_bytes(proc), [left for _, left in _of_groups(proc, cgroups)]
+    return min(groups if host is None else [host, *groups], default=None)
+
+
 def _of_groups(proc: Path, cgroups: Path) -> Iterator[Limit]:
     lines: list[str] = []
     with suppress(OSError):

@@ -273,7 +273,9 @@ class Plan:
             line["partitions"] = first if first == last else f"{first} .. {last}"
             line |= {"layers": row.layers, "parameters": row.parameters, "load": row.load}
             if row.memory_bytes is not None:
-                line["memory"] = f"{row.memory_bytes / 1e9:.2f} GB"
+                most = row.memory_bytes if row.peak_bytes is None else row.peak_bytes
+                of = "" if row.limit_bytes is None else f" of {row.limit_bytes / 1e9:.3g}"
+                line["memory"] = f"{most / 1e9:.2f}{of} GB"
         for line, sent in zip(table, self.traffic_bytes or ()):
             line["sends"] = f"{sent / 1e6:,.1f} MB"
         return table

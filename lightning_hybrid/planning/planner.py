@@ -27,6 +27,7 @@ from lightning_hybrid.planning.memory import (
     remaining,
 )
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.peaks import Life, with_peaks
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
@@ -85,6 +86,7 @@ def make_plan(
     cluster: Cluster | None = None,
     optimizers: Sequence[Optimizer] | None = None,
     beside: Iterable[Plan] = (),
+    present_bytes: int = 0,
     advance: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
@@ -106,6 +108,8 @@ def make_plan(
         optimizers: that will train it; None: it is not trained in this run, so that it needs room
             for its parameters alone.
         beside: plans of the networks that are on these devices already, and keep their memory.
+        present_bytes: of the network, which each device had when it was asked what it may take, and
+            gives back where another one owns it.
         advance: hears which partition is measured, from 1, and how many there are.
 
     Raises:
@@ -139,20 +143,32 @@ def make_plan(
     if optimizers is not None and profile.is_measured:
         profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
         profile = profile if replicas == 1 else profile.averaged()
+    limits = remaining(None if cluster is None else cluster.memory_limits, beside)
+    limits = limits and tuple(limit + present_bytes for limit in limits)
     room = partial(
         _memory,
         profile,
         microbatches,
-        remaining(None if cluster is None else cluster.memory_limits, beside),
+        limits,
         settings,
         stages,
         trains=optimizers is not None,
         batch=microbatches * (graph.batch_of(leaves) or 1),
     )
-    return plan_within_memory(
+    plan = plan_within_memory(
         settings.recompute if stages > 1 and optimizers is not None else False,
         lambda again: _plan(settings, profile, table, make, room(again), again),
+        limits,
     )
+    if optimizers is None or not profile.is_measured:
+        return plan
+    passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
+    life = Life(
+        start_bytes=max(present_bytes, max(row.parameter_bytes for row in profile.partitions)),
+        kept_bytes={row.name: row.memory_bytes(0) for row in profile.partitions},
+        batch_bytes=microbatches * passed,
+    )
+    return with_peaks(plan, life, limits)
 
 
 def _table(

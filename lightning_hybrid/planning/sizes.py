@@ -36,6 +36,9 @@ from lightning_hybrid.planning.would_fit import (
 WORTHWHILE = 0.95
 """Stages are taken only where they are predicted to take at most this share of the time of
 replicas alone: a prediction is off by some percent, and replicas change nothing in the numbers."""
+SPARE = 0.1
+"""Share of a device's memory that chosen sizes leave free, where they can: what a step holds is
+predicted, and what the process and other code take besides is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,7 @@ def choose(
     splits: Callable[[int], bool] = lambda microbatches: True,
     allowed: Callable[[int, int], bool] = lambda replicas, stages: True,
     search: Search | None = None,
+    present_bytes: int = 0,
 ) -> Choice:
     """The sizes with the shortest predicted time of a batch.
 
@@ -104,17 +108,24 @@ def choose(
         splits: whether batches may be split into so many micro-batches, more than one.
         allowed: whether numbers of replicas and stages may be taken.
         search: how plans are made.
+        present_bytes: of the networks, which each device had when it was asked what it may take.
 
     Raises:
         PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
     """
     batches = _Batches(samples=batch, divided=cache(divided), splits=splits)
-    prediction = _Prediction(machine, networks, asked or 1, batches, search or Search())
+    prediction = _Prediction(
+        machine, networks, asked or 1, batches, search or Search(), present_bytes
+    )
     count = len(machine.devices)
     possible = [s for s in _sizes(count, batches, asked) if allowed(s.replicas, s.stages)]
     if not possible:
         raise PlanError(f"no numbers of replicas and stages of {count} devices are allowed here")
-    known, guesses = _compared(prediction, possible)
+    try:
+        known, guesses = _compared(prediction, possible)
+    except PlanError:
+        prediction.spare_nothing()
+        known, guesses = _compared(prediction, possible)
     best = min(known, key=_rated)
     seen = {candidate.sizes for candidate in known}
     rest = [*known, *(guess for guess in guesses if guess.sizes not in seen)]
@@ -198,6 +209,7 @@ class _Prediction:
         whole: micro-batches of one stage, which takes its batches as the user wants, else whole.
         batches: what replicas take in a step.
         search: how plans are made.
+        present_bytes: of the networks, which each device gives back where another one owns it.
     """
 
     def __init__(
@@ -207,10 +219,17 @@ class _Prediction:
         whole: int,
         batches: _Batches,
         search: Search,
+        present_bytes: int,
     ) -> None:
+        self._spare, self._present_bytes = SPARE, present_bytes
         self._machine, self._whole, self._search, self._batches = machine, whole, search, batches
         self._networks = [cache(network) for network in networks]
         self._short: list[Fit] = []
+
+    def spare_nothing(self) -> None:
+        """Nothing fits otherwise."""
+        self._spare = 0.0
+        self._short.clear()
 
     def measured(self, sizes: Sizes) -> Candidate:
         """A step, from what networks take at that size of the micro-batch.
@@ -243,13 +262,20 @@ class _Prediction:
         for parts in networks if sizes.replicas == 1 else [each.averaged() for each in networks]:
             # one with too few parts for the stages stays on the driver
             here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)
-            limits = remaining(cluster.memory_limits, plans)
+            limits = remaining(self._limits(cluster), plans)
             plans.append(self._plan(parts, here, cluster.capacities, limits))
         return Candidate(
             sizes=sizes,
             step_s=sum(plan.step_s for plan in plans),
             divided=self._batches.divided(sizes.replicas),
             recompute=any(plan.recompute for plan in plans),
+        )
+
+    def _limits(self, cluster: Cluster) -> tuple[int, ...] | None:
+        """What each device may take, but for what is spared."""
+        limits = cluster.memory_limits
+        return limits and tuple(
+            round((1 - self._spare) * (limit + self._present_bytes)) for limit in limits
         )
 
     def why_nothing_fits(self) -> PlanError | None:
@@ -288,7 +314,7 @@ class _Prediction:
         recompute = search.recompute if sizes.stages > 1 else False
         plan_with = partial(self._plan_with, make, parts, sizes, limits)
         try:
-            return plan_within_memory(recompute, plan_with)
+            return plan_within_memory(recompute, plan_with, limits)
         except PlanError:
             if limits is not None:
                 batch = self._batches.of(sizes.replicas)

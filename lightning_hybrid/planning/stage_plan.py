@@ -16,6 +16,9 @@ class StagePlan:
         device: index of the device within the replica.
         memory_bytes: held while it trains: parameters, gradients, optimizer state and the
             activations of the micro-batches in flight; None when nothing was profiled.
+        peak_bytes: the most that the rank of this stage takes from the start of a run to its end,
+            with its other stages; None when nothing was profiled.
+        limit_bytes: what that rank may take; None: not known.
         forward_s: seconds of the forward of a micro-batch; None, like the other times, if not
             predicted.
         backward_s: seconds of its backward; where that is split, of its input part.
@@ -36,6 +39,8 @@ class StagePlan:
     load: float
     device: int
     memory_bytes: int | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
     forward_s: float | None = None
     backward_s: float | None = None
     weight_s: float | None = None

@@ -156,7 +156,13 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
-    """Starts the script once per device, as Lightning does for ``ddp``."""
+    """Starts the script once per device, as Lightning does for ``ddp``.
+
+    Attributes:
+        before_start: is called before other processes are started, and may refuse it.
+    """
+
+    before_start: Callable[[], None] = staticmethod(lambda: None)
 
     def launch(
         self,
@@ -172,6 +178,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         if not environment.creates_processes_externally:
             if self.num_processes > 1:
                 _require_script()
+                self.before_start()
             with starting_ranks():
                 self._call_children_scripts()
             Children.processes = self.procs

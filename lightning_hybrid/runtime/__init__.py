@@ -15,6 +15,7 @@ from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
 from lightning_hybrid.runtime.streamed_calls import NoBatches
 from lightning_hybrid.runtime.tensor_file import PIECE_BYTES, let_go
+from lightning_hybrid.runtime.weights import present_bytes
 from lightning_hybrid.runtime.worker import Worker
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "let_go",
     "make_what_no_network_owns",
     "outline",
+    "present_bytes",
     "whole",
 ]

@@ -200,3 +200,15 @@ def _checksum(tensor: Tensor) -> int:
         return version(tensor)
     numbers = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return crc32(numbers.view(torch.uint8).cpu().numpy().data) if tensor.numel() else 0
+
+
+def present_bytes(module: nn.Module, device: torch.device) -> int:
+    """What parameters and buffers take on a device before any is given to another rank.
+
+    Args:
+        module: that is to be cut.
+        device: of this rank; weights that wait on the CPU for a GPU take nothing of it.
+    """
+    with as_they_are():
+        tensors = (*module.parameters(), *module.buffers())
+        return sum(t.nbytes for t in tensors if t.device == device and not is_deferred(t))

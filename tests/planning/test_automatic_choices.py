@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.automatic_choices import MARGIN, plan_by_schedule
+from lightning_hybrid.planning.automatic_choices import (
+    MARGIN,
+    plan_by_schedule,
+    plan_within_memory,
+)
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.stage_plan import StagePlan
 
 
 class Planner:
@@ -62,3 +67,36 @@ def test_a_schedule_that_was_asked_for_is_taken() -> None:
     planner = Planner(gpipe=1.0, looped=9.0)
     assert chosen(planner, "looped") == "looped"
     assert planner.asked == ["looped"]
+
+
+def held(step_s: float, *memory: int) -> Plan:
+    """A plan of stages that hold so much."""
+    rows = tuple(
+        StagePlan(
+            layers=1, partitions=(name,), parameters=1, load=0.5, device=device, memory_bytes=size
+        )
+        for name, device, size in zip("ab", (1, 0), memory)
+    )
+    return Plan(
+        replicas=1, stages=2, microbatches=2, schedule="gpipe", cuts=("b",), rows=rows,
+        predicted_step_s=step_s,
+    )  # fmt: skip
+
+
+def test_forwards_run_twice_where_cuts_by_memory_cost_more() -> None:
+    plans = {False: held(2.0, 90, 20), True: held(1.5, 40, 40)}
+    assert plan_within_memory("auto", plans.__getitem__, [100, 100]) is plans[True]
+    assert plan_within_memory("auto", plans.__getitem__, [1000, 1000]) is plans[False]
+    assert plan_within_memory("auto", plans.__getitem__) is plans[False]
+    assert plan_within_memory(False, plans.__getitem__, [100, 100]) is plans[False]
+    plans[True] = held(2.0, 40, 40)
+    assert plan_within_memory("auto", plans.__getitem__, [100, 100]) is plans[False]
+
+
+def test_forwards_run_twice_where_nothing_else_fits() -> None:
+    def plan_with(recompute: bool) -> Plan:
+        if not recompute:
+            raise PlanError("too large")
+        return held(9.0, 40, 40)
+
+    assert plan_within_memory("auto", plan_with, [50, 50]).step_s == 9

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from lightning_hybrid.planning.cluster import Device, memory_of_rank
-from lightning_hybrid.planning.memory_limits import free_bytes, host_bytes, memory_limits
+from lightning_hybrid.planning.memory_limits import (
+    free_bytes,
+    free_of_host,
+    host_bytes,
+    memory_limits,
+)
 
 MB = 10**6
 
@@ -51,6 +56,7 @@ def test_the_limit_on_address_space_counts(
     [(name, left)] = memory_limits(proc, tmp_path)
     assert name.startswith("process ")
     assert left == 50 * MB - 10 * resource.getpagesize()
+    assert free_of_host(proc, tmp_path) == 2000 * 1024  # other processes have one of their own
 
 
 def test_a_system_that_says_nothing_has_no_limits(tmp_path: Path) -> None:

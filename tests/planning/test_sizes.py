@@ -197,12 +197,63 @@ def test_two_networks_are_two_times_and_a_small_one_stays_on_the_driver() -> Non
 def test_several_networks_share_the_memory_of_the_devices() -> None:
     # 80 MB of weights, gradients and optimizer, and 20 MB to average gradients of replicas
     one = layers(4, 25 * MS, 5 * MB, 0.1 * MB)
-    devices = tuple(replace(d, memory_bytes=110 * 10**6) for d in machine().devices)
+    devices = tuple(replace(d, memory_bytes=120 * 10**6) for d in machine().devices)
     small = replace(machine(), devices=devices)
     assert choose(small, [Network(one)], batch=8).best.sizes.stages == 1
     assert choose(small, [Network(one)] * 2, batch=8).best.sizes.stages == 2
     with pytest.raises(PlanError, match="memory"):
         choose(small, [Network(one)] * 4, batch=8)
+
+
+def limited(limit: float, devices: int = 4, **shared: Any) -> Machine:
+    """Each process has a limit of its own."""
+    usual = machine(devices, **shared)
+    limits = [((f"process {i}", round(limit)),) for i in range(devices)]
+    ranks = zip(usual.devices, limits)
+    return replace(usual, devices=tuple(replace(d, threads=1, memory_limits=m) for d, m in ranks))
+
+
+@pytest.mark.parametrize(("limit", "stages"), [(1000, 1), (112, 1), (110, 2), (57, 2), (55, 4)])
+def test_a_limit_of_the_processes_changes_the_sizes(limit: float, stages: int) -> None:
+    # 80 MB of weights, gradients and optimizer, and 20 to average the gradients of replicas
+    network = layers(4, 25 * MS, 5 * MB, 0.1 * MB)
+    best = choose(limited(limit * MB), [Network(network)], batch=8).best
+    assert (best.sizes.stages, best.sizes.replicas) == (stages, 4 // stages)
+    assert not best.recompute
+
+
+def test_where_nothing_else_fits_no_memory_is_spared() -> None:
+    network = layers(4, 25 * MS, 5 * MB, 0.1 * MB)
+    assert choose(limited(21 * MB), [Network(network)], batch=8).best.sizes.stages == 4
+
+
+def test_what_a_network_holds_before_the_cut_is_room_for_its_stages() -> None:
+    network = layers(4, 25 * MS, 5 * MB, 0.1 * MB)
+    best = choose(limited(95 * MB), [Network(network)], batch=8, present_bytes=20 * 10**6).best
+    assert best.sizes.stages == 1
+
+
+def test_micro_batches_are_as_small_as_the_room_wants() -> None:
+    # each of the activations of a batch is as large as what is kept
+    network = layers(8, 25 * MS, 1 * MB, 16 * MB)
+
+    def slow_if_small(microbatches: int) -> Parts:
+        parts = network.scaled(1 / microbatches)
+        times = tuple(t * (1 + microbatches) for t in parts.forward_s)
+        return replace(parts, forward_s=times, backward_s=times)
+
+    roomy, tight = (
+        choose(
+            limited(limit * MB, 2),
+            [slow_if_small],
+            batch=16,
+            allowed=lambda replicas, stages: stages == 2,
+        ).best
+        for limit in (200, 60)
+    )
+    assert not roomy.recompute
+    assert tight.recompute
+    assert tight.sizes.microbatches > roomy.sizes.microbatches
 
 
 def test_where_nothing_fits_the_error_has_the_numbers_of_what_would() -> None:

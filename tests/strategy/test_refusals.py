@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.refusals import refuse_lazy
+from lightning_hybrid.refusals import refuse_copies, refuse_lazy
 from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.network_options import NetworkOptions
 
@@ -62,6 +64,34 @@ def test_a_script_without_a_file_says_that_it_cannot_be_started_again(source: st
     last = ended.stderr.strip().splitlines()[-1]
     assert "HybridError: The script cannot be started again" in last
     assert f"sys.argv[0] is '{arguments[0]}'" in last
+
+
+def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Model(BoringModel):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.net = nn.Linear(width, width, bias=False)
+
+    monkeypatch.setattr(sys, "argv", [__file__])
+    monkeypatch.setattr("lightning_hybrid.strategy.free_of_host", lambda: 9_000_000)
+    started: list[str] = []
+    monkeypatch.setattr(
+        HybridSubprocessLauncher, "_call_children_scripts", lambda _: started.append("ranks")
+    )
+    with pytest.raises(PlanError, match=r"Model has 0.004 GB of weights") as error:
+        trainer(4, pipeline_parallel_size=4).fit(Model(1000))
+    assert started == []
+    text = str(error.value)
+    assert "the other 3 would need 0.012 GB, and 0.009 GB is free" in text
+    assert text.splitlines()[1:] == [
+        "    def configure_model(self):",
+        "        if self.net is None:  # what __init__ sets",
+        "            self.net = ...",
+    ]
+    refuse_copies(Model(1000), 2, 9_000_000)
+    refuse_copies(Model(1000), 3, None)
 
 
 @pytest.mark.parametrize(
