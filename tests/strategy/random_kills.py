@@ -1,9 +1,10 @@
 """Runs whose ranks are killed at random moments: who outlives whom, and what is left on the disk.
 
-``python benchmarks/random_kills.py --kills 100`` trains in two and three ranks, with networks made
-in ``__init__`` and in ``configure_model``, large activations and a checkpoint every other step. It
-takes a random phase of a random rank and, somewhere in it, sends SIGKILL (as the kernel does where
-memory ends) or SIGTERM, or leaves the process no more memory than it has. Whatever happens then:
+``PYTHONPATH=.:tests/helpers python tests/strategy/random_kills.py --kills 100`` trains in two and
+three ranks, with networks made in ``__init__`` and in ``configure_model``, large activations and a
+checkpoint every other step. Ranks are started by the script, or forked as if by a cluster. It takes
+a random phase of a random rank and, somewhere in it, sends SIGKILL (as the kernel does where memory
+ends) or SIGTERM, or leaves the process no more memory than it has. Whatever happens then:
 
 * no rank lives 30 s longer than the first that has died;
 * a checkpoint that is there is whole, and bit for bit that of the undisturbed run;
@@ -24,17 +25,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from prepared import start_ranks
+
 PHASES = ("import", "start", "capture", "step", "checkpoint", "end", "later", "exit")
 """In their order. Each rank touches `PHASE.RANK` at its begin; "start" begins with the script."""
 LIMIT_S = 30.0  # that the others may live on
 STEPS, EVERY, WIDTH, ROWS = 6, 2, 1024, 2048  # activations of 8 MB, 4 times what a socket holds
-HERE = Path(__file__)
+HERE = Path(__file__).resolve()
+PATHS = f"{HERE.parents[2]}{os.pathsep}{HERE.parents[1] / 'helpers'}"
 
 
 @dataclass(frozen=True)
@@ -144,20 +148,27 @@ class Run:
     Args:
         folder: an empty one.
         shape: what is trained.
+        forked: whether all ranks are started from here, in processes that have imported already.
     """
 
-    def __init__(self, folder: Path, shape: Shape) -> None:
+    def __init__(self, folder: Path, shape: Shape, *, forked: bool) -> None:
         self.folder, self.shape = folder, shape
-        self.began = time.monotonic()
         for name in ("phases", "temporary", "checkpoints"):
             (folder / name).mkdir(parents=True)
-        arguments = [str(folder), str(shape.ranks), str(int(shape.deferred))]
-        # what torch and Python themselves leave there is not ours
-        environment = os.environ | {"TMPDIR": str(folder / "temporary"), "PYTHONWARNINGS": "ignore"}
-        with (folder / "output.txt").open("w") as output:
-            self.main = subprocess.Popen(
-                [sys.executable, str(HERE), "--train", *arguments],
-                stdout=output,
+        command = [str(HERE), "--train", str(folder), str(shape.ranks), str(int(shape.deferred))]
+        usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "PYTHONWARNINGS": "ignore"}
+        environment = {**os.environ, **usual, "TMPDIR": str(folder / "temporary")}
+        output = folder / "output.txt"
+        self.began = time.time()
+        self.started: dict[int, Any] = {}
+        if forked:
+            place: Any = {"env": environment, "cwd": folder, "output": output}
+            self.started.update(enumerate(start_ranks(command, shape.ranks, **place)))
+            return
+        with output.open("w") as file:
+            self.started[0] = subprocess.Popen(
+                [sys.executable, *command],
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
@@ -168,17 +179,27 @@ class Run:
         """What all ranks have printed."""
         return (self.folder / "output.txt").read_text()
 
-    def processes(self) -> dict[int, str]:
+    def over(self) -> bool:
+        """Whether all that was started from here has ended."""
+        return None not in [process.poll() for process in self.started.values()]
+
+    def code(self) -> int:
+        """The exit code, once all is over: of the first rank that has failed."""
+        codes = [process.wait() for process in self.started.values()]
+        return next(filter(None, codes), 0)
+
+    def processes(self) -> dict[int, int]:
         """Those that live, and the rank of each; helpers, such as loaders, have that of another."""
+        ranks = {process.pid: rank for rank, process in self.started.items()}
         return {
-            pid: _variable(pid, "LOCAL_RANK") or "0"
+            pid: ranks[session] or int(_variable(pid, "LOCAL_RANK") or 0)
             for pid, session in _sessions()
-            if session == self.main.pid
+            if session in ranks
         }
 
     def ranks(self) -> dict[int, int]:
         """Process numbers by rank, of the ranks that live."""
-        return {int(rank): pid for pid, rank in sorted(self.processes().items(), reverse=True)}
+        return {rank: pid for pid, rank in sorted(self.processes().items(), reverse=True)}
 
     def begun(self, phase: str, rank: int) -> bool:
         """Whether this rank has come so far."""
@@ -186,7 +207,7 @@ class Run:
 
     def wait_for(self, phase: str, rank: int) -> int | None:
         """Wait for the begin of a phase. Returns the process of the rank; ``None``: it has ended"""
-        while self.main.poll() is None:
+        while not self.over():
             pid = self.ranks().get(rank)
             if pid is not None and (phase == "import" or self.begun(phase, rank)):
                 return pid
@@ -250,13 +271,12 @@ class Undisturbed:
     checkpoints: dict[str, Any]
 
     @classmethod
-    def of(cls, folder: Path, shape: Shape) -> "Undisturbed":
+    def of(cls, folder: Path, shape: Shape, *, forked: bool) -> "Undisturbed":
         """Run it."""
-        run = Run(folder, shape)
-        since = time.time()
-        if run.main.wait():
+        run = Run(folder, shape, forked=forked)
+        if run.code():
             raise SystemExit(run.output)
-        begins = [since, *(run.times()[phase] for phase in PHASES[1:]), time.time()]
+        begins = [run.began, *(run.times()[phase] for phase in PHASES[1:]), time.time()]
         lasts = {name: max(b - a, 0.01) for name, a, b in zip(PHASES, begins, begins[1:])}
         # the first checkpoint is in the middle of the steps, which are few
         lasts["step"] = lasts["checkpoint"] = lasts["step"] + lasts["checkpoint"]
@@ -285,7 +305,7 @@ def _equal(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def wait_for_end(run: Run, victim: int) -> tuple[float | None, list[str]]:
+def wait_for_end(run: Run, victim: int | None) -> tuple[float | None, list[str]]:
     """Wait for the end of all processes.
 
     Returns:
@@ -293,12 +313,12 @@ def wait_for_end(run: Run, victim: int) -> tuple[float | None, list[str]]:
         before its end), and what was not as it should be.
     """
     first: float | None = None
-    ranks = set(run.ranks().values()) | {victim}
+    ranks = set(run.ranks().values()) | ({victim} if victim else set())
     while living := run.processes():
         now = time.monotonic()
         if first is None and not ranks <= living.keys():
             first = now
-        if (first is not None and now - first > LIMIT_S) or now - run.began > 300:
+        if (first is not None and now - first > LIMIT_S) or time.time() - run.began > 300:
             for how in (signal.SIGQUIT, signal.SIGKILL):
                 for pid in run.processes():
                     os.kill(pid, how)
@@ -306,8 +326,7 @@ def wait_for_end(run: Run, victim: int) -> tuple[float | None, list[str]]:
             return LIMIT_S, [f"ranks {sorted(living.values())} live on"]
         ranks |= {pid for pid in run.ranks().values() if pid in living}
         time.sleep(0.05)
-        run.main.poll()
-    run.main.wait()
+        run.over()  # asks, so that what has ended does not stay
     return None if first is None else time.monotonic() - first, []
 
 
@@ -324,41 +343,56 @@ def left_behind(run: Run, expected: dict[str, Any]) -> list[str]:
             wrong.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")
     names = {"phases", "temporary", "checkpoints", "output.txt"}
     wrong += [f"{p.name} was left" for p in run.folder.iterdir() if p.name not in names]
-    return wrong + [f"TMPDIR/{p.name} was left" for p in (run.folder / "temporary").iterdir()]
+    # torch keeps what it has compiled
+    temporary = {p.name for p in (run.folder / "temporary").iterdir()} - {"torchinductor_root"}
+    return wrong + [f"TMPDIR/{name} was left" for name in sorted(temporary)]
 
 
-def kill_one(draw: random.Random, shape: Shape, undisturbed: Undisturbed, folder: Path) -> Any:
+def kill_one(draw: random.Random, folder: Path, undisturbed: Callable[..., Undisturbed]) -> Any:
     """One run and one kill. Returns what happened, as plain data."""
-    kind, phase = draw.choice([*KINDS]), draw.choice(PHASES)
-    rank, share = draw.randrange(shape.ranks), draw.random()
-    run = Run(folder, shape)
+    shape, phase = draw.choice(SHAPES), draw.choice(PHASES)
+    forked = phase not in ("import", "start") and draw.random() < 0.7
+    kind, rank, share = draw.choice([*KINDS]), draw.randrange(shape.ranks), draw.random()
+    expected = undisturbed(shape, forked=forked)
+    run = Run(folder, shape, forked=forked)
     pid, outlived, wrong = run.wait_for(phase, rank), None, list[str]()
     if pid is not None:
-        time.sleep(share * undisturbed.lasts_s[phase])
+        time.sleep(share * expected.lasts_s[phase])
         try:
             KINDS[kind](pid)
         except (OSError, IndexError, ValueError):  # it has ended
             pid = None
-        outlived, wrong = wait_for_end(run, pid or run.main.pid)
-    run.main.wait()
-    wrong += left_behind(run, undisturbed.checkpoints)
-    if not run.main.returncode:
-        wrong += [
-            f"{n} is missing"
-            for n in undisturbed.checkpoints
-            if not (run.folder / "checkpoints" / n).exists()
-        ]
+        outlived, wrong = wait_for_end(run, pid)
+    code = run.code()
+    wrong += left_behind(run, expected.checkpoints)
+    if not code and run.begun("exit", 0):
+        missing = expected.checkpoints.keys() - {p.name for p in folder.glob("checkpoints/*")}
+        wrong += [f"{name} is missing" for name in missing]
     return {
-        "shape": str(shape),
+        "shape": f"{shape}{', forked' if forked else ''}",
         "kind": kind,
         "phase": phase,
         "rank": rank,
         "reached": pid is not None,
-        "code": run.main.returncode,
+        "code": code,
         "outlived_s": None if outlived is None else round(outlived, 1),
         "wrong": wrong,
         "output": run.output if wrong else "",
     }
+
+
+def kill_many(kills: int, seed: int) -> Iterator[Any]:
+    """Runs and kills, one after the other; see :func:`kill_one`."""
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+
+        @cache
+        def undisturbed(shape: Shape, *, forked: bool) -> Undisturbed:
+            return Undisturbed.of(Path(name) / f"{shape} {forked}", shape, forked=forked)
+
+        for _ in range(kills):
+            with tempfile.TemporaryDirectory(dir=name) as folder:
+                yield kill_one(draw, Path(folder), undisturbed)
 
 
 def main() -> None:
@@ -371,18 +405,12 @@ def main() -> None:
         folder, ranks, deferred = arguments.train
         train(Path(folder), Shape(int(ranks), bool(int(deferred))))
         return
-    draw, longest, failed = random.Random(arguments.seed), 0.0, 0
-    counts = Counter[str]()
-    with tempfile.TemporaryDirectory() as name:
-        undisturbed = cache(lambda shape: Undisturbed.of(Path(name) / str(shape), shape))
-        for _ in range(arguments.kills):
-            shape = draw.choice(SHAPES)
-            with tempfile.TemporaryDirectory(dir=name) as folder:
-                seen = kill_one(draw, shape, undisturbed(shape), Path(folder))
-            print(json.dumps(seen), flush=True)
-            failed += bool(seen["wrong"])
-            longest = max(longest, seen["outlived_s"] or 0.0)
-            counts[seen["kind"] if seen["code"] else "went on"] += 1
+    longest, failed, counts = 0.0, 0, Counter[str]()
+    for seen in kill_many(arguments.kills, arguments.seed):
+        print(json.dumps(seen), flush=True)
+        failed += bool(seen["wrong"])
+        longest = max(longest, seen["outlived_s"] or 0.0)
+        counts[seen["kind"] if seen["code"] else "went on"] += 1
     print(
         f"{arguments.kills} kills ({dict(counts)}), {failed} wrong; the last process ended "
         f"{longest:.1f} s after the first at most"
