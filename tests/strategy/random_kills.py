@@ -2,9 +2,10 @@
 
 ``PYTHONPATH=.:tests/helpers python tests/strategy/random_kills.py --kills 100`` trains in two and
 three ranks, with networks made in ``__init__`` and in ``configure_model``, large activations and a
-checkpoint every other step. Ranks are started by the script, or forked as if by a cluster. It takes
-a random phase of a random rank and, somewhere in it, sends SIGKILL (as the kernel does where memory
-ends) or SIGTERM, or leaves the process no more memory than it has. Whatever happens then:
+checkpoint every other step. Ranks are started by the script, forked as if by a cluster, or each by
+an agent of torchrun, as on a host of its own. It takes a random phase of a random rank and,
+somewhere in it, sends SIGKILL (as the kernel does where memory ends) or SIGTERM, or leaves the
+process no more memory than it has. Whatever happens then:
 
 * no rank lives 30 s longer than the first that has died;
 * a checkpoint that is there is whole, and bit for bit that of the undisturbed run;
@@ -31,10 +32,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
 from prepared import start_ranks
 
 PHASES = ("import", "start", "capture", "step", "checkpoint", "end", "later", "exit")
 """In their order. Each rank touches `PHASE.RANK` at its begin; "start" begins with the script."""
+LAUNCHES = ("script", "forked", "agents")
 LIMIT_S = 30.0  # that the others may live on
 STEPS, EVERY, WIDTH, ROWS = 6, 2, 1024, 2048  # activations of 8 MB, 4 times what a socket holds
 HERE = Path(__file__).resolve()
@@ -62,7 +65,8 @@ SHAPES = [Shape(ranks, deferred) for ranks in (2, 3) for deferred in (False, Tru
 
 def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
     """The script of a user, on each rank."""
-    rank = os.environ.get("LOCAL_RANK", "0")
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    hosts = shape.ranks if "RANK" in os.environ else 1
 
     def begin(phase: str) -> None:
         (folder / "phases" / f"{phase}.{rank}").touch()
@@ -124,7 +128,8 @@ def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
             allocation=["net.1", "net.2"][: shape.ranks - 1],
         ),
         accelerator="cpu",
-        devices=shape.ranks,
+        devices=shape.ranks // hosts,
+        num_nodes=hosts,
         max_steps=STEPS,
         default_root_dir=folder,
         callbacks=[ModelCheckpoint(folder / "checkpoints", **saving), Marks()],
@@ -148,11 +153,11 @@ class Run:
     Args:
         folder: an empty one.
         shape: what is trained.
-        forked: whether all ranks are started from here, in processes that have imported already.
+        launch: see LAUNCHES.
     """
 
-    def __init__(self, folder: Path, shape: Shape, *, forked: bool) -> None:
-        self.folder, self.shape = folder, shape
+    def __init__(self, folder: Path, shape: Shape, launch: str) -> None:
+        self.folder, self._launch = folder, launch
         for name in ("phases", "temporary", "checkpoints"):
             (folder / name).mkdir(parents=True)
         command = [str(HERE), "--train", str(folder), str(shape.ranks), str(int(shape.deferred))]
@@ -161,18 +166,24 @@ class Run:
         output = folder / "output.txt"
         self.began = time.time()
         self.started: dict[int, Any] = {}
-        if forked:
+        if launch == "forked":
             place: Any = {"env": environment, "cwd": folder, "output": output}
             self.started.update(enumerate(start_ranks(command, shape.ranks, **place)))
             return
+        agents: list[list[str]] = [[]]
+        if launch == "agents":
+            where = [f"--nnodes={shape.ranks}", f"--master-port={free_port()}"]
+            agent = ["-m", "torch.distributed.run", "--master-addr=127.0.0.1", *where]
+            agents = [[*agent, f"--node-rank={rank}"] for rank in range(shape.ranks)]
         with output.open("w") as file:
-            self.started[0] = subprocess.Popen(
-                [sys.executable, *command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            for rank, before in enumerate(agents):
+                self.started[rank] = subprocess.Popen(
+                    [sys.executable, *before, *command],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
 
     @property
     def output(self) -> str:
@@ -185,17 +196,23 @@ class Run:
 
     def code(self) -> int:
         """The exit code, once all is over: of the first rank that has failed."""
-        codes = [process.wait() for process in self.started.values()]
+        codes = [process.wait(240) for process in self.started.values()]
         return next(filter(None, codes), 0)
 
     def processes(self) -> dict[int, int]:
         """Those that live, and the rank of each; helpers, such as loaders, have that of another."""
-        ranks = {process.pid: rank for rank, process in self.started.items()}
-        return {
-            pid: ranks[session] or int(_variable(pid, "LOCAL_RANK") or 0)
-            for pid, session in _sessions()
-            if session in ranks
-        }
+        sessions = {process.pid: rank for rank, process in self.started.items()}
+        found = {}
+        for pid, session in _sessions():
+            told = _environment(pid)
+            if self._launch == "agents":  # which start ranks in other sessions
+                ours = told.get("TMPDIR") == str(self.folder / "temporary") and "RANK" in told
+            else:
+                ours = session in sessions
+            if ours:
+                rank = told.get("RANK", told.get("LOCAL_RANK", "0"))
+                found[pid] = sessions[session] if self._launch == "forked" else int(rank)
+        return found
 
     def ranks(self) -> dict[int, int]:
         """Process numbers by rank, of the ranks that live."""
@@ -236,13 +253,12 @@ def _sessions() -> Iterator[tuple[int, int]]:
             yield int(path.parent.name), int(fields[3])
 
 
-def _variable(pid: int, name: str) -> str | None:
+def _environment(pid: int) -> dict[str, str]:
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     except OSError:
-        return None
-    found = (entry.decode() for entry in environment if entry.startswith(f"{name}=".encode()))
-    return next(found, "=").partition("=")[2]
+        return {}
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
 
 
 def leave_no_memory(pid: int) -> None:
@@ -271,9 +287,9 @@ class Undisturbed:
     checkpoints: dict[str, Any]
 
     @classmethod
-    def of(cls, folder: Path, shape: Shape, *, forked: bool) -> "Undisturbed":
+    def of(cls, folder: Path, shape: Shape, launch: str) -> "Undisturbed":
         """Run it."""
-        run = Run(folder, shape, forked=forked)
+        run = Run(folder, shape, launch)
         if run.code():
             raise SystemExit(run.output)
         begins = [run.began, *(run.times()[phase] for phase in PHASES[1:]), time.time()]
@@ -343,18 +359,20 @@ def left_behind(run: Run, expected: dict[str, Any]) -> list[str]:
             wrong.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")
     names = {"phases", "temporary", "checkpoints", "output.txt"}
     wrong += [f"{p.name} was left" for p in run.folder.iterdir() if p.name not in names]
-    # torch keeps what it has compiled
-    temporary = {p.name for p in (run.folder / "temporary").iterdir()} - {"torchinductor_root"}
-    return wrong + [f"TMPDIR/{name} was left" for name in sorted(temporary)]
+    # torch keeps what it has compiled, and folders for logs
+    temporary = [path.name for path in (run.folder / "temporary").iterdir()]
+    return wrong + [f"TMPDIR/{n} was left" for n in temporary if not n.startswith("torch")]
 
 
-def kill_one(draw: random.Random, folder: Path, undisturbed: Callable[..., Undisturbed]) -> Any:
+def kill_one(
+    draw: random.Random, folder: Path, undisturbed: Callable[[Shape, str], Undisturbed]
+) -> Any:
     """One run and one kill. Returns what happened, as plain data."""
     shape, phase = draw.choice(SHAPES), draw.choice(PHASES)
-    forked = phase not in ("import", "start") and draw.random() < 0.7
+    launch = "script" if phase in ("import", "start") else draw.choice(LAUNCHES)
     kind, rank, share = draw.choice([*KINDS]), draw.randrange(shape.ranks), draw.random()
-    expected = undisturbed(shape, forked=forked)
-    run = Run(folder, shape, forked=forked)
+    expected = undisturbed(shape, launch)
+    run = Run(folder, shape, launch)
     pid, outlived, wrong = run.wait_for(phase, rank), None, list[str]()
     if pid is not None:
         time.sleep(share * expected.lasts_s[phase])
@@ -369,7 +387,7 @@ def kill_one(draw: random.Random, folder: Path, undisturbed: Callable[..., Undis
         missing = expected.checkpoints.keys() - {p.name for p in folder.glob("checkpoints/*")}
         wrong += [f"{name} is missing" for name in missing]
     return {
-        "shape": f"{shape}{', forked' if forked else ''}",
+        "shape": f"{shape}, {launch}",
         "kind": kind,
         "phase": phase,
         "rank": rank,
@@ -387,8 +405,8 @@ def kill_many(kills: int, seed: int) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as name:
 
         @cache
-        def undisturbed(shape: Shape, *, forked: bool) -> Undisturbed:
-            return Undisturbed.of(Path(name) / f"{shape} {forked}", shape, forked=forked)
+        def undisturbed(shape: Shape, launch: str) -> Undisturbed:
+            return Undisturbed.of(Path(name) / f"{shape}, {launch}", shape, launch)
 
         for _ in range(kills):
             with tempfile.TemporaryDirectory(dir=name) as folder:
