@@ -21,6 +21,7 @@ from lightning_hybrid._lightning import (
     TQDMProgressBar,
     Trainer,
 )
+from lightning_hybrid.comm import BackgroundThread
 
 PATIENCE_S = 3.0
 """Seconds for which nothing is said."""
@@ -74,7 +75,7 @@ class StartProgress:
             return
         self._began = self._clock()
         self._end.clear()
-        self._thread = threading.Thread(target=self._watch, name="start progress", daemon=True)
+        self._thread = BackgroundThread(self._watch, "start progress")
         self._thread.start()
         self.doing(what)
 

@@ -32,6 +32,7 @@ from lightning_hybrid.comm.signals import (
     signals_ignored,
 )
 from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
+from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.comm.transport import (
     ANOTHER_REPLICA,
     UNKNOWN_PEER,
@@ -48,6 +49,7 @@ __all__ = [
     "UNKNOWN_PEER",
     "Answer",
     "Arriving",
+    "BackgroundThread",
     "CallKey",
     "ConnectionLost",
     "Coordinates",

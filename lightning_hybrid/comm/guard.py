@@ -8,11 +8,11 @@ before, which does the same.
 """
 
 from contextlib import suppress
-from threading import Thread
 
 import torch
 
 from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.comm.transport import ConnectionLost, Transfer
 
 _TAG = 2**12 - 1  # of no word and of no placement
@@ -31,7 +31,7 @@ class Guard:
         self._after = mesh.wire((here.pp_rank + 1) % ranks, _TAG)
         self._before = mesh.wire((here.pp_rank - 1) % ranks, _TAG)
         self._said: Transfer | None = None  # one that is dropped would not arrive
-        Thread(target=self._listen, daemon=True, name="hybrid-guard").start()
+        BackgroundThread(self._listen, "hybrid-guard").start()
 
     @classmethod
     def where_needed(cls, mesh: Mesh) -> "Guard | None":

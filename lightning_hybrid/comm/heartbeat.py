@@ -13,6 +13,7 @@ from datetime import timedelta
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.stuck_sends import SENDS
+from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.comm.transport import ConnectionLost
 
 _BEATS_PER_TIMEOUT = 4
@@ -34,7 +35,7 @@ class Heartbeat:
         self._channels = tuple(channels)
         self._pause_s = timeout.total_seconds() / _BEATS_PER_TIMEOUT
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="hybrid-heartbeat")
+        self._thread = BackgroundThread(self._run, "hybrid-heartbeat")
         self._thread.start()
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ none, so that a stray collective there raises instead of hanging. One replica is
 has none either: with it Lightning would give advice about metrics of several devices.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_hybrid._torch.distributed import set_timeout
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.network_interface import chosen_interface
 from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
+from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.comm.transport import (
     UNKNOWN_PEER,
     ConnectionLost,
@@ -297,6 +298,7 @@ class Mesh(Lines):
                 dist.destroy_process_group()
 
         # a group whose collective has begun ends with it, or with the time-out
-        thread = threading.Thread(target=close, daemon=True, name="hybrid-leave")
-        thread.start()
-        thread.join(_LEAVING_S)
+        thread = BackgroundThread(close, "hybrid-leave")
+        with suppress(MemoryError):  # the end of this process wakes them, too
+            thread.start()
+            thread.join(_LEAVING_S)

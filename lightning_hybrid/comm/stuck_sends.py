@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from threading import Event, Lock, Thread
 from time import monotonic
 
+from lightning_hybrid.comm.threads import BackgroundThread
+
 GRACE_S = 8.0
 """How long a send may go on waiting for a peer that is known to be gone."""
 _LOOK_EVERY_S = 1.0
@@ -57,9 +59,7 @@ class StuckSends:
         with self._lock:
             if self._thread is None:
                 self._over = Event()
-                self._thread = Thread(
-                    target=self._run, args=(self._over,), daemon=True, name="hybrid-sends"
-                )
+                self._thread = BackgroundThread(self._run, "hybrid-sends", self._over)
                 self._thread.start()
 
     def close(self) -> None:

@@ -9,12 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from socket import create_connection
-from threading import Event, Thread
+from threading import Event
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_hybrid.comm import (
+    BackgroundThread,
     ConnectionLost,
     Coordinates,
     Failure,
@@ -117,9 +118,10 @@ def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) 
         with suppress(RuntimeError):
             answers.append(ask())
 
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    thread = BackgroundThread(run, "hybrid-asks")
+    with suppress(MemoryError):  # there is no answer then
+        thread.start()
+        thread.join(limit_s)
     return answers[0] if answers else otherwise
 
 
@@ -138,7 +140,7 @@ class Watch:
         self._rank, self._store = rank, store
         self._serves = False
         self._over = Event()
-        self._thread = Thread(target=self._run, daemon=True, name="hybrid-watch")
+        self._thread = BackgroundThread(self._run, "hybrid-watch")
         self._thread.start()
 
     def serve(self) -> None:

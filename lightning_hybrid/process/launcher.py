@@ -33,6 +33,7 @@ from lightning_hybrid._lightning_private import (
 )
 from lightning_hybrid.comm import (
     ANOTHER_REPLICA,
+    BackgroundThread,
     ConnectionLost,
     Coordinates,
     Failure,
@@ -275,11 +276,11 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
             raise RemoteError(f"Lost {lost}: {error}") from error
 
 
-class _Observer(threading.Thread):
+class _Observer(BackgroundThread):
     """Sees to it that this process is not in a run for long after a child has failed."""
 
     def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
-        super().__init__(daemon=True, name="hybrid-observer")
+        super().__init__(self._watch, "hybrid-observer")
         self._children = children
         self._over = threading.Event()
         self._after_a_failure = bool(Children.failed)
@@ -289,8 +290,8 @@ class _Observer(threading.Thread):
         self._over.set()
         self.join()
 
-    def run(self) -> None:
-        """Watch until all children have ended well, or one has not."""
+    def _watch(self) -> None:
+        """Until all children have ended well, or one has not."""
         while True:
             codes = [child.poll() for child in self._children]
             if any(codes):

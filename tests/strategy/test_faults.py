@@ -436,3 +436,17 @@ def test_a_killed_loader_process_ends_all_ranks(start: Start) -> None:
     assert process.returncode
     assert f"DataLoader worker (pid {loader}) is killed" in output
     assert "rank 0 (driver" in output
+
+
+@slow
+def test_a_data_set_that_cannot_be_pickled_is_named_by_every_rank(start: Start) -> None:
+    since = time.monotonic() + 60  # it is sent to the loader's process before the first step
+    config = {"loader_processes": 1, "loader_start": "spawn", "unpicklable": True}
+    training, process = start(stages=2, **config)
+    output = end(training, process, {process.pid}, since)
+    assert process.returncode
+    reason = "AttributeError: Can't pickle local object 'data.<locals>.<lambda>'"
+    assert reason in first_error(output), output
+    [worker] = [line for line in output.splitlines() if line.startswith("rank 1 (worker")]
+    assert "rank 0 (driver" in worker
+    assert reason in worker

@@ -179,6 +179,8 @@ def data(config: dict[str, Any]) -> TensorDataset:
     x += (y.float() - 0.5).view(-1, 1, 1, 1, 1)
     samples = Samples(x.to(getattr(torch, config["dtype"])), y)
     samples.config = config
+    if config.get("unpicklable"):
+        samples.unpicklable = lambda x: x
     return samples
 
 
@@ -395,7 +397,9 @@ def train(config: dict[str, Any], folder: Path) -> tuple[Trainer, dict[str, Any]
         "batch_size": config["batch"],
         "num_workers": config.get("loader_processes", 0),
         # Python's fork is not made for programs with threads, and its other ways are slow
-        "multiprocessing_context": "fork" if config.get("loader_processes") else None,
+        "multiprocessing_context": (
+            config.get("loader_start", "fork") if config.get("loader_processes") else None
+        ),
     }
     training = (Loader if config.get("goes_on") else DataLoader)(data(config), **options)
     loader = DataLoader(data(config), **options)

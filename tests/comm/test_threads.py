@@ -1,0 +1,25 @@
+"""A thread that cannot begin is an error, and not a wait without an end."""
+
+import threading
+
+import pytest
+
+from lightning_hybrid.comm import threads
+from lightning_hybrid.comm.threads import BackgroundThread
+
+
+def test_a_thread_runs_and_is_waited_for() -> None:
+    seen: list[str] = []
+    thread = BackgroundThread(lambda *given: seen.extend(given), "of a test", "a", "b")
+    assert thread.daemon
+    assert thread.name == "of a test"
+    thread.start()
+    thread.join()
+    assert seen == ["a", "b"]
+
+
+def test_one_that_python_drops_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_BEGINS_WITHIN_S", 0.1)
+    monkeypatch.setattr(threading, "_start_new_thread", lambda *_: 1)
+    with pytest.raises(MemoryError, match="A thread has not begun within"):
+        BackgroundThread(print, "of a test").start()
