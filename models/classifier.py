@@ -21,6 +21,20 @@ from models.transfer import KEY, hashed, transfer
 Batch = dict[str, Any]
 IDS = ("subject", "image_id")
 """Keys of a batch that name its scans."""
+_OF_THE_NETWORK = (
+    "depth",
+    "in_channels",
+    "stem_kernel",
+    "stem_stride",
+    "stem_pool",
+    "widths",
+    "attention_after",
+    "attention_reduction",
+    "attention",
+    "dropout",
+    "recompute",
+    "channels_last",
+)
 
 
 class ResAttNetClassifier(LightningModule):
@@ -100,24 +114,16 @@ class ResAttNetClassifier(LightningModule):
         self._seen: list[str] = []
         self._collected = Predictions()
 
+    def network_options(self) -> dict[str, Any]:
+        """The arguments of its ``ResAttNet3D``."""
+        return {
+            "num_classes": len(self.class_names),
+            **{name: self.hparams[name] for name in _OF_THE_NETWORK},
+        }
+
     def make_network(self) -> ResAttNet3D:
         """An untrained network with the options of this one."""
-        options = self.hparams
-        return ResAttNet3D(
-            options["depth"],
-            options["in_channels"],
-            len(self.class_names),
-            options["stem_kernel"],
-            options["stem_stride"],
-            options["stem_pool"],
-            options["widths"],
-            options["attention_after"],
-            options["attention_reduction"],
-            options["attention"],
-            options["dropout"],
-            options["recompute"],
-            options["channels_last"],
-        )
+        return ResAttNet3D(**self.network_options())
 
     def setup(self, stage: str) -> None:
         """Take the class weights from the data module, and the weights of another run."""

@@ -28,7 +28,7 @@ DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has 
 With `test --cohort ROOT` all people of another cohort are tested on, with `predict --scans WHAT`
 scans are classified that nobody has labelled. More commands work on runs: `report RUN` writes one
 HTML page about a run, `folds --config FILE --folds K` trains and tests K of them and sums them up,
-`compare RUN RUN` tests whether two differ."""
+`compare RUN RUN` tests whether two differ, `export --ckpt_path BEST` makes a MONAI bundle."""
 
 
 class ExplainingTrainer(Trainer):
@@ -305,6 +305,10 @@ def main() -> None:
             from models.compare import main as compare
 
             compare(sys.argv[2:])
+        elif sys.argv[1:2] == ["export"]:
+            from models.commands.export import main as export
+
+            export(sys.argv[2:])
         elif sys.argv[1:2] == ["test"] and _has("--cohort"):
             from models.commands.external import main as external
 

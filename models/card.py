@@ -1,0 +1,143 @@
+"""A model card (Mitchell et al. 2019), filled from what a run has recorded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.reference import Reference, from_checkpoint
+from models.results import load_metrics, run_folder
+from models.tables import read_table
+from models.tasks import classes_of
+from models.transfer import KEY, read_checkpoint
+
+_SHOWN = ("accuracy", "balanced_accuracy", "auroc", "sensitivity", "specificity", "brier")
+_UNKNOWN = "not recorded"
+
+
+def card(ckpt_path: Path) -> list[tuple[str, str]]:
+    """Headings and texts about the network of a checkpoint; plain text.
+
+    Args:
+        ckpt_path: of ``python -m models fit``; results are read from the run's folder.
+    """
+    checkpoint, run = read_checkpoint(ckpt_path), run_folder(ckpt_path)
+    options = checkpoint.get("hyper_parameters", {})
+    prepared: Mapping[str, Any] = checkpoint.get("ADNIDataModule", {}).get("preprocessing", {})
+    reference = from_checkpoint(checkpoint)
+    return [
+        ("Model", _model(options, checkpoint)),
+        (
+            "Intended use",
+            "Research. No diagnosis, no treatment, no screening: it was tested for none of them. "
+            f"It gives one of the classes {', '.join(classes_of(options['task']))} to everybody, "
+            "whatever else they have.",
+        ),
+        ("Input", _input(prepared)),
+        ("Training data", _data(reference, checkpoint)),
+        ("Evaluation: the run's own held-out people", _internal(run)),
+        ("Evaluation: other cohorts", _external(run)),
+        ("Groups", _groups(run)),
+        ("Calibration", _calibration(reference)),
+        (
+            "Limits",
+            "Intervals say what other held-out people would change, not what another training run "
+            "or another scanner would. Maps show what raises a score, which need not be disease.",
+        ),
+    ]
+
+
+def as_markdown(title: str, parts: list[tuple[str, str]]) -> str:
+    """A page in Markdown."""
+    return f"# {title}\n" + "".join(f"\n## {name}\n\n{text}\n" for name, text in parts)
+
+
+def _model(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> str:
+    weights = sum(v.numel() for k, v in checkpoint["state_dict"].items() if k[:8] == "network.")
+    recipe = ", ".join(
+        f"{name.replace('_', ' ')} {options[name]}"
+        for name in ("optimizer", "learning_rate", "lr_schedule", "label_smoothing", "dropout")
+        if name in options
+    )
+    return (
+        f"3D-ResAttNet-{options['depth']} (a reconstruction), {weights:,} numbers in its weights; "
+        f"{recipe}; epoch {checkpoint.get('epoch', _UNKNOWN)} of the run, chosen on the validation "
+        "scans."
+    )
+
+
+def _input(prepared: Mapping[str, Any]) -> str:
+    if not prepared:
+        return f"Preparation: {_UNKNOWN}."
+    size = " x ".join(map(str, prepared["spatial_shape"]))
+    middle = prepared.get("middle_mm")
+    where = f", around {tuple(middle)} mm of their common space" if middle else ""
+    return (
+        f"T1-weighted MRI, {prepared['profile']}; {size} voxels of {prepared['spacing_mm']:g} mm"
+        f"{where}; the head at mean 0 and standard deviation 1, clipped at 3, everything else 0."
+    )
+
+
+def _data(reference: Reference | None, checkpoint: Mapping[str, Any]) -> str:
+    people = f"{len(checkpoint.get(KEY, ()))} people"
+    if reference is None:
+        return f"{people}; more is {_UNKNOWN}."
+    counts = ", ".join(f"{count} {name}" for name, count in reference.scans.items())
+    age = reference.ranges.get("age")
+    ages = f", aged {age[0]:.0f} to {age[1]:.0f} (with a margin)" if age else ""
+    fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
+    tesla = f", at {fields} T" if fields else ""
+    return f"{people}; scans: {counts}{ages}{tesla}. Their hashes are in the checkpoint."
+
+
+def _internal(run: Path) -> str:
+    path = run / "test_metrics.json"
+    if not path.is_file():
+        return "Not tested: `python -m models test`."
+    values = {k.removeprefix("test/"): v for k, v in load_metrics(path).items()}
+    lines = [
+        f"{name.replace('_', ' ')} {_with_interval(values, name)}"
+        for name in _SHOWN
+        if name in values
+    ]
+    return "; ".join(lines) + " (95 % intervals, where people are enough for one)."
+
+
+def _with_interval(values: Mapping[str, Any], name: str) -> str:
+    low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
+    text = f"{float(values[name]):.3f}"
+    return text if low is None or high is None else f"{text} ({low:.3f} to {high:.3f})"
+
+
+def _external(run: Path) -> str:
+    found = []
+    for path in sorted((run / "external").glob("*/internal_and_external.tsv")):
+        rows = {row["metric"]: row for row in read_table(path)}
+        shown = [
+            f"{name.replace('_', ' ')} {rows[name]['external']}"
+            + (
+                f" ({rows[name]['external_low']} to {rows[name]['external_high']})"
+                if rows[name].get("external_low")
+                else ""
+            )
+            for name in _SHOWN
+            if name in rows
+        ]
+        found.append(f"{path.parent.name}: {'; '.join(shown)}.")
+    return " ".join(found) or "None: `python -m models test --cohort ROOT`."
+
+
+def _groups(run: Path) -> str:
+    kinds: list[str] = []
+    for path in sorted((run / "external").glob("*/groups.tsv")):
+        kinds += [row["by"] for row in read_table(path)]
+    named = ", ".join(dict.fromkeys(kinds))
+    return f"Compared by {named}; tables in `external/`." if named else "Not compared."
+
+
+def _calibration(reference: Reference | None) -> str:
+    if reference is None:
+        return "None."
+    return (
+        f"One temperature, {reference.temperature:.2f}, found on {reference.calibrated_on} "
+        "validation scans; it holds where the classes are as frequent as there."
+    )
