@@ -64,8 +64,11 @@ class ADNIDataModule(lightning.LightningDataModule):
         spacing_mm: voxel size.
         val_fraction: share of the subjects for validation.
         test_fraction: share of the subjects for testing; may be 0.
+        leave_out: test on a whole cohort or site instead of ``test_fraction``: ``cohort=OASIS``,
+            ``site=012``.
         folds: cut all that are not in the test set into so many folds instead of ``val_fraction``.
-        fold: which of them validates, from 0; the others train.
+        fold: which of them validates, from 0; the others train. With ``test_fraction=0`` it is the
+            one that tests, and the next one validates.
         seed: decides the split, and the permutation of ``shuffle_labels``.
         num_workers: loader processes.
         profile: what the scans are: ``raw`` heads, ``registered`` heads, or ``stripped`` brains;
@@ -120,6 +123,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         spacing_mm: float = SPACING_MM,
         val_fraction: float = 0.15,
         test_fraction: float = 0.15,
+        leave_out: str = "",
         folds: int = 0,
         fold: int = 0,
         seed: int = 0,
@@ -158,6 +162,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.spacing_mm = spacing_mm
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
+        self.leave_out = leave_out
         self.folds, self.fold = folds, fold
         self.seed = seed
         self.num_workers = num_workers
@@ -246,7 +251,13 @@ class ADNIDataModule(lightning.LightningDataModule):
         path = self._split_path()
         if not path.exists():
             fractions = (self.val_fraction, self.test_fraction)
-            made = make_split(found.records, *fractions, self.seed, folds=self.folds)
+            made = make_split(
+                found.records,
+                *fractions,
+                self.seed,
+                folds=self.folds,
+                leave_out=self.leave_out,
+            )
             save_split(path, replace(made, task=self.task.name, rule=asdict(self.rule)))
         if not self._told:
             self._load()
@@ -306,6 +317,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         if self.split_file is not None:
             return self.split_file
         key = f"{self.val_fraction}|{self.test_fraction}|{self.folds}|{self.seed}"
+        key += f"|{self.leave_out}" * bool(self.leave_out)
         return self.state_dir / f"split-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
     @property

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import get_args
 
 from .errors import DataError, FolderError, SplitError, listing
+from .joining import joined, write_joined
 from .labels import TASKS
 from .nifti import Leniency
 from .progress import progress_bar
 from .progression import LabelRule
-from .records import read_manifest, write_manifest
+from .records import ScanRecord, read_manifest, write_manifest
 from .report import demographics, p_values, write_demographics, write_shareable
 from .screen import show, show_groups
 from .sources import LAYOUTS, Names
@@ -38,6 +39,7 @@ _EXAMPLES = {
     "synth": "synth synthetic --subjects AD=12,NC=12 --resolution 4",
     "check": "check /data/ADNI_download --out adni_check",
     "manifest": "manifest /data/ADNI_download --out adni_check/scans.tsv",
+    "join": "join ADNI=/data/ADNI_download OASIS=/data/OASIS --out all.csv",
     "split": "split /data/ADNI_download --val 0.2 --test 0.2 --out adni_check/split.json",
 }
 
@@ -89,6 +91,8 @@ def _parser() -> ArgumentParser:
     for writer in (check, manifest):
         writer.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
         writer.add_argument("--force", action="store_true", help="replace files of other origin")
+    join = add("join", "make one table of the scans of several cohorts", _join)
+    _add_join(join)
     split = add("split", "split the subjects into train, val and test", _split)
     _add_split(split)
     for reader in (check, manifest, split):
@@ -98,11 +102,40 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+def _add_join(parser: ArgumentParser) -> None:
+    """Which cohorts; each has its own layout and tables, and one rule for the labels holds."""
+    parser.add_argument(
+        "cohorts",
+        nargs="+",
+        type=_cohort,
+        metavar="NAME=ROOT",
+        help="name and folder (or table) of a cohort; two folders of one name are one cohort",
+    )
+    parser.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
+    parser.add_argument("--force", action="store_true", help="replace the table")
+    _add_out(parser, "joined.csv")
+    _add_conversion(parser)
+    _add_readings(parser)
+
+
+def _cohort(text: str) -> tuple[str, Path]:
+    name, found, root = text.partition("=")
+    if not (name and found and root):
+        raise ArgumentTypeError(f"{text!r} is not NAME=ROOT")
+    return name, Path(root)
+
+
 def _add_split(parser: ArgumentParser) -> None:
     """How subjects are held out."""
     _add_out(parser, "split.json")
     parser.add_argument("--val", type=float, default=0.15, help="share for validation")
     parser.add_argument("--test", type=float, default=0.15, help="share for testing")
+    parser.add_argument(
+        "--leave-out",
+        default="",
+        metavar="cohort=NAME|site=NUMBER",
+        help="test on a whole cohort or site instead of --test",
+    )
     parser.add_argument(
         "--folds", type=int, default=0, help="make so many folds instead of --val (default: none)"
     )
@@ -395,6 +428,21 @@ def _manifest(options: Namespace) -> int:
     return 1 if found.problems else 0
 
 
+def _join(options: Namespace) -> int:
+    _refuse_overwriting(options.out, options.force)
+    found: dict[str, list[ScanRecord]] = {}
+    for name, root in options.cohorts:
+        refuse_inside(root, options.out, "--out")
+        one = survey(root, TASKS[options.task], None, rule=_rule(options))
+        show(f"cohort {name}:\n{one.summary()}")
+        refuse_nothing(one)
+        found[name] = [*found.get(name, ()), *one.records]
+    rows = joined(found, TASKS[options.task])
+    write_joined(options.out, rows)
+    show(f"{len(rows)} scans of {len(found)} cohorts: {options.out}, to be given as ROOT")
+    return 0
+
+
 def _refuse_overwriting(path: Path, allowed: bool) -> None:
     if path.exists() and not allowed:
         raise FolderError(
@@ -440,6 +488,7 @@ def _split(options: Namespace) -> int:
             options.test,
             options.seed,
             folds=options.folds,
+            leave_out=options.leave_out,
             classes=rarest_classes(by_task) if len(tasks) > 1 else None,
         )
         split = replace(made, task="+".join(tasks), rule=asdict(_rule(options)))

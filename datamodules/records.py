@@ -65,7 +65,8 @@ class ScanRecord:
         middle_mm: where the middle of the volume lies, in mm, ``x y z``.
         problem: code of what is wrong.
         split: train, val or test.
-        fold: fold of a subject that is not in the test set, 0 to k - 1.
+        fold: fold of a subject that is not held out from all folds, 0 to k - 1.
+        cohort: which of several studies it is from; not known where there is one.
     """
 
     subject: str
@@ -106,6 +107,7 @@ class ScanRecord:
     problem: str = ""
     split: str = ""
     fold: int | None = None
+    cohort: str = ""
 
     @property
     def order(self) -> tuple[str, str, str]:
@@ -133,7 +135,10 @@ def write_manifest(path: Path, records: Iterable[ScanRecord]) -> None:
 
 def manifest_text(records: Iterable[ScanRecord]) -> str:
     """The records as a tab-separated table."""
-    names = [field.name for field in fields(ScanRecord)]
+    records = list(records)
+    names = _columns()
+    if not any(record.cohort for record in records):  # hashes of such manifests stay as they were
+        names.remove("cohort")
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
     writer.writerow(names)
@@ -158,8 +163,7 @@ def read_manifest(path: Path) -> list[ScanRecord]:
     """
     with path.open(newline="") as stream:
         reader = csv.DictReader(stream, delimiter="\t")
-        wanted = [field.name for field in fields(ScanRecord)]
-        if reader.fieldnames != wanted:
+        if reader.fieldnames not in (_columns(), _columns()[:-1]):
             raise TableError(
                 "BAD_TABLE",
                 f"a manifest with the columns {reader.fieldnames}",
@@ -169,11 +173,16 @@ def read_manifest(path: Path) -> list[ScanRecord]:
         return [_parse(row) for row in reader]
 
 
+def _columns() -> list[str]:
+    """Names of all columns; the last one, the cohort, is only there where there are several."""
+    return [field.name for field in fields(ScanRecord)]
+
+
 def _parse(row: dict[str, str]) -> ScanRecord:
     readers = {"str": str, "int": int, "int | None": int, "float | None": float}
     values: dict[str, Any] = {}
     for field in fields(ScanRecord):
-        text = row[field.name]
+        text = row.get(field.name, "")
         optional = str(field.type).endswith("None")
         values[field.name] = None if optional and not text else readers[str(field.type)](text)
     return ScanRecord(**values)

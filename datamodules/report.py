@@ -41,6 +41,7 @@ class Group:
         field_strength: number of people by value.
         phase: likewise.
         sites: likewise.
+        cohorts: likewise, where there are several.
     """
 
     diagnosis: str
@@ -54,6 +55,7 @@ class Group:
     field_strength: str
     phase: str
     sites: str
+    cohorts: str
 
 
 def first_scans(records: Sequence[ScanRecord]) -> list[ScanRecord]:
@@ -121,6 +123,7 @@ _KINDS: dict[str, Callable[[ScanRecord], str]] = {
     "field_strength": lambda record: _tesla(record),
     "phase": lambda record: record.phase,
     "sites": lambda record: record.site,
+    "cohorts": lambda record: record.cohort,
 }
 
 
@@ -149,6 +152,7 @@ def _group(name: str, records: Sequence[ScanRecord]) -> Group:
         _counts([_tesla(record) for record in people]),
         _counts([record.phase for record in people]),
         _counts([record.site for record in people]),
+        _counts([record.cohort for record in people]),
     )
 
 

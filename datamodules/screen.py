@@ -62,6 +62,7 @@ _ROWS = {
     "field_strength": "field strength",
     "phase": "phase",
     "sites": "site",
+    "cohorts": "cohort",
 }
-_CONFOUNDS = ("males_females", "age", "field_strength", "phase", "sites")
+_CONFOUNDS = ("males_females", "age", "field_strength", "phase", "sites", "cohorts")
 _DIFFERENT = 0.01

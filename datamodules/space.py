@@ -86,5 +86,5 @@ def _named(records: Sequence[ScanRecord], what: str, action: str) -> list[Proble
 
 
 def _counted(records: Sequence[ScanRecord]) -> str:
-    classes = Counter(record.dx for record in records)
+    classes = Counter(f"{record.dx} {record.cohort}".strip() for record in records)
     return f"{len(records)} ({', '.join(f'{n} {dx}' for dx, n in sorted(classes.items()))})"

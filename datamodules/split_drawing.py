@@ -30,6 +30,7 @@ def make_split(
     *,
     folds: int = 0,
     classes: Mapping[str, str] | None = None,
+    leave_out: str = "",
 ) -> Split:
     """Split the subjects of the used records.
 
@@ -41,6 +42,8 @@ def make_split(
         folds: 0, or how many folds to make of all that are not in the test set.
         classes: each subject's class, which is balanced first (:func:`rarest_classes`); the label
             if not given.
+        leave_out: ``cohort=OASIS`` or ``site=012``: the people of that cohort or site are the test
+            set, and nobody else; a person with scans at several sites counts at the first one.
 
     Raises:
         SplitError: fractions that leave nothing to train on, or a class too small to be in every
@@ -57,6 +60,10 @@ def make_split(
     kinds = classes or {subject: f"label {first[subject].label}" for subject in subjects}
     test: list[str] = []
     how = ""
+    if leave_out:
+        test = _left_out(leave_out, list(first.values()))
+        subjects = sorted(set(subjects) - set(test))
+        test_fraction = 0.0
     if test_fraction:
         subjects, test, how = _cut(subjects, test_fraction, first, kinds, seed)
     if folds:
@@ -73,6 +80,31 @@ def make_split(
         test_fraction=test_fraction,
         stratified_on=how or how_val,
     )
+
+
+GROUPINGS = ("cohort", "site")
+"""What can be left out of the training as a whole."""
+
+
+def _left_out(what: str, people: list[ScanRecord]) -> list[str]:
+    """The people of a group that is held out as a whole."""
+    by, _, wanted = what.partition("=")
+    if by not in GROUPINGS or not wanted:
+        raise SplitError(
+            "BAD_GROUP",
+            f"nothing can be left out by {what!r}",
+            action="use cohort=NAME or site=NUMBER (--data.leave_out / --leave-out)",
+        )
+    groups = Counter(str(getattr(record, by)) for record in people)
+    chosen = [record.subject for record in people if getattr(record, by) == wanted]
+    if not chosen or len(chosen) == len(people):
+        known = ", ".join(f"{name or 'not known'}: {n}" for name, n in sorted(groups.items()))
+        raise SplitError(
+            "BAD_GROUP",
+            f"{'all' if chosen else 'none'} of {len(people)} people have {by} {wanted}",
+            action=f"leave out one of those that are there: {known}",
+        )
+    return sorted(chosen)
 
 
 def rarest_classes(surveys: Mapping[Task, Iterable[ScanRecord]]) -> dict[str, str]:

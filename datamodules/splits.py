@@ -32,7 +32,7 @@ class Split:
     """Which subject is in which part, and how that was decided.
 
     With ``folds`` the subjects that are not in the test set stand there, and ``of_fold`` tells who
-    of them trains and who validates.
+    of them trains and who validates; without a test set, also who tests.
 
     Attributes:
         train: IDs of the subjects.
@@ -60,18 +60,10 @@ class Split:
 
     def __post_init__(self) -> None:
         parts: dict[str, tuple[str, ...]] = {name: getattr(self, name) for name in SPLITS}
-        if self.folds:
-            parts = {"test": self.test} | {f"fold {n}": fold for n, fold in enumerate(self.folds)}
-        seen: dict[str, str] = {}
-        for name, members in parts.items():
-            for subject in map(canonical_subject, members):
-                if subject in seen:
-                    raise SplitError(
-                        "LEAK",
-                        f"subject {subject} is in {seen[subject]} and in {name}",
-                        action="make the split again from subjects, not from scans",
-                    )
-                seen[subject] = name
+        _refuse_twice(parts)
+        folds = {f"fold {n}": fold for n, fold in enumerate(self.folds)}
+        # one of the folds may be the test set of today
+        _refuse_twice(folds if self.test in self.folds else {"test": self.test} | folds)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -87,8 +79,12 @@ class Split:
     def of_fold(self, fold: int) -> Split:
         """The split that validates on one fold and trains on the others.
 
+        Where nobody is held out from all folds, the fold tests, the next one validates and the
+        others train: everybody is then tested on once, by a network of which the epoch was chosen
+        on other people.
+
         Raises:
-            SplitError: no such fold.
+            SplitError: no such fold, or too few to test, validate and train.
         """
         if not 0 <= fold < len(self.folds):
             raise SplitError(
@@ -96,9 +92,19 @@ class Split:
                 f"fold {fold} of a split with {len(self.folds)} folds",
                 action="count folds from 0, or make a split with more (--data.folds / --folds)",
             )
-        others = (fold_ for n, fold_ in enumerate(self.folds) if n != fold)
-        train = tuple(sorted(subject for other in others for subject in other))
-        return replace(self, train=train, val=self.folds[fold])
+        if self.test:
+            val, test = fold, self.test
+        elif len(self.folds) > 2:
+            val, test = (fold + 1) % len(self.folds), self.folds[fold]
+        else:
+            raise SplitError(
+                "NO_FOLD",
+                f"{len(self.folds)} folds cannot test, validate and train",
+                action="use 3 folds or more, or hold people out of all (--data.test_fraction)",
+            )
+        held = {*self.folds[val], *test}
+        train = tuple(sorted(s for other in self.folds for s in other if s not in held))
+        return replace(self, train=train, val=self.folds[val], test=test)
 
     def part_of(self) -> dict[str, SplitName]:
         """Subject to part."""
@@ -107,6 +113,20 @@ class Split:
     def fold_of(self) -> dict[str, int]:
         """Subject to fold, for those that are in one."""
         return {canonical_subject(s): n for n, fold in enumerate(self.folds) for s in fold}
+
+
+def _refuse_twice(parts: Mapping[str, Sequence[str]]) -> None:
+    """Raise for a subject in two parts, whatever the spelling."""
+    seen: dict[str, str] = {}
+    for name, members in parts.items():
+        for subject in map(canonical_subject, members):
+            if subject in seen:
+                raise SplitError(
+                    "LEAK",
+                    f"subject {subject} is in {seen[subject]} and in {name}",
+                    action="make the split again from subjects, not from scans",
+                )
+            seen[subject] = name
 
 
 def assign(records: Sequence[ScanRecord], split: Split, where: str = "") -> list[ScanRecord]:

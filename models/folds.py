@@ -2,9 +2,10 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from models.errors import UseError
 from models.intervals import intervals
-from models.metrics import evaluate
+from models.metrics import Array, evaluate
 from models.results import load_metrics, writable
 from models.tables import read_table, write_table
 
@@ -24,15 +25,21 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m models folds",
         description="Cross-validation: for each fold, train on the others, choose the best epoch "
-        "on it, and test on the held-out subjects that are in no fold. What is not named here goes "
-        "to every `fit` and `test`. A stopped command goes on where it was.",
+        "on it, and test on the held-out subjects that are in no fold. With --data.test_fraction 0 "
+        "everybody is tested on once: a fold tests, the next one chooses the epoch. With "
+        "--leave_out, once for each cohort or site, these are the test sets. What is not named "
+        "here goes to every `fit` and `test`. A stopped command goes on where it was.",
         allow_abbrev=False,  # what is cut short goes to `fit`, which refuses it
     )
     parser.add_argument("--config", required=True, type=Path)
-    parser.add_argument("--folds", required=True, type=int)
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--folds", type=int)
+    how.add_argument(
+        "--leave_out", action="append", metavar="cohort=NAME|site=NUMBER", help="give it repeatedly"
+    )
     parser.add_argument("--out", default=Path("folds"), type=Path, help="folder of the runs")
     options, rest = parser.parse_known_args(arguments)
-    if options.folds < 2:
+    if not options.leave_out and options.folds < 2:
         raise UseError(f"--folds {options.folds}: give 2 or more.")
     if not options.config.is_file():
         raise UseError(
@@ -40,18 +47,42 @@ def main(arguments: list[str]) -> None:
             "or the config.yaml of a run."
         )
     writable(options.out)
-    runs = [_run(options, fold, rest) for fold in range(options.folds)]
-    summary = summarise(runs)
+    runs = {
+        name: _run(options, name, data, rest)
+        for name, data in _parts(options.folds, options.leave_out).items()
+    }
+    tables = {name: read_table(run / "test_predictions.tsv") for name, run in runs.items()}
+    if _same_people(tables):
+        vote = _vote(list(tables.values()))
+    else:
+        everybody = out_of_fold(tables)
+        write_table(everybody, options.out / "out_of_fold.tsv")
+        print(f"everybody's predictions written to {options.out / 'out_of_fold.tsv'}")
+        vote = _measured(everybody)
+    summary = summarise(list(runs.values()), *vote)
     write_table(summary, options.out / "folds.tsv")
     for row in summary:
         print("  ".join(f"{_shown(value):>18}" for value in row.values()))
     print(f"summary written to {options.out / 'folds.tsv'}")
 
 
-def _run(options: argparse.Namespace, fold: int, rest: Sequence[str]) -> Path:
-    """Train and test one fold, unless that is done already; returns the run's folder."""
-    folder = writable(options.out / f"fold_{fold}")
-    own = _settings(folder, options.folds, fold)
+def _parts(folds: int, leave_out: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """What the data module of each run is told, by the name of the run."""
+    if leave_out:
+        return {f"without_{_word(group)}": {"leave_out": group} for group in leave_out}
+    return {f"fold_{fold}": {"folds": folds, "fold": fold} for fold in range(folds)}
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text)
+
+
+def _run(
+    options: argparse.Namespace, name: str, data: Mapping[str, Any], rest: Sequence[str]
+) -> Path:
+    """Train and test one of them, unless that is done already; returns the run's folder."""
+    folder = writable(options.out / name)
+    own = _settings(folder, data)
     wanted = {"config": options.config.read_text(), "own": own, "arguments": list(rest)}
     mark = folder / DONE
     if mark.is_file():
@@ -70,13 +101,13 @@ def _run(options: argparse.Namespace, fold: int, rest: Sequence[str]) -> Path:
     return run
 
 
-def _settings(folder: Path, folds: int, fold: int) -> dict[str, Any]:
-    """What a fold's configuration has of its own."""
+def _settings(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's configuration has of its own."""
     logger = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": str(folder), "name": "run"},
     }
-    return {"trainer": {"logger": [logger]}, "data": {"folds": folds, "fold": fold}}
+    return {"trainer": {"logger": [logger]}, "data": dict(data)}
 
 
 def _models(*arguments: str) -> None:
@@ -86,36 +117,79 @@ def _models(*arguments: str) -> None:
         raise UseError(f"`models {arguments[0]}` failed, see above; the folds so far are kept.")
 
 
-def summarise(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """One row per metric: mean and standard deviation over the folds, and of their mean vote.
+Row = dict[str, Any]
+Measured = tuple[dict[str, float], dict[str, tuple[float, float]]]
+"""Metrics, and the ends of their intervals."""
 
-    All folds test the same subjects, so their tests are no independent samples: the spread says
+
+def _same_people(tables: Mapping[str, Sequence[Mapping[str, str]]]) -> bool:
+    """Whether all were tested on the same people; False if no two share one.
+
+    Raises:
+        UseError: some people were tested on by several of them, and not by all.
+    """
+    people = [{row["subject"] for row in table} for table in tables.values()]
+    if all(own == people[0] for own in people):
+        return True
+    if sum(map(len, people)) == len(set().union(*people)):
+        return False
+    raise UseError("The folds were tested on different scans; remove their folder, run anew.")
+
+
+def out_of_fold(tables: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Row]:
+    """Everybody's prediction, each by a network that has not seen this person."""
+    return [{"run": name, **row} for name, table in tables.items() for row in table]
+
+
+def summarise(
+    runs: Sequence[Path],
+    together: Mapping[str, float],
+    bounds: Mapping[str, tuple[float, float]],
+) -> list[Row]:
+    """One row per metric: mean and standard deviation over the runs, and of all of them together.
+
+    Where all runs test the same subjects, their tests are no independent samples: the spread says
     what training on others changes, and the interval of the vote what testing on others would.
+
+    Args:
+        runs: their folders.
+        together: metrics of the mean probabilities of the same people, or of all people at once.
+        bounds: their intervals.
     """
     found = [load_metrics(run / "test_metrics.json") for run in runs]
-    vote, bounds = _vote(runs)
     rows = []
-    for name in vote:
+    for name, value in together.items():
         values = [metrics[f"test/{name}"] for metrics in found if f"test/{name}" in metrics]
-        row: dict[str, Any] = {"metric": name, "folds": len(values)}
+        row: Row = {"metric": name, "folds": len(values)}
         row["mean"] = float(np.mean(values)) if values else ""
         row["sd"] = float(np.std(values, ddof=1)) if len(values) > 1 else ""
         low, high = bounds.get(name, ("", ""))
-        rows.append(row | {"vote": vote[name], "vote_low": low, "vote_high": high})
+        rows.append(row | {"vote": value, "vote_low": low, "vote_high": high})
     return rows
 
 
-def _vote(runs: Sequence[Path]) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+def _vote(tables: Sequence[Sequence[Mapping[str, str]]]) -> Measured:
     """Metrics of the mean probabilities over the folds, and their intervals."""
-    tables = [read_table(run / "test_predictions.tsv") for run in runs]
     scans = [[row["image_id"] for row in table] for table in tables]
     if any(names != scans[0] for names in scans):
         raise UseError("The folds were tested on different scans; remove their folder, run anew.")
-    columns = [name for name in tables[0][0] if name.startswith("p_")]
-    each = [[[float(row[name]) for name in columns] for row in table] for table in tables]
-    probabilities = np.mean(each, axis=0)
-    labels = np.array([int(row["label"]) for row in tables[0]])
-    subjects = [row["subject"] for row in tables[0]]
+    probabilities = np.mean([_probabilities(table) for table in tables], axis=0)
+    return _evaluated(probabilities, tables[0])
+
+
+def _measured(table: Sequence[Mapping[str, str]]) -> Measured:
+    """Metrics of a table of predictions, and their intervals."""
+    return _evaluated(_probabilities(table), table)
+
+
+def _probabilities(table: Sequence[Mapping[str, str]]) -> Array:
+    columns = [name for name in table[0] if name.startswith("p_")]
+    return np.array([[float(row[name]) for name in columns] for row in table])
+
+
+def _evaluated(probabilities: Array, table: Sequence[Mapping[str, str]]) -> Measured:
+    labels = np.array([int(row["label"]) for row in table])
+    subjects = [row["subject"] for row in table]
     return evaluate(probabilities, labels), intervals(probabilities, labels, subjects)
 
 

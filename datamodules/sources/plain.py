@@ -3,7 +3,7 @@
 Paths are relative to the table. Labels are words: NC, AD, MCI, sMCI, pMCI and their usual synonyms.
 Further columns are used when they are there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``,
 ``cdr_sb``, ``apoe4`` (0 to 2), ``site``, ``phase``, ``field_strength``, ``acq_date``,
-``registered`` (yes or no), ``description`` (name of the series).
+``registered`` (yes or no), ``description`` (name of the series), ``cohort``.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def _with_columns(record: ScanRecord, values: Mapping[str, str], names: Names) -
         cdr_sb=_number(values.get("cdrsb", "")),
         apoe4=int(values["apoe4"]) if values.get("apoe4", "") in _ALLELES else None,
         phase=values.get("phase", ""),
+        cohort=values.get("cohort", ""),
         field_strength=_number(values.get("fieldstrength", "")),
         registered=registered if registered in ("yes", "no") else "",
     )
