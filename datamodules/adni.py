@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from .cache import Item, ScanDataset
 from .errors import DataError, ProblemsError
+from .flow import flow, write_flow
 from .labels import TaskName, task_named
 from .nifti import Leniency
 from .profiles import Profile, choose_profile
@@ -262,6 +263,10 @@ class ADNIDataModule(lightning.LightningDataModule):
         if not self._told:
             self._load()
             write_demographics(self.state_dir / "demographics.tsv", self.records)
+            counts = flow(
+                self.records, {part: self.scans(part) for part in SPLITS}, self.class_names
+            )
+            write_flow(self.state_dir / "flow.json", counts)
             shared = self.state_dir / "shareable.json"
             write_shareable(shared, self.records, self.task.name, asdict(self.rule))
             listed = f"\nlisted in {report}" if found.problems or found.warnings else ""

@@ -275,9 +275,10 @@ class ClassifierCLI(LightningCLI):
 
     def _keep_cohort(self, folder: Path) -> None:
         """Copy who was in the data, and in which part: the cache may be gone when one asks."""
-        demographics = self.datamodule.state_dir / "demographics.tsv"
-        if demographics.is_file():
-            shutil.copyfile(demographics, folder / "cohort.tsv")
+        for name, kept in (("demographics.tsv", "cohort.tsv"), ("flow.json", "flow.json")):
+            path = self.datamodule.state_dir / name
+            if path.is_file():
+                shutil.copyfile(path, folder / kept)
         (folder / "parts.txt").write_text(self.datamodule.describe() + "\n")
 
     def _run_folder(self) -> Path:

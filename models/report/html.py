@@ -21,6 +21,11 @@ td.text { overflow-wrap: anywhere; min-width: 6rem; max-width: 24rem; }
 div.wide { overflow-x: auto; }
 img { max-width: 100%; margin: .3rem .3rem .3rem 0; }
 pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: 13px; }
+.flow .row { display: flex; align-items: center; gap: .6rem; }
+.flow .box { border: 1px solid #888; border-radius: 4px; padding: .4rem .8rem; width: max-content; }
+.flow .out { border-style: dashed; color: #555; }
+.flow .arrow { padding-left: 2rem; }
+.flow .row .arrow { padding-left: 0; }
 .note { color: #555; max-width: 50rem; }
 """
 

@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from models.figures import FIGURES
 from models.metrics import Array
 from models.report import html
+from models.report.checklist import checklist, model_card
 from models.report.cohorts import external, new_scans
+from models.report.flow import flow_chart
 from models.report.timeline import draw_timeline, why_no_timeline
 from models.results import beside, load_metrics, load_settings
 from models.summary import by_epoch
@@ -28,7 +30,7 @@ def cohort(run: Path) -> str:
     if parts.is_file():
         text += html.note("Scans of each class in each part; no subject is in two parts.")
         text += html.pre(parts.read_text())
-    return text
+    return text + flow_chart(run)
 
 
 def curves(run: Path) -> str:
@@ -266,6 +268,8 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "What the network looks at": explanations,
     "Does it look at the right place?": localisation,
     "Plan": plan,
+    "Model card": model_card,
+    "What a publication has to say (TRIPOD+AI)": checklist,
     "Environment, and how to run it again": again,
 }
 

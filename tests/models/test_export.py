@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from datamodules.synth import CohortSpec, generate
 from models import ResAttNetClassifier
@@ -18,6 +19,7 @@ from models.commands.export import export, metadata, missing_for_onnx, save_onnx
 from models.commands.predict_scans import load
 from models.errors import UseError
 from models.reference import Reference, to_checkpoint
+from models.report.checklist import checklist, model_card
 
 PREPARED = {
     "profile": "stripped",
@@ -153,6 +155,18 @@ def test_the_metadata_names_classes_and_sizes_and_the_card_says_what_is_known(ru
     card = (run / "bundle/docs/README.md").read_text()
     for text in ("24 x 28 x 24 voxels of 8 mm", "1 people", "temperature, 2.00", "Not tested"):
         assert text in card
+
+
+def test_a_report_has_the_card_and_the_list_filled_from_the_run(run) -> None:
+    settings = {"data": {"root": "/x/COHORT", "task": "ad_nc", "leave_out": "site=7"}, "model": {}}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    counts = {name: {"scans": n} for n, name in enumerate(("used", "bad", "excluded", "found"))}
+    (run / "flow.json").write_text(json.dumps(counts))
+    assert "24 x 28 x 24 voxels of 8 mm" in model_card(run)
+    shown = checklist(run)
+    for text in ("COHORT;", "3 found, 2 excluded", "tested on site=7", "(for the authors)"):
+        assert text in shown
+    assert "/x/" not in shown
 
 
 def test_nothing_is_replaced_and_onnx_is_there_where_its_packages_are(run) -> None:

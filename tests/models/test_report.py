@@ -4,6 +4,7 @@ import re
 import pytest
 
 from models.report import html
+from models.report.flow import flow_chart
 from models.report.sections import (
     _rates,
     again,
@@ -47,6 +48,25 @@ def test_the_learning_rate_is_drawn_by_step(tmp_path) -> None:
 
 def test_a_run_without_results_has_no_such_parts(tmp_path) -> None:
     assert curves(tmp_path) == metrics(tmp_path) == plan(tmp_path) == cohort(tmp_path) == ""
+
+
+def test_who_was_left_out_stands_in_a_chart_with_the_reasons(tmp_path) -> None:
+    size = {"scans": 5, "people": 3}
+    part = size | {"classes": {"NC": 2, "AD": 3}}
+    counts = {
+        "found": {"scans": 9, "people": 6},
+        "excluded": {"scans": 4, "people": 3, "why": {"not_t1": 3, "<b>": 1}},
+        "bad": {"scans": 0, "people": 0, "why": {}},
+        "used": size,
+        "later_scans_of_held_out_people": 2,
+        "parts": {"train": part},
+    }
+    assert flow_chart(tmp_path) == ""
+    (tmp_path / "flow.json").write_text(json.dumps(counts))
+    shown = flow_chart(tmp_path)
+    for text in ("9 scans of 6 people", "3 not t1", "1 &lt;b&gt;", "2 NC, 3 AD", "2 later scans"):
+        assert text in shown
+    assert "<b>bad</b>" not in shown
 
 
 def test_cases_are_shown_with_their_meaning_and_pictures(tmp_path) -> None:
