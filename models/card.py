@@ -12,6 +12,7 @@ from models.transfer import KEY, read_checkpoint
 
 _SHOWN = ("accuracy", "balanced_accuracy", "auroc", "sensitivity", "specificity", "brier")
 _UNKNOWN = "not recorded"
+_NO_WEIGHTS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
 
 
 def card(ckpt_path: Path) -> list[tuple[str, str]]:
@@ -52,14 +53,18 @@ def as_markdown(title: str, parts: list[tuple[str, str]]) -> str:
 
 
 def _model(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> str:
-    weights = sum(v.numel() for k, v in checkpoint["state_dict"].items() if k[:8] == "network.")
+    weights = sum(
+        value.numel()
+        for name, value in checkpoint["state_dict"].items()
+        if name.startswith("network.") and not name.endswith(_NO_WEIGHTS)
+    )
     recipe = ", ".join(
         f"{name.replace('_', ' ')} {options[name]}"
         for name in ("optimizer", "learning_rate", "lr_schedule", "label_smoothing", "dropout")
         if name in options
     )
     return (
-        f"3D-ResAttNet-{options['depth']} (a reconstruction), {weights:,} numbers in its weights; "
+        f"3D-ResAttNet-{options['depth']} (a reconstruction), {weights:,} weights; "
         f"{recipe}; epoch {checkpoint.get('epoch', _UNKNOWN)} of the run, chosen on the validation "
         "scans."
     )
@@ -108,17 +113,18 @@ def _with_interval(values: Mapping[str, Any], name: str) -> str:
     return text if low is None or high is None else f"{text} ({low:.3f} to {high:.3f})"
 
 
+def _numbers(row: Mapping[str, str], name: str) -> dict[str, float]:
+    """The external value of a metric, and its ends where there are some."""
+    columns = {"external": "", "external_low": "_low", "external_high": "_high"}
+    return {name + end: float(row[c]) for c, end in columns.items() if row.get(c)}
+
+
 def _external(run: Path) -> str:
     found = []
     for path in sorted((run / "external").glob("*/internal_and_external.tsv")):
         rows = {row["metric"]: row for row in read_table(path)}
         shown = [
-            f"{name.replace('_', ' ')} {rows[name]['external']}"
-            + (
-                f" ({rows[name]['external_low']} to {rows[name]['external_high']})"
-                if rows[name].get("external_low")
-                else ""
-            )
+            f"{name.replace('_', ' ')} {_with_interval(_numbers(rows[name], name), name)}"
             for name in _SHOWN
             if name in rows
         ]
@@ -131,7 +137,7 @@ def _groups(run: Path) -> str:
     for path in sorted((run / "external").glob("*/groups.tsv")):
         kinds += [row["by"] for row in read_table(path)]
     named = ", ".join(dict.fromkeys(kinds))
-    return f"Compared by {named}; tables in `external/`." if named else "Not compared."
+    return f"Compared by {named}; tables in the folder external." if named else "Not compared."
 
 
 def _calibration(reference: Reference | None) -> str:

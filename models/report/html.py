@@ -16,7 +16,7 @@ h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
 h3 { font-size: 1rem; margin-bottom: .2rem; }
 table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #eee; }
-th:first-child, td:first-child, td.text { text-align: left; }
+th:first-child, td:first-child, th.text, td.text { text-align: left; }
 td.text { overflow-wrap: anywhere; min-width: 6rem; max-width: 24rem; }
 div.wide { overflow-x: auto; }
 img { max-width: 100%; margin: .3rem .3rem .3rem 0; }
@@ -29,6 +29,7 @@ pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: 13px; }
 .note { color: #555; max-width: 50rem; }
 """
 
+_TEXT = ' class="text"'
 _LONG = 26  # characters: longer than any number with its interval
 
 
@@ -54,9 +55,17 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     """
     if not rows:
         return ""
-    rows = [_with_intervals(row) for row in rows]
-    head = "".join(f"<th>{escape(str(name).replace('_', ' '))}</th>" for name in rows[0])
-    body = "".join("<tr>" + "".join(map(_cell, row.values())) + "</tr>\n" for row in rows)
+    shown = [{k: _shown(v) for k, v in _with_intervals(row).items()} for row in rows]
+    words = {k for row in shown for k, text in row.items() if len(text) > _LONG}
+
+    def cells(row: Mapping[str, str], kind: str) -> str:
+        return "".join(
+            f"<{kind}{_TEXT if k in words else ''}>{escape(text)}</{kind}>"
+            for k, text in row.items()
+        )
+
+    head = cells({name: str(name).replace("_", " ") for name in shown[0]}, "th")
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>\n" for row in shown)
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>\n'
 
 
@@ -68,12 +77,6 @@ def _with_intervals(row: Mapping[str, object]) -> dict[str, object]:
             if all(ends):
                 left[name] = f"{_shown(row[name])} ({ends[0]} to {ends[1]})"
     return left
-
-
-def _cell(value: object) -> str:
-    text = _shown(value)
-    kind = ' class="text"' if len(text) > _LONG else ""
-    return f"<td{kind}>{escape(text)}</td>"
 
 
 def pre(text: str) -> str:
