@@ -17,6 +17,7 @@ where samples meet at the end, in operations with this share of the load, which 
 import argparse
 import copy
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -193,6 +194,56 @@ def of_segmentation(kind: str) -> Case:
 SEGMENTATION = {kind: of_segmentation(kind) for kind in ("Unet", "FPN", "DeepLabV3Plus")}
 
 
+class Graphs(nn.Module):
+    """Three layers of messages, and what each graph is.
+
+    Args:
+        kind: name of a layer of PyG.
+        dense: each sample is a graph with a matrix of its edges; else all are one graph.
+        pooled: one result a graph, and not one a node.
+    """
+
+    def __init__(self, kind: str, *, dense: bool = False, pooled: bool = False) -> None:
+        super().__init__()
+        library: Any = importlib.import_module("torch_geometric.nn")
+        self.dense, self.pool = dense, library.global_mean_pool if pooled else None
+        self.layers = nn.ModuleList(getattr(library, kind)(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, edges).relu()
+        if self.dense:
+            x = x.mean(1)
+        elif self.pool is not None:
+            x = self.pool(x, graph, BATCH)
+        return self.head(x)
+
+
+def one_graph(*, pooled: bool = False) -> dict[str, Any]:
+    """Nodes and edges of all graphs, one after the other as PyG's loader puts them."""
+    start = torch.arange(BATCH).repeat_interleave(4 * LENGTH) * LENGTH
+    edges = torch.randint(LENGTH, (2, BATCH * 4 * LENGTH)) + start
+    found = {"x": torch.randn(BATCH * LENGTH, 16), "edges": edges}
+    return {**found, "graph": torch.arange(BATCH).repeat_interleave(LENGTH)} if pooled else found
+
+
+def dense_graphs() -> dict[str, Any]:
+    edges = torch.randint(2, (BATCH, LENGTH, LENGTH)).float()
+    return {"x": torch.randn(BATCH, LENGTH, 16), "edges": edges}
+
+
+GEOMETRIC: dict[str, Case] = {
+    "GCN, one graph": (partial(Graphs, "GCNConv"), one_graph),
+    "GAT, one graph": (partial(Graphs, "GATConv"), one_graph),
+    "GraphSAGE, graphs in one, pooled": (
+        partial(Graphs, "SAGEConv", pooled=True), partial(one_graph, pooled=True)
+    ),
+    "GCN, dense graphs": (partial(Graphs, "DenseGCNConv", dense=True), dense_graphs),
+    "GraphSAGE, dense graphs": (partial(Graphs, "DenseSAGEConv", dense=True), dense_graphs),
+}  # fmt: skip
+
+
 class Translates(nn.Module):
     """Torch's encoder and decoder, with masks; ``first``: the batch comes first."""
 
@@ -225,6 +276,7 @@ LIBRARIES = {
     "timm": TIMM,
     "torchvision": TORCHVISION,
     "segmentation_models_pytorch": SEGMENTATION,
+    "torch_geometric": GEOMETRIC,
 }
 
 
@@ -294,6 +346,7 @@ def lines(names: list[str]) -> Iterator[str]:
             total += 1
             split += differs is not None and differs < ROUNDING and not how.startswith("whole")
             shown = "" if differs is None else f"{differs:.0e}"
+            how = re.sub(r"[^ ('`]*site-packages/", "", how)
             yield f"| {name} | {how} | {shown} |"
             torch.compiler.reset()
     yield f"\n{split} of {total} networks are split, and equal to the whole batch."

@@ -151,8 +151,8 @@ class _Run:
     def _make(self, node: fx.Node) -> None:
         try:
             self.values[node] = self._made(node.meta.get("example_value"))
-        except (NotImplementedError, RuntimeError):
-            self.values[node], self.lost = None, "depends on values"
+        except (NotImplementedError, RuntimeError) as error:
+            self.values[node], self.lost = None, _why(error)
 
     def _made(self, example: Any) -> Any:
         """A stand-in of the captured sizes."""

@@ -39,6 +39,7 @@ FAILS = "it fails on these inputs: "
 """How the reason begins where the network's own code raises an error."""
 
 _GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
+_SKIPPED = re.compile(r"function marked as skipped.*?qualname: ([\w.<>]+)", re.DOTALL)
 _CALL = re.compile(r'File "(.+?)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 
 
@@ -52,13 +53,17 @@ def reason_in(text: str) -> str:
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     what = lines[0].partition(" (unhinted")[0].rstrip(".") if lines else "no reason is given"
+    skipped = _SKIPPED.search(text)
+    if skipped is not None:
+        what = f"TorchDynamo does not follow {skipped[1]!r}"
     got = _GOT.search(text)
     if got is not None:
         what = f"{FAILS}{' '.join(got[2].split()).rstrip('.')}"
     frames = _CALL.findall(text.partition("from user code:")[2] or text)
     theirs = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
-    if not theirs:
-        return what
+    if not theirs:  # all of it is torch's own code: where it is called
+        place = place_now()
+        return what if place is None else f"{what} (called in {place})"
     if any("checkpoint" in code for *_, code in theirs):
         what += ", in an activation checkpoint"
     file, line, code = theirs[-1]

@@ -12,11 +12,13 @@ later call is the matter of :mod:`lightning_hybrid.runtime.captured_calls`. A ca
 than the network's own runs on the driver (:mod:`lightning_hybrid.runtime.driver_only_calls`).
 """
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
@@ -33,6 +35,7 @@ from lightning_hybrid.network import (
     kind_of,
     network_partitions,
     own_forward,
+    place_now,
     unwatch,
     watch,
 )
@@ -79,6 +82,7 @@ class Discovery:
         self._kept: dict[str, str] = {}
         self._opened: dict[str, str] = {}  # modules that run their own Python, and why
         self._early: dict[str, FoundNetwork] = {}  # called before the first training step
+        self._why_early: dict[str, str] = {}
         # what a hook makes on this rank alone, the others do not have
         tensors = tensors_of(module)
         names = tensors.keys() if options.shared is None else options.shared
@@ -120,23 +124,32 @@ class Discovery:
             for name, reason in self._called_aside.items():
                 self._keep(name, self._watched[name], reason)
         if not self.found:
-            opened = {n: f"cannot be captured as one graph:\n{r}" for n, r in self._opened.items()}
-            early = dict.fromkeys(self._early, _WITHOUT_GRADIENTS)
-            reasons = (*opened.items(), *{**early, **self._called_aside, **self._kept}.items())
-            why = "".join(f"\n{name or 'self'!r} {reason}" for name, reason in reasons)
-            what = "that can be cut" if why else "with parameters"
-            if self._options.names is not None:
-                names = " or ".join(map(repr, self._options.names))
-                what = f"named {names} {what}" if why else f"named {names}"
-            raise NetworkNotFoundError(
-                f"No call of a module {what} was seen in the first training step of "
-                f"{type(self._module).__name__}, so there is nothing to cut into "
-                f"{self._ranks} stages. Call the network in that step, as a module (self(x), "
-                "self.net(x)), not by its weights; name another one "
-                f"(HybridGabraStrategy(network='...')); or use strategy='ddp'.{why}"
-            )
+            self._refuse()
         if self._kept and not self._cut:
             self._driver.settle()
+
+    def _refuse(self) -> None:
+        opened = {n: f"cannot be captured as one graph:\n{r}" for n, r in self._opened.items()}
+        early = {n: reason for n, reason in self._why_early.items() if n not in opened}
+        others = {**early, **self._called_aside, **self._kept}.items()
+        reasons = [f"{name or 'self'!r} {reason}" for name, reason in (*opened.items(), *others)]
+        names = self._options.names
+        named = "" if names is None else f" named {' or '.join(map(repr, names))}"
+        step = f"the first training step of {type(self._module).__name__}"
+        instead = "name another one (HybridGabraStrategy(network='...')); or use strategy='ddp'."
+        if not reasons:
+            what = named or " with parameters"
+            raise NetworkNotFoundError(
+                f"No call of a module{what} was seen in {step}, so there is nothing to cut into "
+                f"{self._ranks} stages. Call the network in that step, as a module (self(x), "
+                f"self.net(x)), not by its weights; {instead}"
+            )
+        cause = " ".join(reasons[0].split())
+        raise NetworkNotFoundError(
+            f"{cause}; and no other call of a module{named} that can be cut into {self._ranks} "
+            f"stages was seen in {step}. Change that; {instead}"
+            + "".join(f"\n{reason}" for reason in reasons[1:])
+        )
 
     def close(self) -> None:
         """Let every module run its own forward again."""
@@ -231,6 +244,7 @@ class Discovery:
         """After a call that was too early to cut by: training may call another module."""
         if not found.driven and found.name not in self._kept:
             self._early[found.name] = found
+            self._why_early.setdefault(found.name, _why_without_gradients())
             self._watch(watched)
 
     def _watch_calls(self, found: FoundNetwork) -> None:
@@ -390,10 +404,16 @@ class Discovery:
         )
 
 
-_WITHOUT_GRADIENTS = (
-    "was called without gradients only; activation checkpointing around it must be "
-    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), since the other kind calls it so"
-)
+def _why_without_gradients() -> str:
+    """What is said of a network that no call with gradients follows."""
+    reason = f"was called without gradients only ({place_now()})"
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame in frames):
+        reason += (
+            ", by activation checkpointing: it must be torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False), since the other kind calls it so"
+        )
+    return reason
 
 
 def _hooks_first(module: nn.Module, reason: str) -> str:

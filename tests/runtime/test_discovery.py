@@ -1,5 +1,7 @@
 """Which networks are cut, which stay on the driver, which are refused."""
 
+import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.comm.coordinates import Coordinates
@@ -177,6 +180,76 @@ def test_a_chain_of_graphs_is_announced_with_the_line_that_makes_it_one() -> Non
     [line] = watched.lines
     assert line.startswith("Network 'net' (Branches) becomes several graphs")
     assert "self.two(x) if x.sum() > 0" in line
+
+
+class SkipsLayers(nn.Module):
+    """Layers that are left out at random, by Python's or torch's generator."""
+
+    def __init__(self, keeps: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layers, self.keeps = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.keeps():
+                x = layer(x)
+        return x
+
+
+def keeps_by_python() -> bool:
+    return random.random() < 0.9
+
+
+def keeps_by_torch() -> Tensor:
+    return torch.rand(()) < 0.9
+
+
+def refusal(network: nn.Module, call: Callable[[nn.Module], Any]) -> str:
+    """The first line of what is said of a network that cannot be cut."""
+    watched = Watched(automatic=False, net=network)
+    call(watched.module["net"])
+    with pytest.raises(NetworkNotFoundError) as error:
+        watched.networks.require()
+    return str(error.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("keeps", "what"),
+    [
+        (keeps_by_python, "TorchDynamo does not follow 'Random.random'"),
+        (keeps_by_torch, "Data-dependent branching"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")  # (as an error it would be the cause)
+def test_layers_left_out_at_random_are_named_first_with_their_line(keeps: Any, what: str) -> None:
+    line = refusal(SkipsLayers(keeps), lambda net: net(X.clone().requires_grad_()))
+    assert line.startswith(f"'net' cannot be captured as one graph: {what} ({__file__}:")
+
+
+@pytest.mark.filterwarnings("ignore")  # (torch.ao is on its way out)
+def test_a_network_that_is_prepared_for_quantisation_is_refused_for_its_observers() -> None:
+    network = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 6))
+    network.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")  # type: ignore
+    line = refusal(torch.ao.quantization.prepare_qat(network.train()), lambda net: net(X))
+    assert line.startswith("'net' cannot be captured as one graph: TorchDynamo does not follow 'F")
+    assert f"FakeQuantize.forward' (called in {__file__}:" in line
+    assert "use_reentrant" not in line
+
+
+def test_only_a_checkpoint_is_told_to_be_of_the_other_kind() -> None:
+    def without_gradients(net: nn.Module) -> None:
+        with torch.no_grad():
+            net(X)
+
+    def in_a_checkpoint(net: nn.Module) -> None:
+        checkpoint(net, X.clone().requires_grad_(), use_reentrant=True)
+
+    said = f"'net' was called without gradients only ({__file__}:"
+    plain, of_checkpoint = refusal(large(), without_gradients), refusal(large(), in_a_checkpoint)
+    assert plain.startswith(said)
+    assert "use_reentrant" not in plain
+    assert of_checkpoint.startswith(said)
+    assert "use_reentrant=False" in of_checkpoint
 
 
 def test_a_large_network_that_is_never_called_is_missed() -> None:
