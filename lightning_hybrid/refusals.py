@@ -78,10 +78,10 @@ def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
     Raises:
         PlanError: they have no room for it.
     """
-    size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
+    size = _nbytes(module)
     if free is None or others * size <= free:
         return
-    name = next(iter(dict(module.named_children())), "net")
+    name, _ = max(module.named_children(), key=lambda child: _nbytes(child[1]), default=("net", 0))
     raise PlanError(
         f"{type(module).__name__} has {gigabytes(size)} of weights, and every rank of this host "
         f"begins with all of them, as they are made in __init__: the other {others} would need "
@@ -91,6 +91,10 @@ def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
         f"        if self.{name} is None:  # what __init__ sets\n"
         f"            self.{name} = ..."
     )
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
 
 
 def refuse_lazy(module: nn.Module) -> None:
