@@ -15,6 +15,7 @@ from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
 from lightning_hybrid.runtime.streamed_calls import NoBatches
 from lightning_hybrid.runtime.tensor_file import PIECE_BYTES, let_go
+from lightning_hybrid.runtime.unread_checkpoint import load_unread
 from lightning_hybrid.runtime.weights import present_bytes
 from lightning_hybrid.runtime.worker import Worker
 
@@ -33,6 +34,7 @@ __all__ = [
     "gather_after_run",
     "gather_optimizer_after_run",
     "let_go",
+    "load_unread",
     "make_what_no_network_owns",
     "outline",
     "present_bytes",

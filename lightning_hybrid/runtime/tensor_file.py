@@ -76,6 +76,7 @@ class TensorFile:
     def __init__(self, folder: str) -> None:
         writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
         self._file = TemporaryFile(dir=folder if writable else None)  # noqa: SIM115  others open it
+        self._kept = _Kept(self._file)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._file.write(self._token)
 
@@ -89,6 +90,15 @@ class TensorFile:
         self._file.flush()
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return Ticket(path, self._token, packed)
+
+    def keep(self, memory: Tensor) -> Callable[[], Tensor]:
+        """Write bytes that this process reads again. Returns what maps them."""
+        begin = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
+        for piece in memory.split(PIECE_BYTES):
+            self._file.write(piece.numpy().data)
+        self._file.flush()
+        kept, nbytes = self._kept, memory.numel()
+        return lambda: bytes_in(kept.file, begin, nbytes)
 
     def close(self) -> None:
         """All that are to read it have opened it."""

@@ -20,6 +20,7 @@ from lightning_hybrid.tensors.proxy import hook_refused, read_now
 from lightning_hybrid.tensors.remote import RemoteTensors
 from lightning_hybrid.tensors.remote_kind import Kind
 from lightning_hybrid.tensors.unread import (
+    Unread,
     is_unread,
     leave_unread,
     left_unread,
@@ -35,6 +36,7 @@ __all__ = [
     "Kind",
     "NoMemory",
     "RemoteTensors",
+    "Unread",
     "View",
     "give_up",
     "has_loaded",
