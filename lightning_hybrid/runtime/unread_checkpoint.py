@@ -32,10 +32,10 @@ def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     file = TensorFile(str(Path(path).parent))
     kept: dict[int, tuple[torch.UntypedStorage, Unread]] = {}
 
-    def keep(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
+    def keep(storage: Any, _: str) -> Any:
         if storage.nbytes() <= _SMALL_BYTES:
             return storage
-        empty = torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+        empty = torch.UntypedStorage(storage.nbytes(), device="meta")
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         kept[storage_key(empty)] = empty, Unread(file.keep(memory))
         return empty
