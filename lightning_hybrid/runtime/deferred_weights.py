@@ -168,7 +168,9 @@ def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
                 )
                 stack.enter_context(shown)
         rest = {
-            id(t): t for t in tensors_of(module).values() if is_deferred(t) and not is_offloaded(t)
+            id(t): t
+            for t in tensors_of(module).values()
+            if is_deferred(t) and not (is_offloaded(t) or is_unread(t))
         }
         stack.enter_context(materialized(rest.values()))
         yield

@@ -162,7 +162,7 @@ def _map(file: BinaryIO, begin: int = 0, size: int = 0) -> mmap.mmap:
             f"the address space of this process is limited, and {_left()} of it is left. "
             "trainer.save_checkpoint(...) needs room for one tensor at a time; a parameter or a "
             "state that is read alone likewise. For all at once raise `ulimit -v`, or take less "
-            "of it (MALLOC_ARENA_MAX=2)."
+            "of it (MALLOC_ARENA_MAX=2 MALLOC_MMAP_THRESHOLD_=1000000)."
         ) from error
     _mapped[_address(memory)] = memory
     return memory
