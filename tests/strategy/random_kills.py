@@ -38,6 +38,7 @@ from prepared import start_ranks
 PHASES = ("import", "start", "capture", "step", "checkpoint", "end", "later", "exit")
 """In their order. Each rank touches `PHASE.RANK` at its begin; "start" begins with the script."""
 LAUNCHES = ("script", "forked", "agents")
+_IMPORT_S = 6.0  # about
 LIMIT_S = 30.0  # that the others may live on
 STEPS, EVERY, WIDTH, ROWS = 6, 2, 1024, 2048  # activations of 8 MB, 4 times what a socket holds
 HERE = Path(__file__).resolve()
@@ -287,13 +288,14 @@ class Undisturbed:
     checkpoints: dict[str, Any]
 
     @classmethod
-    def of(cls, folder: Path, shape: Shape, launch: str) -> "Undisturbed":
+    def of(cls, folder: Path, shape: Shape) -> "Undisturbed":
         """Run it."""
-        run = Run(folder, shape, launch)
+        run = Run(folder, shape, "forked")
         if run.code():
             raise SystemExit(run.output)
         begins = [run.began, *(run.times()[phase] for phase in PHASES[1:]), time.time()]
         lasts = {name: max(b - a, 0.01) for name, a, b in zip(PHASES, begins, begins[1:])}
+        lasts["import"] = _IMPORT_S
         # the first checkpoint is in the middle of the steps, which are few
         lasts["step"] = lasts["checkpoint"] = lasts["step"] + lasts["checkpoint"]
         return cls(lasts, {path.name: _load(path) for path in folder.glob("checkpoints/*")})
@@ -364,14 +366,12 @@ def left_behind(run: Run, expected: dict[str, Any]) -> list[str]:
     return wrong + [f"TMPDIR/{n} was left" for n in temporary if not n.startswith("torch")]
 
 
-def kill_one(
-    draw: random.Random, folder: Path, undisturbed: Callable[[Shape, str], Undisturbed]
-) -> Any:
+def kill_one(draw: random.Random, folder: Path, undisturbed: Callable[[Shape], Undisturbed]) -> Any:
     """One run and one kill. Returns what happened, as plain data."""
     shape, phase = draw.choice(SHAPES), draw.choice(PHASES)
     launch = "script" if phase in ("import", "start") else draw.choice(LAUNCHES)
     kind, rank, share = draw.choice([*KINDS]), draw.randrange(shape.ranks), draw.random()
-    expected = undisturbed(shape, launch)
+    expected = undisturbed(shape)
     run = Run(folder, shape, launch)
     pid, outlived, wrong = run.wait_for(phase, rank), None, list[str]()
     if pid is not None:
@@ -405,8 +405,8 @@ def kill_many(kills: int, seed: int) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as name:
 
         @cache
-        def undisturbed(shape: Shape, launch: str) -> Undisturbed:
-            return Undisturbed.of(Path(name) / f"{shape}, {launch}", shape, launch)
+        def undisturbed(shape: Shape) -> Undisturbed:
+            return Undisturbed.of(Path(name) / str(shape), shape)
 
         for _ in range(kills):
             with tempfile.TemporaryDirectory(dir=name) as folder:
