@@ -414,3 +414,17 @@ def test_folds_are_trained_tested_and_summed_up_and_a_second_call_repeats_none(
     each = [load_metrics(p)["test/accuracy"] for p in (tmp_path / "cv").rglob("test_metrics.json")]
     assert float(rows["accuracy"]["mean"]) == pytest.approx(sum(each) / 2, abs=1e-4)
     assert "$ python" not in finished("folds", *options).stdout
+
+
+@pytest.mark.conformance
+def test_folds_without_a_test_set_predict_everybody_once(config, tmp_path) -> None:
+    out = tmp_path / "cv"
+    options = ["--config", config, "--folds", "3", "--out", str(out)]
+    finished("folds", *options, "--data.test_fraction", "0")
+    rows = read_table(out / "out_of_fold.tsv")
+    assert len({row["subject"] for row in rows}) == len(rows) == 12
+    assert {row["run"] for row in rows} == {"fold_0", "fold_1", "fold_2"}
+    summed = {row["metric"]: row for row in read_table(out / "folds.tsv")}
+    right = sum(row["class"] == row["predicted"] for row in rows)
+    assert float(summed["accuracy"]["vote"]) == pytest.approx(right / 12, abs=1e-4)
+    assert summed["accuracy"]["vote_low"]
