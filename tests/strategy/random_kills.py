@@ -336,7 +336,7 @@ def wait_for_end(run: Run, victim: int | None) -> tuple[float | None, list[str]]
         now = time.monotonic()
         if first is None and not ranks <= living.keys():
             first = now
-        if (first is not None and now - first > LIMIT_S) or time.time() - run.began > 300:
+        if (first is not None and now - first > LIMIT_S) or time.time() - run.began > 600:
             for how in (signal.SIGQUIT, signal.SIGKILL):
                 for pid in run.processes():
                     os.kill(pid, how)
