@@ -261,9 +261,84 @@ class StoresPenaltyOfTheBatch(StoresPenalty):
         self.penalty = x.square().mean() + x.abs().amax()
 
 
+class AttendsByHeads(Block):
+    """Tokens of a sample attend, the batch first, in two heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layer(x).view(-1, 3, 2, 1).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(q, q, q)
+        return x + mixed.transpose(1, 2).flatten(1)
+
+
+class AttendsTimeFirst(Block):
+    """The same by a layer that wants the tokens first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layer(x).view(-1, 3, 2).transpose(0, 1)
+        return x + self.attention(q, q, q, need_weights=False)[0].transpose(0, 1).flatten(1)
+
+
+class AttendsAmongSamples(AttendsTimeFirst):
+    """The same with the batch first, so that each token sees that of the other samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layer(x).view(-1, 3, 2)
+        return x + self.attention(q, q, q)[0].flatten(1)
+
+
+class Folded(Block):
+    """The tokens of all samples as one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.token(self.layer(x).view(-1, 2))
+        return torch.tanh(tokens.softmax(-1) + tokens).view(x.shape)
+
+
+class RollsWhenFolded(Folded):
+    """Each token gets something of the one before, which may be another sample's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.token(self.layer(x).view(-1, 2))
+        return torch.tanh(tokens + 0.5 * tokens.roll(1, 0)).view(x.shape)
+
+
+def _sorted(x: Tensor) -> Tensor:
+    return x + 0.1 * x[x[:, 0].argsort()]
+
+
+STARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda x: x,
+    "mixed": lambda x: 0.7 * x + 0.3 * x.flip(0),
+    "standardised": lambda x: (x - x.mean(0)) / (x.var(0) + 0.1).sqrt(),
+    "sorted": _sorted,
+    "one before": lambda x: x + nn.functional.pad(x, (0, 0, 1, 0))[:-1],
+}
+"""What a network does with its input first; samples meet in all but one."""
+
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda h: h,
+    "centred": lambda h: h - h.mean(0),
+    "contrasted": lambda h: h + (h @ h.T).softmax(1) @ h,
+    "ranked": lambda h: h * (1 + 0.1 * h.argsort(0).argsort(0)),
+    "folded": lambda h: (h.view(-1) + 0.1 * h.view(-1).roll(1)).view(h.shape),
+}
+"""What it does with its logits last."""
+
 PLAIN = (Block, Residual, Gated, InPlace, Powers, Normed, Convolved, Recurrent, Attends)
 OTHER_LAYOUTS = 2000
 """From this seed on blocks are drawn from `LAID_OUT`, too."""
+MEETINGS = 3000
+"""From this seed on samples meet at the start or the end, and blocks are drawn from `FOLDING`."""
+FOLDING = (AttendsByHeads, AttendsTimeFirst, Folded)
+AMONG_SAMPLES = (AttendsAmongSamples, RollsWhenFolded)
 LAID_OUT = (Turned, Apart, Negated, LooksAtTheLayout, LooksAtTheLayout)
 REGIONS = (Checkpointed, PartlyWithoutGradient)
 PYTHON = (ReadsTheStep, BranchesOnTheEpoch, Counts, ReadsSettings, StoresPenalty)
@@ -291,6 +366,9 @@ class Recipe:
         changes: whether the user changes settings and hooks in the middle of the run.
         adam: whether the optimizer is Adam.
         cuts: blocks where the later ones of three stages begin.
+        start: what is done with the input, of `STARTS`.
+        end: what is done with the logits, of `ENDS`.
+        loss_inside: whether a loss is computed in the network.
     """
 
     kinds: list[type[Block]]
@@ -305,6 +383,9 @@ class Recipe:
     changes: bool = False
     adam: bool = False
     cuts: tuple[int, int] = (1, 2)
+    start: str = ""
+    end: str = ""
+    loss_inside: bool = False
 
     @property
     def escapes(self) -> bool:
@@ -325,26 +406,21 @@ class Recipe:
 
 def recipe(seed: int) -> Recipe:
     """The network of a seed."""
-    return drawn(random.Random(seed), layouts=seed >= OTHER_LAYOUTS)
+    draw = random.Random(seed)
+    return drawn(draw, layouts=seed >= OTHER_LAYOUTS, meetings=seed >= MEETINGS)
 
 
-def drawn(draw: random.Random, *, layouts: bool) -> Recipe:
+def drawn(draw: random.Random, *, layouts: bool, meetings: bool = False) -> Recipe:
     """A network of 4 to 7 blocks, of which some have habits.
 
     Args:
         draw: what decides.
         layouts: whether some blocks are of `LAID_OUT`.
+        meetings: whether samples meet (and nothing else makes numbers differ from the whole
+            batch's: no random layers, no batch normalisation).
     """
     count = draw.randint(4, 7)
-    groups = [PLAIN, PLAIN, REGIONS, PYTHON, PYTHON]
-    if layouts:
-        groups += [LAID_OUT, LAID_OUT]
-    if draw.random() < 0.3:
-        groups.append(RANDOM)
-    if draw.random() < 0.3:
-        groups.append((Normalises,))
-    if draw.random() < 0.15:
-        groups.append(OF_THE_BATCH)
+    groups = _groups(draw, layouts=layouts, meetings=meetings)
     kinds = [draw.choice(draw.choice(groups)) for _ in range(count)]
     order = list(range(count))
     cuts = sorted(draw.sample(range(1, count), 2))
@@ -368,7 +444,28 @@ def drawn(draw: random.Random, *, layouts: bool) -> Recipe:
     found.changes = draw.random() < 0.5
     # Adam divides by its size the gradient of a bias before batch norm, which is rounding only
     found.adam = draw.random() < 0.3 and not any(kind.normalises for kind in kinds)
+    if meetings:
+        found.start, found.end = draw.choice([*STARTS]), draw.choice([*ENDS])
+        found.loss_inside = draw.random() < 0.5
     return found
+
+
+def _groups(draw: random.Random, *, layouts: bool, meetings: bool) -> list[tuple[type[Block], ...]]:
+    """Groups of blocks to draw from."""
+    groups: list[tuple[type[Block], ...]] = [PLAIN, PLAIN, REGIONS, PYTHON, PYTHON]
+    if layouts:
+        groups += [LAID_OUT, LAID_OUT]
+    if meetings:
+        groups += [FOLDING] * 4
+        if draw.random() < 0.15:
+            groups.append(AMONG_SAMPLES)
+    elif draw.random() < 0.3:
+        groups.append(RANDOM)
+    if not meetings and draw.random() < 0.3:
+        groups.append((Normalises,))
+    if draw.random() < 0.15:
+        groups.append(OF_THE_BATCH)
+    return groups
 
 
 class Runs:
@@ -414,18 +511,18 @@ class Runs:
         if isinstance(x, dict):
             x, scale = x["x"], x["scale"]
         made: list[Tensor] = []
-        x = x * scale
+        x = STARTS[self.recipe.start](x * scale)
         for position, number in enumerate(self.recipe.order):
             if position in self.recipe.skips:
                 x = x + made[self.recipe.skips[position]]
             x = self.blocks[number](x)
             made.append(x)
-        logits = self.head(x)
+        logits, early = ENDS[self.recipe.end](self.head(x)), made[0]
+        if self.recipe.loss_inside:
+            early = early.square().mean() + logits.logsumexp(1).mean()
         if self.recipe.output == "tuple":
-            return logits, made[0]
-        return (
-            {"logits": logits, "early": made[0]} if self.recipe.output == "dictionary" else logits
-        )
+            return logits, early
+        return {"logits": logits, "early": early} if self.recipe.output == "dictionary" else logits
 
 
 class Net(nn.Module, Runs):

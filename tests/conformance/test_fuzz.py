@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 from comparison import differences
-from fuzz import OTHER_LAYOUTS, STEPS, Fuzzed, Recipe, drawn, fuzzed, one_device, row_of
+from fuzz import MEETINGS, OTHER_LAYOUTS, STEPS, Fuzzed, Recipe, drawn, fuzzed, one_device, row_of
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from session import Session
@@ -180,6 +180,18 @@ class TestFuzzLayouts(_Fuzz):
     stages = 2
     reference = FuzzLayoutsOneDevice
     seeds = range(OTHER_LAYOUTS, OTHER_LAYOUTS + 40)
+
+
+class FuzzMeetingsOneDevice(FuzzOneDevice):
+    seeds = range(MEETINGS, MEETINGS + 30)
+
+
+class TestFuzzMeetings(_Fuzz):
+    """Samples meet at the start or the end, and batches are folded, in attention of all layouts."""
+
+    stages = 2
+    reference = FuzzMeetingsOneDevice
+    seeds = range(MEETINGS, MEETINGS + 30)
 
 
 # ---------------------------------------------------------------- drawn by Hypothesis
