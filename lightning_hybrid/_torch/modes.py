@@ -5,6 +5,7 @@ from lightning_hybrid._torch.tensors import TorchDispatchMode
 
 _function_modes = find("torch.overrides:_get_current_function_mode_stack")
 _dispatch_modes = find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+without_dispatch_modes = find("torch.utils._python_dispatch:_disable_current_modes")
 _DeviceContext = find("torch.utils._device:DeviceContext")
 _OURS = __name__.partition(".")[0] + "."
 

@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid._torch.modes import without_dispatch_modes
 from lightning_hybrid._torch.serialization import reduced
 from lightning_hybrid._torch.tensors import as_they_are, swap_memory
 from lightning_hybrid.tensors.deferred import attributes_of, clear_attributes, defer, is_deferred
@@ -48,8 +49,11 @@ class Unread:
             if not isinstance(maker, Unread):
                 found += maker.numbers([tensor])
                 continue
-            memory = made.setdefault(id(maker), maker._read())
-            found.append(_laid_out(tensor, memory))
+            # a module that is being built notes down what is done, which this is no part of
+            with without_dispatch_modes():
+                if id(maker) not in made:
+                    made[id(maker)] = maker._read()
+                found.append(_laid_out(tensor, made[id(maker)]))
         return found
 
     def make(self, tensor: Tensor) -> None:
@@ -82,8 +86,8 @@ class Unread:
 def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
     with as_they_are():
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(memory.untyped_storage(), offset, size, stride)
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return empty.set_(memory.untyped_storage(), offset, size, stride)
 
 
 def _become(tensor: Any, value: Tensor) -> None:
