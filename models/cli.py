@@ -57,8 +57,8 @@ class ExplainingTrainer(Trainer):
                 configuration that fit wrote has it.
             out: Folder for pictures, maps and tables; default: ``explain`` in the run's.
             layer: Layer of the network to explain, layer1 to layer4; later ones have larger cells.
-            methods: Of gradcam, gradcam++, hirescam, gradient (of the input), occlusion (slow),
-                attention.
+            methods: Of gradcam, gradcam++, hirescam, gradient (of the input), smoothgrad,
+                integrated (gradients), occlusion (slow), attention.
             subjects: How many scans to draw: one of another class, the rest of the explained class
                 about the median of its scores. All are scored.
             truth: Folder with one mask per scan, IMAGE_ID.nii.gz, to draw and to score against; for

@@ -26,7 +26,9 @@ from models.maps import (
     GradCAMPlusPlus3D,
     HiResCAM3D,
     InputGradient3D,
+    IntegratedGradients3D,
     Occlusion3D,
+    SmoothGrad3D,
 )
 from models.maps.common import evaluation, named_layer
 from models.maps.native import Array, head_mask
@@ -49,6 +51,10 @@ def make_explainer(name: MethodName, network: nn.Module, layer: str) -> Explaine
             return HiResCAM3D(network, layer)
         case "gradient":
             return InputGradient3D(network)
+        case "smoothgrad":
+            return SmoothGrad3D(network)
+        case "integrated":
+            return IntegratedGradients3D(network)
         case "occlusion":
             return Occlusion3D(network)
         case "attention":
@@ -353,7 +359,7 @@ def _verdicts(
 
 def _cell(network: nn.Module, method: MethodName, layer: str, volume: Tensor) -> Array:
     """What a method can tell apart, in voxels along each axis."""
-    if method == "gradient":  # the width of the smoothing at half of its height
+    if method in ("gradient", "smoothgrad", "integrated"):  # width of the smoothing, half-way up
         return np.full(3, max(2.355 * InputGradient3D(network).sigma, 1.0))
     if method == "occlusion":
         return np.full(3, float(Occlusion3D(network).size))

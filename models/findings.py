@@ -7,17 +7,30 @@ from typing import Any, Literal
 from models.localisation import Localisation
 from models.maps.native import Array
 
-MethodName = Literal["gradcam", "gradcam++", "hirescam", "gradient", "occlusion", "attention"]
+MethodName = Literal[
+    "gradcam",
+    "gradcam++",
+    "hirescam",
+    "gradient",
+    "smoothgrad",
+    "integrated",
+    "occlusion",
+    "attention",
+]
 TITLES: dict[str, str] = {
     "gradcam": "Grad-CAM",
     "gradcam++": "Grad-CAM++",
     "hirescam": "HiResCAM",
     "gradient": "input gradient",
+    "smoothgrad": "SmoothGrad",
+    "integrated": "integrated gradients",
     "occlusion": "occlusion",
     "attention": "attention map",
 }
 OF_A_LAYER = ("gradcam", "gradcam++", "hirescam", "attention")
 """Methods whose map is that of a layer."""
+WITHOUT_SIGN = ("gradient", "smoothgrad")
+"""Methods that show where a change counts, and not for which class."""
 
 
 @dataclass(frozen=True)

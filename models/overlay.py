@@ -12,7 +12,7 @@ import numpy as np
 from nibabel.processing import resample_to_output
 
 from models.explained_scan import peak_mm
-from models.findings import TITLES, Case, Findings, Map
+from models.findings import TITLES, WITHOUT_SIGN, Case, Findings, Map
 from models.localisation import TOP, hottest
 from models.maps.native import Array, head_mask, volume
 
@@ -147,13 +147,13 @@ def map_title(case: Case, one: Map) -> str:
 
 
 def _subject(method: str) -> str:
-    return "what changes the score of" if method == "gradient" else "evidence for"
+    return "what changes the score of" if method in WITHOUT_SIGN else "evidence for"
 
 
 def meaning(case: Case, class_names: Sequence[str], method: str = "") -> str:
     """One sentence on what a map of this case means: of this method, or of any but the gradient."""
     name, own = class_names[-1], class_names[case.label]
-    if method == "gradient":  # which has no sign
+    if method in WITHOUT_SIGN:
         return (
             f"A scan of {own}: hot is where a change of the image would change the score of {name} "
             "most, up or down."

@@ -8,7 +8,7 @@ class. The networks run in evaluation mode and are left as they were found: mode
 from models.maps.attention import AttentionMap3D
 from models.maps.common import is_empty
 from models.maps.gradcam import GradCAM3D, GradCAMPlusPlus3D, HiResCAM3D
-from models.maps.gradient import InputGradient3D
+from models.maps.gradient import InputGradient3D, IntegratedGradients3D, SmoothGrad3D
 from models.maps.occlusion import Occlusion3D
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "GradCAMPlusPlus3D",
     "HiResCAM3D",
     "InputGradient3D",
+    "IntegratedGradients3D",
     "Occlusion3D",
+    "SmoothGrad3D",
     "is_empty",
 ]

@@ -4,7 +4,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import ResAttNet3D
-from models.maps import AttentionMap3D, InputGradient3D, Occlusion3D, is_empty
+from models.maps import (
+    AttentionMap3D,
+    InputGradient3D,
+    IntegratedGradients3D,
+    Occlusion3D,
+    SmoothGrad3D,
+    is_empty,
+)
 from models.maps.gradient import smoothed
 
 
@@ -25,9 +32,38 @@ def small() -> ResAttNet3D:
 def methods(network: nn.Module) -> list:
     return [
         InputGradient3D(network),
+        SmoothGrad3D(network, copies=2),
+        IntegratedGradients3D(network, steps=2),
         Occlusion3D(network, size=16, stride=16),
         AttentionMap3D(network, "attention3"),
     ]
+
+
+def test_integrated_gradients_add_up_to_the_difference_of_the_scores(small) -> None:
+    x = torch.randn(2, 1, 20, 22, 24)
+    found = IntegratedGradients3D(small, steps=200).attributions(x, 1)
+    small.eval()
+    with torch.no_grad():
+        ends = [small(volume).diff(dim=1)[:, 0] for volume in (x, torch.zeros_like(x))]
+    torch.testing.assert_close(found.sum((1, 2, 3, 4)), ends[0] - ends[1], rtol=0.02, atol=2e-3)
+
+
+def test_integrated_gradients_of_a_sum_are_the_voxels_that_are_added() -> None:
+    x = torch.rand(1, 1, 8, 8, 8) - 0.2
+    found = IntegratedGradients3D(LeftBrightness(), steps=3, sigma=0)(x, 1)
+    expected = x.clamp_min(0)
+    expected[:, :, 4:] = 0
+    torch.testing.assert_close(found, expected / expected.max())
+
+
+def test_smoothgrad_of_no_noise_is_the_gradient_and_draws_nothing_else(small) -> None:
+    x = torch.randn(1, 1, 20, 22, 24)
+    before = torch.get_rng_state()
+    for noise, same in ((0.0, True), (0.3, False)):
+        found = SmoothGrad3D(small, copies=2, noise=noise)(x, 1)
+        torch.testing.assert_close(found, SmoothGrad3D(small, copies=2, noise=noise)(x, 1))
+        assert torch.allclose(found, InputGradient3D(small)(x, 1), atol=1e-5) is same
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_input_gradient_is_that_of_autograd(small) -> None:
