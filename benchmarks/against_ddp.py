@@ -6,9 +6,9 @@ machine hits all alike:
 * ``one thread``, ``all threads``: one process under Lightning's Trainer.
 * ``ddp``: two processes, each with half of the batch.
 * ``pipelining, M``: two stages made by hand with `torch.distributed.pipelining`, `ScheduleGPipe`,
-  with 2 and 3 micro-batches, cut where ``hybrid 1x2, M`` is (its plan is asked for beforehand),
+  with 2, 3 and 4 micro-batches, cut where ``hybrid 1x2, M`` is (its plan is asked for beforehand),
   each stage with its own optimizer; no Trainer. It takes micro-batches of equal size only.
-* ``hybrid RxS, M``: fixed shapes: two stages with 1, 2 and 3 micro-batches, and two replicas.
+* ``hybrid RxS, M``: fixed shapes: two stages with 1 to 4 micro-batches, and two replicas.
 * ``automatic``: `HybridGabraStrategy()` as it is, sizes `"auto"`; the loader shares the batch out
   over the replicas that there are.
 
@@ -17,6 +17,11 @@ R-th of them. Shown are medians over all steps of all rounds, with the 10th and 
 after a warm-up in each run.
 
     python benchmarks/against_ddp.py [--networks mlp,tiny] [--peers "ddp;automatic"] [--rounds 3]
+
+Encoders of eight layers, like BERT with a padding mask and like Llama, in four micro-batches:
+
+    python benchmarks/against_ddp.py --networks bert,llama \\
+        --peers "one thread;ddp;hybrid 1x2, 1;hybrid 1x2, 4;pipelining, 4" --rounds 5
 """
 
 import argparse
@@ -62,6 +67,60 @@ class Encoder(nn.Module):
         return self.head(self.layers(x).mean(1))
 
 
+class LikeBert(nn.Module):
+    """Eight encoder layers, normalised last; vectors of zeros are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(256, 4, 1024, 0.0, "gelu", batch_first=True)
+            for _ in range(8)
+        )
+        self.head = nn.Linear(256, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = x.abs().sum(-1) == 0
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=padding)
+        return self.head(torch.tanh(x[:, 0]))
+
+
+class LlamaLayer(nn.Module):
+    """Root-mean-square norms, rotated keys and queries, causal attention, gated perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(256) for _ in range(2))
+        self.qkv, self.out = nn.Linear(256, 768, bias=False), nn.Linear(256, 256, bias=False)
+        self.gate, self.up = (nn.Linear(256, 688, bias=False) for _ in range(2))
+        self.down = nn.Linear(688, 256, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+        q, k = (h * cos + torch.cat((-h[..., 32:], h[..., :32]), -1) * sin for h in heads[:2])
+        mixed = nn.functional.scaled_dot_product_attention(q, k, heads[2], is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class LikeLlama(nn.Module):
+    """Eight of these layers; the last token is classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LlamaLayer() for _ in range(8))
+        self.norm, self.head = nn.RMSNorm(256), nn.Linear(256, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frequencies = 10000 ** (-torch.arange(32, device=x.device) / 32)
+        angles = torch.arange(x.shape[1], device=x.device)[:, None] * frequencies
+        angles = torch.cat((angles, angles), -1)
+        for layer in self.layers:
+            x = layer(x, angles.cos(), angles.sin())
+        return self.head(self.norm(x)[:, -1])
+
+
 class Mean(nn.Module):
     """A picture per class becomes a number per class."""
 
@@ -101,6 +160,8 @@ CASES = {
     "unet": Case(unet, VOLUME, 6),
     "mlp": Case(lambda: perceptron(1024, 20), (1024,), 32),
     "transformer": Case(Encoder, (128, 256), 12),
+    "bert": Case(LikeBert, (128, 256), 8),
+    "llama": Case(LikeLlama, (128, 256), 8),
     "tiny": Case(lambda: perceptron(32, 40), (32,), 32),
 }
 
@@ -118,10 +179,11 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "hybrid 1x2, 1": fixed(1, 2, 1),
     "hybrid 1x2, 2": fixed(1, 2, 2),
     "hybrid 1x2, 3": fixed(1, 2, 3),
+    "hybrid 1x2, 4": fixed(1, 2, 4),
     "hybrid 2x1, 1": fixed(2, 1, 1),
     "automatic": HybridGabraStrategy,
 }
-PIPELINING = {"pipelining, 2": 2, "pipelining, 3": 3}
+PIPELINING = {"pipelining, 2": 2, "pipelining, 3": 3, "pipelining, 4": 4}
 PEERS = (*STRATEGIES, *PIPELINING)
 
 
