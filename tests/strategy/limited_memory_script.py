@@ -47,7 +47,7 @@ class Model(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         generator = torch.Generator().manual_seed(1)
