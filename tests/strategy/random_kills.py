@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -196,9 +197,16 @@ class Run:
         return None not in [process.poll() for process in self.started.values()]
 
     def code(self) -> int:
-        """The exit code, once all is over: of the first rank that has failed."""
-        codes = [process.wait(240) for process in self.started.values()]
+        """The exit code, once all ranks have ended: of the first that has failed."""
+        codes = [self._code(process) for process in self.started.values()]
         return next(filter(None, codes), 0)
+
+    def _code(self, process: Any) -> int:
+        # an agent whose rank has ended well waits for those of the others, for five minutes
+        with suppress(subprocess.TimeoutExpired):
+            return int(process.wait(10 if self._launch == "agents" else 600))
+        process.kill()
+        return int(process.wait())
 
     def processes(self) -> dict[int, int]:
         """Those that live, and the rank of each; helpers, such as loaders, have that of another."""
