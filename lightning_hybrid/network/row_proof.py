@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -22,25 +22,36 @@ from lightning_hybrid._torch.autograd import unwrapped
 from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator
 from lightning_hybrid._torch.random_operators import draws
 from lightning_hybrid._torch.symbols import expression, follows_from_values, is_symbolic
-from lightning_hybrid._torch.tensors import TorchDispatchMode, as_they_are, schema, storage_key
+from lightning_hybrid._torch.tensors import (
+    TorchDispatchMode,
+    as_they_are,
+    schema,
+    storage_key,
+    version,
+)
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.annotate import FAILURES, modes_restored
 from lightning_hybrid.network.recurrent_layers import RECURRENT
 from lightning_hybrid.network.row_rules import (
     FACTORIES,
+    KEEPS_ORDER,
     KEEPS_POSITION,
     LIKE,
     SHAPED,
+    TAKES_COLUMNS,
+    TAKES_COUNTS,
+    TAKES_PLACES,
     Call,
     all_numbers,
     divided,
+    is_grouped,
     name_of,
     numbers_of,
     recurrent,
     rule_of,
 )
 from lightning_hybrid.network.row_trial import Trial
-from lightning_hybrid.network.rows import MEET, Label, Rows
+from lightning_hybrid.network.rows import MEET, Counts, Label, Places, Rows
 
 _FOLLOWED = {
     *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
@@ -141,6 +152,11 @@ class _Walk:
         elif node.meta.get("scalar"):
             # (run again, `int(size)` would be the number that it was when it was captured)
             self._values[node] = example
+            if node.target is torch.ops.aten.sym_size.int:
+                sizes = self._values[node.all_input_nodes[0]].shape
+                self._values[node] = example = sizes[node.args[1]]
+                if self._run.is_count(example):
+                    return
             unknown = _symbols_of(example) - self._known
             if any(map(self.found.meets, node.all_input_nodes)) or (
                 unknown and any(self._has_samples(n) for n in node.all_input_nodes)
@@ -200,7 +216,8 @@ class _Walk:
         tensors = [tensor for _, tensor in tensors_in(self._values[node])]
         results = [run.by_shape(tensor) for tensor in tensors]
         labels = [run.label(tensor) for tensor in given]
-        if MEET in (*labels, *results) or run.draws or node in self._kept:
+        plain = all(one is None or (isinstance(one, Rows) and one.plain) for one in labels)
+        if not plain or MEET in results or run.draws or node in self._kept:
             return False
         trial = Trial(
             lambda values: _called(node, *values), arguments, labels, results, run.symbols
@@ -285,6 +302,8 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
 def _is_unknown(node: fx.Node) -> bool:
     """Whether a node's backward need not be the derivative of its forward."""
     name = higher_order_name(node.target)
+    if is_grouped(node.target):
+        return False
     return is_custom_operator(node.target) if name is None else name not in _FOLLOWED
 
 
@@ -317,6 +336,8 @@ class _Run(TorchDispatchMode):
         self._labels: dict[int, Label] = {}
         self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
         self._views: dict[int, list[Tensor]] = {}
+        self._roots: dict[int, int] = {}  # per view that has all entries in order: of what
+        self._counts: dict[Any, Any] = {}  # how many entries were picked
         self._sizes: dict[Any, Any] = {}
         self.begin()
 
@@ -336,15 +357,36 @@ class _Run(TorchDispatchMode):
         return expression(number, self._same)
 
     def depends(self, number: Any) -> bool:
-        if not is_symbolic(number):
-            return False
-        free = self.size(number).free_symbols
+        return is_symbolic(number) and self._changes(self.size(number))
+
+    def _changes(self, size: Any) -> bool:
+        free = sympy.sympify(size).free_symbols
         return self.batch in free or not free.isdisjoint(self.tainted)
 
     def by_shape(self, tensor: Tensor) -> Label:
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
         return self._borne_out(label, tensor)
+
+    def picked_by(self, mask: Tensor, count: Any) -> Any:
+        picked = self._roots.get(id(mask), id(mask)), version(mask)
+        size = self._counts.setdefault(picked, self.size(count))
+        new = _symbols_of(count)
+        self.tainted |= new
+        if self.size(count) != size and len(new) == 1:  # torch has counted them again
+            self._same[new.pop()] = size
+        return picked
+
+    def ordered(self, order: Tensor) -> Any:
+        self._counts[id(order)] = self.size(order.shape[0])
+        return id(order)
+
+    def is_count(self, number: Any) -> bool:
+        """Whether it is how many entries were picked."""
+        return is_symbolic(number) and self.size(number) in self._counts.values()
+
+    def is_whole(self, picked: Any, size: Any) -> bool:
+        return isinstance(picked, int) and self._counts[picked] == self.size(size)
 
     # ------------------------------------------------------------------ labels
 
@@ -363,7 +405,12 @@ class _Run(TorchDispatchMode):
     def _write(self, tensor: Tensor, label: Label) -> None:
         """What is written into a tensor has its rows where the tensor has them, or all is lost."""
         own = self.label(tensor)
-        fits = label == own or (label is None and isinstance(own, Rows) and not own.position)
+        fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
+        shown = self._views[_memory(tensor)]
+        if isinstance(label, Rows) and label.at(label.dim) == own and label.places != own.places:
+            fits = all(other.shape == tensor.shape for other in shown)
+            for other in shown:  # it has places now, and nothing else
+                self.set(other, label)
         if label is MEET or not fits:
             self.spoil(tensor)
 
@@ -381,6 +428,11 @@ class _Run(TorchDispatchMode):
         result = func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
         labels = self._checked(self._of(func, call, given, outs), outs)
+        name = name_of(func)
+        if name in ("view", "alias", "detach") and len(given) == 1:
+            self._roots[id(outs[0])] = self._roots.get(id(given[0]), id(given[0]))
+        if name not in KEEPS_ORDER | {"sort"}:
+            labels = [replace(r, is_sorted=False) if isinstance(r, Rows) else r for r in labels]
         if reshapes:
             call.values["self"] = seen
         if MEET in labels and self.why is None and not any(self.label(t) is MEET for t in given):
@@ -435,12 +487,13 @@ class _Run(TorchDispatchMode):
             return MEET if dims else None
         if not dims and any(isinstance(s, int) and s == 0 for s in out.shape):
             return None  # nothing is in it
-        if dims != [label.dim] or self.batch in sympy.sympify(label.outer).free_symbols:
+        if isinstance(label, Counts):
+            return MEET if dims else label
+        if dims != [label.dim] or self._changes(label.outer):
             return MEET
-        each = divided(self.size(out.shape[label.dim]), label.outer * self.batch)
-        if each is None or self.batch in each.free_symbols:
-            return MEET
-        return MEET if label.position and (each != 1 or label.outer != 1) else label
+        count = self.batch if label.picked is None else self._counts[label.picked]
+        each = divided(self.size(out.shape[label.dim]), label.outer * count)
+        return MEET if each is None or self._changes(each) else label
 
     def _of(
         self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor]
@@ -450,7 +503,7 @@ class _Run(TorchDispatchMode):
             return MEET
         name = name_of(func)
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
-            return Rows(0, position=True)
+            return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
         if any(self.depends(number) for number in numbers_of(func, call)):
             return MEET
         grows = any(self.depends(size) for out in outs for size in out.shape)
@@ -461,22 +514,40 @@ class _Run(TorchDispatchMode):
             return [self.by_shape(out) for out in outs]
         if func.namespace == "aten" and name in LIKE:
             like = self.label(call["self"])
-            return Rows(like.dim, like.outer) if isinstance(like, Rows) else MEET
-        if any(isinstance(one, Rows) and one.position for one in labels):
-            own = self.label(call["self"]) if name in ("index", "index_put") else None
-            indexes = isinstance(own, Rows) and not own.position
-            if name not in KEEPS_POSITION and not indexes:
+            if not isinstance(like, Rows):
                 return MEET
+            plain = Rows(like.dim, like.outer)  # what is empty has no order yet
+            return plain if self._borne_out(plain, outs[0]) is plain else like.at(like.dim)
+        if not self._is_known(name, call, labels):
+            return MEET
         rule = rule_of(func)
         if rule is None or (labels <= {None} and name not in SHAPED):
             return MEET
         return rule(self, call, outs)
 
+    def _is_known(self, name: str, call: Call, labels: Collection[Label]) -> bool:
+        """Whether the rule of an operator knows places and counts, if it is given some."""
+        if any(isinstance(one, Counts) for one in labels):
+            return name in TAKES_COUNTS | KEEPS_ORDER
+        places = [one.places for one in labels if isinstance(one, Rows) and one.places]
+        if not places:
+            return True
+        if any(one.column is not None for one in places):
+            return name in TAKES_COLUMNS | KEEPS_ORDER
+        own = self.label(call["self"])
+        indexes = isinstance(own, Rows) and own.places is None
+        return name in KEEPS_POSITION or (
+            name in TAKES_PLACES and (indexes or name == "floor_divide")
+        )
+
     def _is_range(self, call: Call, outs: list[Tensor]) -> bool:
-        """Whether it is ``arange(B)``."""
+        """Whether it is ``arange(B)``, or that of so many entries of each sample."""
         start, step = call["start"], call["step"]
         whole = (start is None or (type(start) is int and start == 0)) and step in (None, 1)
-        return bool(whole and outs and self.size(outs[0].shape[0]) == self.batch)
+        if not whole or not outs:
+            return False
+        each = divided(self.size(outs[0].shape[0]), self.batch)
+        return each is not None and not self._changes(each)
 
 
 _OF_SIZES = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "dim", "is_contiguous"}

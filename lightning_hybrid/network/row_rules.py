@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lightning_hybrid._torch.tensors import schema
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.network.rows import MEET, Label, Rows
+from lightning_hybrid.network.rows import MEET, Counts, Label, Places, Rows
 
 FREE: Label = None
 
@@ -41,6 +42,15 @@ class Looks(Protocol):
 
     def by_shape(self, tensor: Tensor) -> Label:
         """The label of a tensor that is the same for all samples, if it has any."""
+
+    def picked_by(self, mask: Tensor, count: Any) -> Any:
+        """What stands for the entries that are not zero in a mask, in order; so many."""
+
+    def ordered(self, order: Tensor) -> Any:
+        """What stands for entries in this order."""
+
+    def is_whole(self, picked: Any, size: Any) -> bool:
+        """Whether an order has picked all of so many entries."""
 
 
 class Call:
@@ -98,7 +108,7 @@ def _aligned(f: Looks, tensor: Tensor, dims: int) -> Label:
     rows = _rows(f, tensor)
     if rows is None:
         return FREE
-    return Rows(rows.dim + dims - tensor.dim(), rows.outer, rows.position)
+    return rows.at(rows.dim + dims - tensor.dim(), places=True)
 
 
 def _all_free(f: Looks, tensors: Sequence[Tensor]) -> bool:
@@ -156,7 +166,8 @@ def view(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     for dim, size in enumerate(out.shape):
         if f.depends(size):
             outer = divided(before, seen)
-            return MEET if outer is None else Rows(dim, outer, rows.position)
+            found = None if outer is None else replace(rows, dim=dim, outer=outer)
+            return MEET if found is None else _only_column(found, out)
         seen = seen * f.size(size)
     return MEET
 
@@ -173,7 +184,7 @@ def repeat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
         return f.by_shape(out)
     if any(f.depends(number) for number in repeats):
         return MEET
-    return Rows(rows.dim, rows.outer * f.size(repeats[rows.dim]), rows.position)
+    return replace(rows, outer=rows.outer * f.size(repeats[rows.dim]))
 
 
 def permute(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -187,13 +198,13 @@ def permute(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
             one, other = call["dim0"] % count, call["dim1"] % count
         order[one], order[other] = order[other], order[one]
     assert isinstance(rows, Rows)
-    return Rows(order.index(rows.dim), rows.outer, rows.position)
+    return rows.at(order.index(rows.dim), places=True)
 
 
 def unsqueeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, new = f.label(call["self"]), call["dim"] % outs[0].dim()
     assert isinstance(rows, Rows)
-    return Rows(rows.dim + (new <= rows.dim), rows.outer, rows.position)
+    return rows.at(rows.dim + (new <= rows.dim), places=True)
 
 
 def squeeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -203,7 +214,14 @@ def squeeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     if call.overload != "default" and rows.dim in dims:
         return MEET  # of one sample it would go
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
-    return Rows(rows.dim - sum(d < rows.dim for d in gone), rows.outer)
+    return _only_column(rows.at(rows.dim - sum(d < rows.dim for d in gone), places=True), outs[0])
+
+
+def _only_column(rows: Rows, out: Tensor) -> Label:
+    """Places in one column are all entries, once there is no other column."""
+    if rows.places is None or rows.places.column is None:
+        return rows
+    return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
 
 
 def _part(f: Looks, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
@@ -212,7 +230,7 @@ def _part(f: Looks, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Labe
     if block is None or divided(f.size(start), block) is None:
         return MEET
     outer = divided(f.size(out.shape[rows.dim]), block)
-    return MEET if outer is None else Rows(rows.dim, outer, rows.position)
+    return MEET if outer is None else replace(rows, outer=outer)
 
 
 def slicing(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -243,10 +261,18 @@ def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield name, one
 
 
-def unbind(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def unbind(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     rows, dim = f.label(call["self"]), call["dim"] % call["self"].dim()
     assert isinstance(rows, Rows)
-    return MEET if rows.dim == dim else Rows(rows.dim - (dim < rows.dim), rows.outer)
+    if rows.dim == dim:
+        return MEET
+    found = rows.at(rows.dim - (dim < rows.dim))
+    if rows.places is None:
+        return found
+    # the columns of `nonzero`
+    which = [call["index"]] if call["index"] is not None else range(len(outs))
+    here = replace(found, places=replace(rows.places, column=None))
+    return [here if column == rows.places.column else found for column in which]
 
 
 def cat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -256,14 +282,14 @@ def cat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
         return MEET  # one without the samples has no place beside them
     those = [each for each in rows if isinstance(each, Rows)]
     dim = call["dim"] % tensors[0].dim()
-    if len({each.dim for each in those}) > 1 or any(each.position for each in those):
+    if len({(each.dim, each.picked) for each in those}) > 1:
         return MEET
     if those[0].dim != dim:
         return _only(rows)
     blocks = {_block(f, tensor, each) for tensor, each in zip(tensors, those)}
     if len(blocks) > 1 or None in blocks:
         return MEET
-    return Rows(dim, sum((each.outer for each in those), sympy.Integer(0)))
+    return replace(those[0], outer=sum((each.outer for each in those), sympy.Integer(0)))
 
 
 def _is_nothing(tensor: Tensor) -> bool:
@@ -275,7 +301,7 @@ def stack(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, new = _only([f.label(t) for t in call["tensors"]]), call["dim"] % outs[0].dim()
     if not isinstance(rows, Rows) or not all(_rows(f, t) for t in call["tensors"]):
         return MEET
-    return Rows(rows.dim + (new <= rows.dim), rows.outer)
+    return rows.at(rows.dim + (new <= rows.dim))
 
 
 def unfold(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -288,9 +314,7 @@ def diagonal(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, count = f.label(call["self"]), call["self"].dim()
     assert isinstance(rows, Rows)
     gone = [call["dim1"] % count, call["dim2"] % count]
-    return (
-        MEET if rows.dim in gone else Rows(rows.dim - sum(d < rows.dim for d in gone), rows.outer)
-    )
+    return MEET if rows.dim in gone else rows.at(rows.dim - sum(d < rows.dim for d in gone))
 
 
 def as_complex(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -311,7 +335,7 @@ def along(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
         return MEET
     if outs[0].dim() == tensor.dim():
         return rows
-    return Rows(rows.dim - sum(dim < rows.dim for dim in dims), rows.outer)
+    return rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
 
 
 def moved(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -351,14 +375,14 @@ def layer_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """By agreement statistics are those of a micro-batch; its channels may be samples', too."""
     rows = f.label(call["input"])
-    if not isinstance(rows, Rows):
+    if not isinstance(rows, Rows) or not rows.plain:
         return MEET
     others = call.others("input")
     if rows.dim == 0 and _all_free(f, others):
         return [rows, *[FREE] * (len(outs) - 1)]
-    of_channels = {f.label(tensor) for tensor in others} <= {FREE, Rows(0, rows.outer)}
+    of_channels = {f.label(tensor) for tensor in others} <= {FREE, rows.at(0)}
     if rows.dim == 1 and of_channels:
-        return [rows, *[Rows(0, rows.outer) if t.numel() else FREE for t in outs[1:]]]
+        return [rows, *[rows.at(0) if t.numel() else FREE for t in outs[1:]]]
     return MEET
 
 
@@ -484,7 +508,7 @@ def of_samples(dims: int) -> Rule:
 def gather(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, index = call["self"], call["index"]
     rows, picked, dim = f.label(tensor), f.label(index), call["dim"] % max(tensor.dim(), 1)
-    if not isinstance(picked, Rows) or picked.position:
+    if not isinstance(picked, Rows) or picked.places is not None:
         return MEET
     if rows is FREE:
         return picked if picked.dim == dim else MEET
@@ -508,88 +532,169 @@ def scatter(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def index_select(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, picked, dim = f.label(call["self"]), f.label(call["index"]), call["dim"]
-    dim %= max(call["self"].dim(), 1)
-    if isinstance(picked, Rows):
-        return Rows(dim, picked.outer) if rows is FREE and not picked.position else MEET
-    return rows if isinstance(rows, Rows) and rows.dim != dim else MEET
+    rows, dim = f.label(call["self"]), call["dim"] % max(call["self"].dim(), 1)
+    return _picked_from(f, call["self"], rows, [dim], [call["index"]])
 
 
 def index_into(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Adds or copies at shared indices along another dimension."""
-    rows, dim = f.label(call["self"]), call["dim"] % max(call["self"].dim(), 1)
-    if not isinstance(rows, Rows) or rows.dim == dim or f.label(call["index"]) is not FREE:
-        return MEET
-    return rows if f.label(call["source"]) == rows else MEET
+    """Adds or copies at indices along a dimension."""
+    tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
+    rows = f.label(tensor)
+    there = _picked_from(f, tensor, rows, [dim], [call["index"]])
+    return rows if isinstance(rows, Rows) and f.label(call["source"]) == there else MEET
 
 
-def _picks(call: Call) -> tuple[list[Any], list[int], list[Tensor], int]:
+def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
+    """The dimensions that are indexed, and by what."""
     picks = list(call["indices"])
     at = [place for place, pick in enumerate(picks) if pick is not None]
-    tensors = [picks[place] for place in at]
-    return picks, at, tensors, max(t.dim() for t in tensors)
+    return at, [picks[place] for place in at]
 
 
 def index(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor = call["self"]
-    picks, at, tensors, count = _picks(call)
-    if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
+    at, tensors = _picks(call)
+    rows = f.label(call["self"])
+    if not any(_is_mask(t) for t in tensors):
+        return _picked_from(f, call["self"], rows, at, tensors)
+    if not _is_own_mask(f, call["self"], at, tensors):
         return MEET
+    return Rows(at[0], picked=f.picked_by(tensors[0], outs[0].shape[at[0]]))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
+
+
+def _is_own_mask(f: Looks, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
+    """Whether one mask has the samples of a tensor where the tensor has them."""
+    rows, own = f.label(tensor), f.label(masks[0])
+    if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
+        return False
+    same = f.size(tensor.shape[rows.dim]) == f.size(masks[0].shape[own.dim])
+    return same and rows == own.at(own.dim + at[0])
+
+
+def _picked_from(
+    f: Looks, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
+) -> Label:
+    """Where the rows are in what is taken of a tensor at indices of some of its dimensions."""
+    if rows is MEET or any(_is_mask(t) for t in tensors):
+        return MEET
+    count = max(t.dim() for t in tensors)
     adjacent = at == list(range(at[0], at[-1] + 1))
     start = at[0] if adjacent else 0
-    rows = f.label(tensor)
-    picked = _only([_aligned(f, t, count) for t in tensors if not _is_position(f, t)])
-    positions = [place for place in at if _is_position(f, picks[place])]
+    found = _only([_aligned(f, t, count) for t in tensors if not _has_places(f, t)])
+    places = [dim for dim, t in zip(at, tensors) if _has_places(f, t)]
     if rows is FREE:
-        if positions or not isinstance(picked, Rows):
+        if places or not isinstance(found, Rows):
             return MEET
-        return Rows(picked.dim + start, picked.outer)
+        return found.at(found.dim + start)
     assert isinstance(rows, Rows)
-    if positions:  # each sample takes of itself
-        own = positions == [rows.dim] and _is_batch(f, tensor, rows)
-        where = _aligned(f, picks[rows.dim], count) if own else MEET
-        if not isinstance(where, Rows) or picked not in (FREE, Rows(where.dim)):
+    if places:  # each sample takes of itself
+        picks = tensors[at.index(places[0])]
+        where = _aligned(f, picks, count)
+        if places != [rows.dim] or not _lead_to(f, picks, tensor) or not isinstance(where, Rows):
             return MEET
-        return Rows(where.dim + start)
-    if picked is not FREE or rows.dim in at:
+        where = where.at(where.dim)
+        return where.at(where.dim + start) if found in (FREE, where) else MEET
+    if found is not FREE or rows.dim in at:
         return MEET
     if not adjacent or rows.dim > at[-1]:
-        return Rows(rows.dim - sum(place < rows.dim for place in at) + count, rows.outer)
+        return rows.at(rows.dim - sum(place < rows.dim for place in at) + count)
     return rows
 
 
-def _is_position(f: Looks, tensor: Tensor) -> bool:
+def _has_places(f: Looks, tensor: Tensor) -> bool:
     rows = _rows(f, tensor)
-    return rows is not None and rows.position
+    return rows is not None and rows.places is not None
 
 
-def _is_batch(f: Looks, tensor: Tensor, rows: Rows) -> bool:
-    """Whether entry i of the samples' dimension is sample i."""
-    return bool(rows.outer == 1 and f.size(tensor.shape[rows.dim]) == f.batch)
+def _lead_to(f: Looks, picks: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor has places in the samples' dimension of another one."""
+    label, rows = _rows(f, picks), _rows(f, tensor)
+    if label is None or rows is None:
+        return False
+    return label.places == Places(rows.outer, f.size(tensor.shape[rows.dim]), rows.picked)
 
 
 def index_put(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, value = call["self"], call["values"]
-    picks, at, tensors, count = _picks(call)
+    at, tensors = _picks(call)
     rows = f.label(tensor)
     if not isinstance(rows, Rows):
         return MEET
-    if len(at) == 1 and tensors[0].dtype == torch.bool:  # one number at what a mask shows
-        mask, whole = tensors[0], at[0] == 0 and rows.dim < tensors[0].dim()
-        single = value.dim() == 0 and f.label(value) is FREE
-        return rows if whole and single and f.label(mask) == rows else MEET
-    if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
+    if any(_is_mask(t) for t in tensors):
+        if not _is_own_mask(f, tensor, at, tensors) or at[0]:
+            return MEET
+        if value.dim() == 0 and f.label(value) is FREE:  # one number at what a mask shows
+            return rows
+        own = value.dim() == tensor.dim() - tensors[0].dim() + 1
+        shown = Rows(0, picked=f.picked_by(tensors[0], value.shape[0])) if own else None
+        return rows if shown is not None and f.label(value) == shown else MEET
+    there = _picked_from(f, tensor, rows, at, tensors)
+    count = tensor.dim() - len(at) + max(t.dim() for t in tensors)
+    if not isinstance(there, Rows) or value.dim() > count:
         return MEET
-    if [place for place in at if _is_position(f, picks[place])] != [rows.dim]:
+    if tensor.dim() == 1 and f.is_whole(there.picked, tensor.shape[0]):
+        size = f.size(tensor.shape[0])  # `inverse[order] = arange(len(order))`
+        if f.label(value) == Rows(0, 1, Places(sympy.Integer(1), size)):
+            return replace(rows, places=Places(sympy.Integer(1), size, there.picked))
+    return rows if _aligned(f, value, count) in (FREE, there) else MEET
+
+
+def nonzero(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """The places of what is not zero; of samples those in one column are places of samples."""
+    mask, rows = call["self"], f.label(call["self"])
+    assert isinstance(rows, Rows)
+    places = Places(rows.outer, f.size(mask.shape[rows.dim]), rows.picked, rows.dim)
+    return Rows(0, 1, places, f.picked_by(mask, outs[0].shape[0]))
+
+
+def sort(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Among samples, tensors of one dimension."""
+    tensor, rows = call["self"], f.label(call["self"])
+    if rows != Rows(0, getattr(rows, "outer", 1)) or tensor.dim() != 1:
+        return along(f, call, outs)
+    assert isinstance(rows, Rows)
+    picked, size = f.ordered(outs[1]), f.size(tensor.shape[0])
+    places = Places(rows.outer, size)
+    return [Rows(0, picked=picked, is_sorted=True), Rows(0, 1, places, picked)]
+
+
+def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Of places: those of what has several entries in a row each."""
+    rows, by = f.label(call["self"]), call["other"]
+    if not isinstance(rows, Rows) or rows.places is None:
+        return pointwise(f, call, outs)
+    if isinstance(by, Tensor):
+        by = getattr(by, "constant", None)
+        by = None if by is None or by.dim() else int(by)
+    divides = isinstance(by, int) and by > 0 and rows.places.column is None
+    size = divided(rows.places.size, by) if divides else None
+    if size is None or divided(size, rows.places.outer * f.batch) is None or rows.places.picked:
         return MEET
-    if len(at) != tensor.dim() or not _is_batch(f, tensor, rows):
+    return replace(rows, places=replace(rows.places, size=size))
+
+
+def histogram(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """How many there are of each of the numbers by which entries were sorted."""
+    rows = f.label(call["self"])
+    return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted else MEET
+
+
+def cumsum(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    counts = f.label(call["self"])
+    return replace(counts, summed=True) if isinstance(counts, Counts) else along(f, call, outs)
+
+
+def grouped_matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Sorted rows, each times the matrix of its group."""
+    first = "self" if call["self"] is not None else "input"
+    rows, ends = f.label(call[first]), f.label(call["offs"])
+    if not isinstance(rows, Rows) or rows.dim or rows.picked is None or call[first].dim() != 2:
         return MEET
-    where = _aligned(f, picks[rows.dim], count)
-    if not isinstance(where, Rows):
-        return MEET
-    beside = [_aligned(f, t, count) for t in tensors if not _is_position(f, t)]
-    beside.append(_aligned(f, value, count))
-    return rows if {FREE, Rows(where.dim)}.issuperset(beside) else MEET
+    shared = _all_free(f, call.others(first, "offs"))
+    return rows if shared and ends == Counts(rows.picked, summed=True) else MEET
 
 
 def nll_loss(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
@@ -644,7 +749,18 @@ KEEPS_POSITION = {
     *("view", "_unsafe_view", "unsqueeze", "slice", "expand", "_to_copy", "clone", "alias"),
     "detach",
 }
-"""Operators after which `Rows.position` still holds."""
+"""Operators after which places are still places."""
+
+TAKES_PLACES = {"index", "index_put", "index_select", "index_add", "index_copy", "floor_divide"}
+"""Operators whose rules know what places are."""
+
+TAKES_COLUMNS = {"select", "unbind", "squeeze", "view"}
+"""Operators that take the places out of what `nonzero` returns."""
+
+TAKES_COUNTS = {"cumsum", "_grouped_mm", "grouped_mm_fallback"}
+
+KEEPS_ORDER = {"_to_copy", "clone", "detach", "alias"}
+"""Operators that change no value."""
 
 _ENTRY_BY_ENTRY = {
     *("clone", "detach", "_to_copy", "alias", "lift_fresh_copy", "lift_fresh", "zero"),
@@ -682,8 +798,8 @@ RULES: dict[str, Rule] = {
         (
             *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean"),
             *("prod", "any", "all", "argmax", "argmin", "linalg_vector_norm", "norm", "nansum"),
-            *("logsumexp", "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod"),
-            *("cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "median", "mode"),
+            *("logsumexp", "_softmax", "_log_softmax", "_safe_softmax", "cumprod"),
+            *("cummax", "cummin", "logcumsumexp", "argsort", "topk", "median", "mode"),
             *("kthvalue", "nanmedian", "aminmax", "count_nonzero", "glu"),
             *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
         ),
@@ -720,7 +836,9 @@ RULES: dict[str, Rule] = {
     "im2col": of_samples(4), "col2im": of_samples(3), "grid_sampler_2d": of_samples(4),
     "grid_sampler_3d": of_samples(5),
     "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
-    "index_select": index_select, "index": index, "index_put": index_put,
+    "index_select": index_select, "index": index, "index_put": index_put, "nonzero": nonzero,
+    "sort": sort, "floor_divide": floor_divide, "histc": histogram, "cumsum": cumsum,
+    "_grouped_mm": grouped_matrices,
     **dict.fromkeys(("index_add", "index_copy"), index_into),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
     **dict.fromkeys(
@@ -735,6 +853,12 @@ RULES: dict[str, Rule] = {
     "_cdist_forward": distances, "multinomial": rows_of_two,
 }  # fmt: skip
 
+
+def is_grouped(operator: Any) -> bool:
+    """Whether it is what transformers has in place of torch's operator where that is missing."""
+    return str(operator).startswith("transformers.grouped_mm_fallback")
+
+
 _INPLACE = re.compile(r"(?<=[a-z0-9])_$")
 
 
@@ -746,7 +870,7 @@ def name_of(func: Any) -> str:
 def rule_of(func: Any) -> Rule | None:
     """The rule of an operator of torch; ``None``: there is none."""
     if func.namespace != "aten":
-        return None
+        return grouped_matrices if is_grouped(func) else None
     name = name_of(func)
     if name in RULES:
         return RULES[name]

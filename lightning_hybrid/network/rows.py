@@ -9,12 +9,32 @@ and joined of them; or it is neither, since samples have met (``MEET``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """The entries of a tensor of integers are places in a dimension that is the samples'.
+
+    In a micro-batch they are the places in the micro-batch's dimension; good to index with, and for
+    nothing else.
+
+    Attributes:
+        outer: of the `Rows` of that dimension.
+        size: of that dimension, an expression.
+        picked: of the `Rows` of that dimension.
+        column: only this column of the tensor's dimension 1 has places; ``None``: all entries are.
+    """
+
+    outer: Any
+    size: Any
+    picked: Any = None
+    column: int | None = None
 
 
 @dataclass(frozen=True)
@@ -28,13 +48,40 @@ class Rows:
     Attributes:
         dim: the dimension.
         outer: an integer, or an expression of sizes.
-        position: the entries are the places of samples in the batch: ``torch.arange(B)``. A
-            micro-batch has 0, 1, ... in it, good to index other tensors with and for nothing else.
+        places: what the entries are places in, if they are: ``torch.arange(B)``.
+        picked: what has picked the entries (a mask, an order), if they are not those of all samples
+            in order. Each is made of one sample alone, but nobody knows of which; those of two
+            tensors are the same only if the same has picked them. A micro-batch picks its own.
+        is_sorted: the entries are the numbers by which ``picked`` has sorted.
     """
 
     dim: int
     outer: Any = 1
-    position: bool = False
+    places: Places | None = None
+    picked: Any = None
+    is_sorted: bool = field(default=False, compare=False)
+
+    @property
+    def plain(self) -> bool:
+        """Whether tensors of micro-batches can be joined to that of the whole batch."""
+        return self.places is None and self.picked is None
+
+    def at(self, dim: int, *, places: bool = False) -> Rows:
+        """The same samples in another dimension; whether the entries are still places."""
+        return replace(self, dim=dim, places=self.places if places else None)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many entries there are of each number, of those by which ``picked`` has sorted.
+
+    Attributes:
+        picked: the order.
+        summed: each with those of smaller numbers.
+    """
+
+    picked: Any
+    summed: bool = False
 
 
 class _Meet(Enum):
@@ -44,7 +91,7 @@ class _Meet(Enum):
 MEET = _Meet.MEET
 """Samples have met, or it is not known that they have not."""
 
-Label = Rows | _Meet | None
+Label = Rows | Counts | _Meet | None
 """``None``: the same in all micro-batches."""
 
 

@@ -249,7 +249,7 @@ class _Dividing:
         if _is_given(node):
             return False
         label = self.followed.label(node)
-        if self.followed.meets(node) or (isinstance(label, Rows) and label.position):
+        if self.followed.meets(node) or not (label is None or _is_joined(label)):
             return True
         # what is neither a tensor nor a number does not come back from stages
         return node not in self.graph.info and not node.meta.get("scalar")
@@ -317,6 +317,10 @@ class _Dividing:
         place = place_of(node)
         where = f", {place}" if place else ""
         return f"samples meet in {self.graph.place_of(node)}{how}{where}"
+
+
+def _is_joined(label: Label) -> bool:
+    return isinstance(label, Rows) and label.plain
 
 
 def _is_plain(number: Any) -> bool:

@@ -93,3 +93,70 @@ class ScalesByItsInputs(MakesItsLossInside):
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
             logits = super().forward((x - x.mean(0)) / (x.std(0) + 0.1))
             return cross_entropy(logits, y), logits
+
+
+class SendsSamplesToExperts(MakesItsLossInside):
+    """Each sample goes to the two experts that a router chooses, as most people write it."""
+
+    fast = True
+
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 3)
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def mixed(self, h: Tensor) -> Tensor:
+            weights, chosen = self.router(h).softmax(-1).topk(2)
+            out = torch.zeros_like(h)
+            for number, expert in enumerate(self.experts):
+                at, which = torch.where(chosen == number)
+                out.index_add_(0, at, expert(h[at]).tanh() * weights[at, which, None])
+            return out
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            h = torch.tanh(self.second(torch.tanh(self.first(x))))
+            logits = self.third(h + self.mixed(h))
+            return cross_entropy(logits, y), logits
+
+
+class MasksSamplesOfExperts(SendsSamplesToExperts):
+    """The same by masks, into which the results are added."""
+
+    class Net(SendsSamplesToExperts.Net):
+        def mixed(self, h: Tensor) -> Tensor:
+            logits = self.router(h)
+            best, chosen = logits.topk(2)
+            gates = torch.full_like(logits, -torch.inf).scatter(-1, chosen, best).softmax(-1)
+            out = torch.zeros_like(h)
+            for number, expert in enumerate(self.experts):
+                mask = (chosen == number).any(-1)
+                out[mask] += expert(h[mask]).tanh() * gates[mask, number].unsqueeze(1)
+            return out
+
+
+class SortsSamplesByExpert(SendsSamplesToExperts):
+    """Sorted by the expert that was chosen, and back."""
+
+    class Net(SendsSamplesToExperts.Net):
+        def mixed(self, h: Tensor) -> Tensor:
+            weights, chosen = self.router(h).softmax(-1).topk(2)
+            number, order = chosen.reshape(-1).sort()
+            table = torch.stack([expert.weight for expert in self.experts])
+            some = torch.einsum("nij,nj->ni", table[number], h[order // 2])
+            some = some * weights.reshape(-1)[order].unsqueeze(-1)
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order))
+            return some[back].view(len(h), 2, -1).sum(1)
+
+
+class LimitsItsExperts(SendsSamplesToExperts):
+    """Experts with a capacity: which samples find a place depends on all of them."""
+
+    parts = 1
+
+    class Net(SendsSamplesToExperts.Net):
+        def mixed(self, h: Tensor) -> Tensor:
+            chosen = nn.functional.one_hot(self.router(h).argmax(-1), 3)
+            kept = ((chosen.cumsum(0) * chosen).sum(-1) <= 2).to(h.dtype)
+            return self.experts[0](h) * kept[:, None]
