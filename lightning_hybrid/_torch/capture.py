@@ -157,11 +157,11 @@ def capture_settings() -> Iterator[None]:
             revert()
 
 
-def free_first_size(tensors: Iterable[Tensor]) -> None:
-    """Ask TorchDynamo to keep dimension 0 of these tensors free, if their code allows it."""
+def free_sizes(tensors: Iterable[Tensor], dimensions: int) -> None:
+    """Ask TorchDynamo to keep the first dimensions of these free, if their code allows it."""
     for tensor in tensors:
-        if tensor.dim():
-            _mark_dynamic(tensor, 0)
+        for dimension in range(min(tensor.dim(), dimensions)):
+            _mark_dynamic(tensor, dimension)
 
 
 def recapture_reason() -> str | None:

@@ -28,7 +28,7 @@ from lightning_hybrid._torch.capture import (
     TorchDynamoException,
     capture_settings,
     forget_compiled,
-    free_first_size,
+    free_sizes,
     recapture_reason,
 )
 from lightning_hybrid._torch.modules import tables
@@ -88,6 +88,10 @@ def _exchanged() -> Iterator[None]:
         yield
 
 
+class _OtherDimension(Exception):
+    """The batch is to be looked for in the other one of the first two dimensions."""
+
+
 def _refuse_classes(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_nested:
@@ -134,6 +138,7 @@ class Capture:
         self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._given: list[int] = []
+        self._batch_dim, self._looks_behind = 0, divides and whole and _has_time_first(network)
         self._captured = 0
 
         if getattr(forward, "__func__", None) is type(network).forward:
@@ -169,10 +174,16 @@ class Capture:
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         _refuse_classes(given)
         self._given = [id(tensor) for tensor in given]
-        free_first_size(given)
+        free_sizes(given, 1 + self._batch_dim)
         try:
             with capture_settings(), _exchanged():
                 return self._compiled(*args, **kwargs)
+        except _OtherDimension:
+            # nothing but the capture has happened
+            forget_compiled(self, self._code)
+            self._batch_dim, self._captured = 1 - self._batch_dim, 0
+            self._looks_behind = self._batch_dim == 1
+            return self._called(args, kwargs, given)
         except (
             TorchDynamoException,
             FailOnRecompileLimitHit,
@@ -216,11 +227,26 @@ class Capture:
             if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
                 shared = frozenset(self._shared)
-                graph = describe(module, self.network, names, self._given, values, shared)
+                graph = describe(
+                    module, self.network, names, self._given, values, shared, self._batch_dim
+                )
                 divided = graphs[names] = Divided(graph, divides=self._divides)
+                self._find_batch(divided.heavy, values)
             return divided(values, self._run)
 
         return run
+
+    def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
+        """Look for the batch in dimension 1, where layers want it there, and once.
+
+        Raises:
+            _OtherDimension: the other dimension is to be tried.
+        """
+        looks, self._looks_behind = self._looks_behind, False
+        if looks and (graph.is_static or graph.meets is not None):
+            several = [v for v in values if isinstance(v, Tensor) and id(v) in self._given]
+            if any(v.dim() > 1 and v.shape[1] > 1 for v in several):
+                raise _OtherDimension
 
     def _named(self, values: Sequence[Any], tensors: Sequence[bool]) -> tuple[str | None, ...]:
         """Per argument, the name of the parameter or buffer that it is."""
@@ -260,6 +286,11 @@ class Capture:
             if table.get(key) is value:
                 return name if self._shared[name] == kind_of(value) else None
         return None
+
+
+def _has_time_first(network: nn.Module) -> bool:
+    """Whether there is a layer of torch's that has the batch in dimension 1."""
+    return any(getattr(part, "batch_first", True) is False for part in network.modules())
 
 
 _OF_MODES = ("GLOBAL_STATE", ".training ==", "requires_grad", "dispatch key", "grad_mode")

@@ -29,6 +29,7 @@ def describe(
     given: Sequence[int],
     values: Sequence[Any],
     shared: frozenset[str],
+    batch_dim: int = 0,
 ) -> NetworkGraph:
     """Describe what TorchDynamo has captured.
 
@@ -39,6 +40,7 @@ def describe(
         given: identities of the tensors among the arguments of the call, in order.
         values: what the placeholders are in this call.
         shared: names of the parameters and buffers that all ranks have.
+        batch_dim: of the first argument.
     """
     open_only_region(module)
     nodes = list(module.graph.nodes)
@@ -48,30 +50,36 @@ def describe(
     placeholders = [n for n in nodes if n.op == "placeholder"]
     order = {identity: number for number, identity in enumerate(given)}
     arguments = [
-        (order[id(value)], node.meta["example_value"].shape[0], value.shape[0])
+        (order[id(value)], [*zip(node.meta["example_value"].shape, value.shape)])
         for node, value in zip(placeholders, values)
         if id(value) in order and isinstance(value, Tensor) and value.dim() and not value.is_nested
     ]
     arguments.sort(key=lambda argument: argument[0])
-    symbols, batch = _of_batch(arguments)
+    symbols, batch = _of_batch([sizes for _, sizes in arguments], batch_dim)
     tensors = {n: name for n, name in zip(placeholders, names) if name is not None}
     return _Describing(module.graph, attributes, network, tensors, symbols, batch, shared).graph()
 
 
 def _of_batch(
-    first_sizes: Sequence[tuple[int, Any, int]],
+    arguments: Sequence[Sequence[tuple[Any, int]]], dim: int
 ) -> tuple[tuple[Any, ...], int | None]:
     """The symbols of the batch's size, and what it is.
 
-    It is that of dimension 0 of the first argument in which it is free, and of all others that are
-    equal: TorchDynamo gives each a symbol of its own. (Whether samples are there, and do not meet,
-    is for others to find out.)
+    It is that of one dimension of the first argument in which it is free, and of the same or an
+    earlier one of all others, if it is equal: TorchDynamo gives each a symbol of its own. (Whether
+    samples are there, and do not meet, is for others to find out.)
 
     Args:
-        first_sizes: per argument its number, its first size in the graph, and what that is.
+        arguments: per argument its sizes in the graph, and what they are.
+        dim: the dimension.
     """
-    free = [(size, value) for _, size, value in first_sizes if is_symbol(size)]
-    same = [size for size, value in free if value == free[0][1]]
+    free = [sizes[dim] for sizes in arguments if len(sizes) > dim and is_symbol(sizes[dim][0])]
+    same = []
+    for sizes in arguments if free else ():
+        equal = [s for s, value in sizes[dim::-1] if is_symbol(s) and value == free[0][1]]
+        same += equal[:1]
+    if free:
+        same.sort(key=lambda size: size is not free[0][0])
     symbols = tuple(dict.fromkeys(symbols_in(size)[0] for size in same))
     return symbols, free[0][1] if free else None
 

@@ -1,11 +1,12 @@
 """Networks in which samples meet at their ends, or seem to: batches go through in micro-batches."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from suite import Layers, Row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import DataLoader
 
 
 class MakesItsLossInside(Row):
@@ -160,3 +161,102 @@ class LimitsItsExperts(SendsSamplesToExperts):
             chosen = nn.functional.one_hot(self.router(h).argmax(-1), 3)
             kept = ((chosen.cumsum(0) * chosen).sum(-1) <= 2).to(h.dtype)
             return self.experts[0](h) * kept[:, None]
+
+
+class TakesTimeFirst(MakesItsLossInside):
+    """The batch is dimension 1 of the inputs, as torch's transformers want it."""
+
+    fast = True
+
+    class Net(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.third = nn.Linear(2, 4), nn.Linear(4, 3)
+            self.second = nn.TransformerEncoderLayer(4, 2, 8, 0.0)  # type: ignore[assignment]
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            logits = self.third(self.second(torch.tanh(self.first(x)))).mean(0)
+            return cross_entropy(logits, y), logits
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x.view(len(x), 3, 2).transpose(0, 1), y)
+
+
+class TakesTimeFirstInLSTMs(TakesTimeFirst):
+    """The same of recurrent layers."""
+
+    class Net(TakesTimeFirst.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.LSTM(4, 4)  # type: ignore[assignment]
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            states, (last, _) = self.second(torch.tanh(self.first(x)))
+            logits = self.third(states.mean(0) + last[0])
+            return cross_entropy(logits, y), logits
+
+
+class TakesAnOrder(MakesItsLossInside):
+    """An argument has indices of samples: the hidden states of others are taken whole."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor, order: Tensor) -> Tensor:  # type: ignore[override]
+            h = torch.tanh(self.first(x))
+            return self.third(torch.tanh(self.second(h + h[order])) + h)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.net(x, torch.arange(len(x)).flip(0)), y)
+
+
+class TakesAnOrderOfItsInputs(TakesAnOrder):
+    """The same of the inputs themselves, which the driver has."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor, order: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + x[order])
+
+
+class _InThree(Row):
+    """Batches of 6 in three micro-batches."""
+
+    microbatches = 3
+    samples = 36
+
+    def train_dataloader(self) -> Any:
+        indices = torch.arange(self.samples).split(6)
+        mine = indices[self.trainer.global_rank :: self.trainer.world_size]
+        return DataLoader(self.dataset(), batch_sampler=[part.tolist() for part in mine])
+
+
+class MakesItsLossInsideInThree(_InThree, MakesItsLossInside):
+    """Three micro-batches before one tail."""
+
+
+class MixesItsInputsInThree(_InThree, MixesItsInputs):
+    """Three micro-batches after one prologue."""
+
+
+class SendsSamplesToExpertsInThree(_InThree, SendsSamplesToExperts):
+    """Of two samples some experts see none."""
+
+
+class TakesTimeFirstInThree(_InThree, TakesTimeFirst):
+    """Three micro-batches along dimension 1."""
+
+
+class ComparesSamplesInAnyNumber(ComparesSamplesAtTheEnd):
+    """The number of micro-batches is chosen."""
+
+    arguments: ClassVar = {"num_microbatches": "auto"}
+
+
+class SendsSamplesToExpertsInAnyNumber(SendsSamplesToExperts):
+    """The number of micro-batches is chosen."""
+
+    arguments: ClassVar = {"num_microbatches": "auto"}
+
+
+class TakesTimeFirstInAnyNumber(TakesTimeFirst):
+    """The number of micro-batches is chosen."""
+
+    arguments: ClassVar = {"num_microbatches": "auto"}

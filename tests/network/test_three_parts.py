@@ -13,6 +13,8 @@ from capturing import InParts, outputs_and_gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hybrid.network.rows import Rows
+
 Code = Callable[..., Any]
 BATCH = 6
 
@@ -245,6 +247,65 @@ class Masked(nn.Module):
 def test_samples_behind_time_are_split() -> None:
     parts = compared(TimeMajor(), torch.randn(BATCH, 5, 8, dtype=torch.float64))
     assert parts.why_whole is None
+
+
+class TimeFirst(nn.Module):
+    """The batch is dimension 1 of both inputs, or 0 of a mask."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        h = self.layer(x, *more)
+        return self.head(h[0] if isinstance(h, tuple) else h)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, 0.0)
+
+
+@pytest.mark.parametrize("time", [BATCH, 5], ids=["as long as the batch", "shorter"])
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [
+        (encoder_layer, ["tb8"]),
+        (encoder_layer, ["tb8", "tt", "bt"]),
+        (lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0), ["tb8", "3b8"]),
+        (lambda: nn.LSTM(8, 8), ["tb8"]),
+    ],
+    ids=["encoder", "masks", "decoder", "LSTM"],
+)
+def test_a_batch_in_dimension_1_is_split_there(
+    make: Callable[[], nn.Module], shapes: list[str], time: int
+) -> None:
+    torch.manual_seed(1)
+    sizes = {"t": time, "b": BATCH, "3": 3, "8": 8}
+    args = [torch.randn([sizes[d] for d in shape], dtype=torch.float64) for shape in shapes]
+    network = TimeFirst(make()).double()
+    twin, parts = deepcopy(network), InParts(network)
+    for found, expected in zip(
+        outputs_and_gradients(network, parts, *args), outputs_and_gradients(twin, twin, *args)
+    ):
+        assert found is not None and expected is not None
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert (parts.why_whole, parts.counted) == (None, 2)
+    assert parts.graph is not None and [r for r in parts.graph.rows.values()] == [Rows(1)]
+
+
+def test_where_samples_meet_in_both_dimensions_the_batch_goes_whole() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = encoder_layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).transpose(0, 1))
+
+    parts = InParts(Both().double())
+    parts(torch.randn(5, BATCH, 8, dtype=torch.float64))
+    assert parts.why_whole is not None
+    assert parts.graph is not None and parts.graph.batch == 5  # of dimension 0, as ever
 
 
 def test_two_inputs_of_one_size_are_one_batch() -> None:
