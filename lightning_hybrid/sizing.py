@@ -123,6 +123,8 @@ class SizeChooser:
         finally:
             self._progress.over()
         rank_zero_info(choice.describe())
+        if config.microbatches is None and (reason := _why_whole(looked)) is not None:
+            rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
         return choice.best.sizes
 
     def _search(self) -> Search:
@@ -165,13 +167,15 @@ def _prepares(owner: Any) -> bool:
     return is_overridden("prepare_data", owner, kind)
 
 
+def _why_whole(looked: Sequence[Seen]) -> str | None:
+    """Why batches of several samples go through a network whole; ``None``: they need not."""
+    calls = [(s.graph, s.leaves) for s in looked if (s.graph.batch_of(s.leaves) or 1) > 1]
+    return next(filter(None, (why_whole(graph, leaves, 2) for graph, leaves in calls)), None)
+
+
 def _splits(looked: Sequence[Seen]) -> Callable[[int], bool]:
     """Tells whether batches may go through all networks in so many micro-batches."""
-    calls = [(seen.graph, seen.leaves) for seen in looked]
-    whole = any(
-        (graph.batch_of(leaves) or 1) > 1 and why_whole(graph, leaves, 2) is not None
-        for graph, leaves in calls
-    )
+    calls, whole = [(seen.graph, seen.leaves) for seen in looked], _why_whole(looked) is not None
     return lambda microbatches: (
         not whole and all(fits(graph, leaves, microbatches) for graph, leaves in calls)
     )

@@ -26,6 +26,17 @@ class RefusedUnknownCut(_Refused):
     refused = ("secnd", "'net.second'")
 
 
+class RefusedRaggedTensors(Row):
+    """An input in which samples have several lengths, as one tensor."""
+
+    fast = True
+    refused = ("it takes a nested tensor, whose sizes follow from values",)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        ragged = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        return self.net(ragged).values().square().mean()
+
+
 class RefusedTooFewCuts(_Refused):
     shapes = (ONE_OF_TWO,)  # whose numbers the words have
     arguments: ClassVar = {"allocation": []}

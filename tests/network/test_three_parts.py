@@ -172,13 +172,17 @@ def compared(network: nn.Module, *args: Any, microbatches: int = 2) -> InParts:
     twin, parts = deepcopy(network), InParts(network, microbatches)
     for size in (BATCH, BATCH - 1, BATCH):
         some = [arg[:size] if arg.dim() and len(arg) == BATCH else arg for arg in args]
-        expected = outputs_and_gradients(twin, twin, *some)
-        found = outputs_and_gradients(network, parts, *some)
-        for one, other in zip(found, expected, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None and other is not None:
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        compared_once(network, twin, parts, *some)
     return parts
+
+
+def compared_once(network: nn.Module, twin: nn.Module, parts: InParts, *args: Tensor) -> None:
+    expected = outputs_and_gradients(twin, twin, *args)
+    found = outputs_and_gradients(network, parts, *args)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("code", TAILS + PROLOGUES, ids=lambda code: code.__name__)
@@ -265,6 +269,7 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, 0.0)
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.parametrize("time", [BATCH, 5], ids=["as long as the batch", "shorter"])
 @pytest.mark.parametrize(
     ("make", "shapes"),
@@ -284,13 +289,10 @@ def test_a_batch_in_dimension_1_is_split_there(
     args = [torch.randn([sizes[d] for d in shape], dtype=torch.float64) for shape in shapes]
     network = TimeFirst(make()).double()
     twin, parts = deepcopy(network), InParts(network)
-    for found, expected in zip(
-        outputs_and_gradients(network, parts, *args), outputs_and_gradients(twin, twin, *args)
-    ):
-        assert found is not None and expected is not None
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    compared_once(network, twin, parts, *args)
     assert (parts.why_whole, parts.counted) == (None, 2)
-    assert parts.graph is not None and [r for r in parts.graph.rows.values()] == [Rows(1)]
+    assert parts.graph is not None
+    assert list(parts.graph.rows.values()) == [Rows(1)]
 
 
 def test_where_samples_meet_in_both_dimensions_the_batch_goes_whole() -> None:
@@ -305,7 +307,8 @@ def test_where_samples_meet_in_both_dimensions_the_batch_goes_whole() -> None:
     parts = InParts(Both().double())
     parts(torch.randn(5, BATCH, 8, dtype=torch.float64))
     assert parts.why_whole is not None
-    assert parts.graph is not None and parts.graph.batch == 5  # of dimension 0, as ever
+    assert parts.graph is not None
+    assert parts.graph.batch == 5  # of dimension 0, as ever
 
 
 def test_two_inputs_of_one_size_are_one_batch() -> None:

@@ -80,6 +80,19 @@ class Unpacks(Module):
         return super().training_step(batch * self.scale, batch_idx)
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Meets(Module):
+    """Samples meet between its layers."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(width, depth)
+        self.net.insert(1, Centred())
+
+
 class Fails(Module):
     """One rank fails before sizes are known."""
 
@@ -190,7 +203,7 @@ class Once:
 
 
 NETWORKS = {"tiny": (Module, 8, 3), "wide": (Module, 1024, 20), "unpacks": (Unpacks, 8, 3)}
-NETWORKS |= {"made": (Made, 8, 3), "fails": (Fails, 8, 3)}
+NETWORKS |= {"made": (Made, 8, 3), "fails": (Fails, 8, 3), "meets": (Meets, 8, 3)}
 
 
 def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:

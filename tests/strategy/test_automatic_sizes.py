@@ -19,6 +19,7 @@ JOBS = [
     {"name": "plain loader", "network": "wide", "strategy": OPEN, "loader": "plain"},
     {"name": "once", "network": "tiny", "strategy": OPEN, "loader": "once"},
     {"name": "unpacks", "network": "unpacks", "strategy": OPEN},
+    {"name": "meets", "network": "meets", "strategy": OPEN},
     {"name": "made", "network": "made", "strategy": OPEN},
     {"name": "cut points", "network": "tiny", "strategy": OPEN}
     | {"arguments": {"allocation": ["net.1"]}},
@@ -97,6 +98,11 @@ def test_all_a_script_sees_is_what_the_same_sizes_would_give(ranks: Ranks, job: 
     """Losses, batches, reads, hooks, logs and later random numbers, on every rank."""
     for rank in ranks:
         assert_the_same(rank[job]["user"], rank[f"{job} given"]["user"])
+
+
+@pytest.mark.conformance
+def test_one_micro_batch_has_a_line_that_names_the_operator(ranks: Ranks) -> None:
+    assert "num_microbatches='auto' is 1: samples meet in 'mean'" in said(ranks, "meets")
 
 
 @pytest.mark.conformance
