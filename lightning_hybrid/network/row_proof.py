@@ -127,6 +127,7 @@ class _Walk:
     ) -> None:
         self.found, self._values = Followed(), dict[fx.Node, Any]()
         self._kept, self._early = kept, self.found.early
+        self._sizes: set[fx.Node] = set()  # numbers that are how many entries were picked
         self._attributes, self._source = attributes, source
         self._run = _Run(symbols)
         examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
@@ -152,11 +153,6 @@ class _Walk:
         elif node.meta.get("scalar"):
             # (run again, `int(size)` would be the number that it was when it was captured)
             self._values[node] = example
-            if node.target is torch.ops.aten.sym_size.int:
-                sizes = self._values[node.all_input_nodes[0]].shape
-                self._values[node] = example = sizes[node.args[1]]
-                if self._run.is_count(example):
-                    return
             unknown = _symbols_of(example) - self._known
             if any(map(self.found.meets, node.all_input_nodes)) or (
                 unknown and any(self._has_samples(n) for n in node.all_input_nodes)
@@ -238,12 +234,17 @@ class _Walk:
         tensors = [unwrapped(tensor) for _, tensor in tensors_in(self._values[node])]
         if run.draws and tensors and all(run.label(tensor) is None for tensor in tensors):
             why = "random numbers that all samples share"
-        if run.reads and not tensors:
+        value = self._values[node]
+        if not tensors and (run.reads or not run.tainted.isdisjoint(_symbols_of(value))):
             self.found.numbers.add(node)
+            run.tainted |= _symbols_of(node.meta.get("example_value")) - self._known
+            if run.is_count(value):
+                self._sizes.add(node)
         met = run.draws or why or MEET in map(run.label, tensors)
         if met and self._is_prologue(node, tensors):
             return
-        meets = any(taken in self.found.numbers for taken in node.all_input_nodes)
+        # (the rules know how many entries were picked)
+        meets = any(taken in self.found.numbers - self._sizes for taken in node.all_input_nodes)
         if meets or why != run.why:
             for tensor in tensors:
                 run.spoil(tensor)
@@ -407,6 +408,9 @@ class _Run(TorchDispatchMode):
         own = self.label(tensor)
         fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
         shown = self._views[_memory(tensor)]
+        for other in shown:
+            if isinstance(before := self.label(other), Rows):
+                self.set(other, replace(before, is_sorted=False))
         if isinstance(label, Rows) and label.at(label.dim) == own and label.places != own.places:
             fits = all(other.shape == tensor.shape for other in shown)
             for other in shown:  # it has places now, and nothing else

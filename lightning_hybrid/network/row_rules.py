@@ -658,7 +658,8 @@ def sort(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     assert isinstance(rows, Rows)
     picked, size = f.ordered(outs[1]), f.size(tensor.shape[0])
     places = Places(rows.outer, size)
-    return [Rows(0, picked=picked, is_sorted=True), Rows(0, 1, places, picked)]
+    ascending = not call["descending"]
+    return [Rows(0, picked=picked, is_sorted=ascending), Rows(0, 1, places, picked)]
 
 
 def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -678,8 +679,8 @@ def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 def histogram(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     """How many there are of each of the numbers by which entries were sorted."""
-    rows = f.label(call["self"])
-    return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted else MEET
+    rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
+    return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
 
 def cumsum(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:

@@ -114,6 +114,17 @@ def shifted_labels(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net.body(x).view(-1, 4), labels.view(-1) % 4)
 
 
+def number_of_picked(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+    at = torch.where(y > 3)[0]
+    h = net.body(x)
+    return h.index_add(0, at, net.body(h[at])), at.shape[0]
+
+
+def picked_at_the_end(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    h = net.body(x)
+    return h[y > 3], F.cross_entropy(h[y > 2], y[y > 2])
+
+
 def mean_of_positions(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return (net.body(x).sum(1) * torch.arange(len(x))).sum()
 
@@ -132,7 +143,7 @@ def in_the_backward(net: Any, x: Tensor, y: Tensor) -> Tensor:
 TAILS: list[Code] = [
     loss_inside, class_weights, token_weighted, contrastive, two_views, barlow, own_position,
     in_place_at_the_end, without_gradients, checkpointed, read, shifted_labels, mean_of_positions,
-    weak, in_the_backward,
+    weak, in_the_backward, number_of_picked, picked_at_the_end,
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- split, with a prologue
@@ -403,6 +414,33 @@ def capacity(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return net.c(net.b(h * (order.amax(1) < 3)[:, None]))
 
 
+def descending(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    numbers, order = h[:, :2].argmax(1).sort(descending=True)
+    ends = torch.histc(numbers.double(), 2, 0, 1).cumsum(0)
+    return net.c(net.b((h[order] * ends[0]).index_add(0, order, h)))
+
+
+def mean_of_picked(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    at = torch.where(h[:, 0] > 0)[0]
+    return net.c(net.b(h.index_add(0, at, h[at] - h[at].mean(0))))
+
+
+def sized_by_picked(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    at = torch.where(h[:, 0] > 0)[0]
+    return net.c(net.b(h.index_add(0, at, h[at] / (at.shape[0] + 1))))
+
+
+def of_another_mask(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    mask = h[:, 0] > 0
+    h = h.clone()
+    h[mask.flip(0)] = h[mask].tanh()
+    return net.c(net.b(h))
+
+
 def written_through_a_fold(net: Any, x: Tensor, y: Tensor) -> Tensor:
     h = net.a(x)
     halves = h.view(2, -1, 512)
@@ -425,6 +463,7 @@ WHOLE = [
     written_buffer,
     drops_weights, changed_through_a_view,
     batch_in_the_last_dimension, folded_wrongly, next_position, mean_of_a_class, capacity,
+    descending, mean_of_picked, sized_by_picked, of_another_mask,
     written_through_a_fold, written_through_a_transpose, cut_out_of_repeated,
 ]  # fmt: skip
 
