@@ -244,7 +244,7 @@ class Discovery:
         """After a call that was too early to cut by: training may call another module."""
         if not found.driven and found.name not in self._kept:
             self._early[found.name] = found
-            self._why_early.setdefault(found.name, _why_without_gradients())
+            self._why_early[found.name] = _why_without_gradients()
             self._watch(watched)
 
     def _watch_calls(self, found: FoundNetwork) -> None:
