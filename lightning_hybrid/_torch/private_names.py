@@ -119,6 +119,7 @@ ATTRIBUTES: tuple[tuple[Callable[[], object], tuple[str, ...]], ...] = (
         ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_use_count"),
     ),
     (lambda: torch.ones(1).untyped_storage(), ("_cdata",)),
+    (lambda: torch.storage.TypedStorage, ("_fake_device",)),
     (lambda: torch.ops.aten.add.Tensor, ("_schema",)),
     (lambda: torch.autograd.forward_ad, ("_current_level",)),
     (

@@ -12,10 +12,10 @@ from lightning_hybrid._torch.tensors import as_they_are
 class _ReadWhenWritten(torch.UntypedStorage):
     """`torch.save` brings storages of other devices to the CPU one by one, as it writes them."""
 
-    _read: Callable[[], torch.UntypedStorage]
+    read: Callable[[], torch.UntypedStorage]
 
     def cpu(self) -> torch.UntypedStorage:
-        return self._read()
+        return self.read()
 
 
 def reduced(tensor: Tensor, read: Callable[[], torch.UntypedStorage]) -> Any:
@@ -30,7 +30,7 @@ def reduced(tensor: Tensor, read: Callable[[], torch.UntypedStorage]) -> Any:
         size, stride = tuple(tensor.shape), tensor.stride()
         offset, dtype = tensor.storage_offset(), tensor.dtype
     storage = _ReadWhenWritten(nbytes, device="meta")  # type: ignore[no-untyped-call]
-    storage._read = read
+    storage.read = read
     rebuild, (typed, _, _, _, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
     # what `torch.save` writes as the place that a storage was at; it asks fake tensors likewise
