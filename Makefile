@@ -36,12 +36,13 @@ demo: $(READY)
 	&& $(call run,python -m models report $$run) \
 	&& $(call run,python -m models.summary $$run)
 
-# two tests at once, each with one thread for its sums; tests of one file one after the other
-PYTEST := python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# each test with one thread for its sums; tests of one file one after the other
+PYTEST := python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
 test newest conformance third: export OMP_NUM_THREADS := 1
 
 # (a hang that Python cannot interrupt, as it can for pytest's own timeout, ends its process)
-FAST := $(PYTEST) -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true
+# (three at once for two cores: processes that start and ranks that wait take a third of the time)
+FAST := $(PYTEST) 3 -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true
 test: $(READY)
 	$(FAST)
 
@@ -59,16 +60,16 @@ newest:
 	$(FAST)
 
 conformance: $(READY)
-	$(PYTEST) -m conformance
+	$(PYTEST) 2 -m conformance
 
 # another third of the rows with each commit
 third: $(READY)
-	$(PYTEST) -m conformance --third "$$(git rev-parse HEAD)" tests/conformance
+	$(PYTEST) 2 -m conformance --third "$$(git rev-parse HEAD)" tests/conformance
 
 # emulated GPUs, which the other tests must not see
 as-gpu: export OMP_NUM_THREADS := 1
 as-gpu: $(READY)
-	$(PYTEST) -m as_gpu tests/as_gpu
+	$(PYTEST) 2 -m as_gpu tests/as_gpu
 
 lint: $(READY)
 	ruff check .
