@@ -239,7 +239,9 @@ def run_pipelining(
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     with torch.no_grad():  # shapes are given, so that nothing is run to learn them
-        crossing = [value.requires_grad_() for value in stages[0]([part], numbers)]
+        crossing = stages[0]([part], numbers)
+        for value in crossing:  # (a mask crosses too)
+            value.requires_grad_(value.is_floating_point())
         last = [value.requires_grad_() for value in stages[1](crossing, numbers)]
     stage = PipelineStage(
         OneStage(),
