@@ -15,7 +15,7 @@ from lightning_hybrid.planning.cluster import (
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
 from lightning_hybrid.planning.memory import ASSUMED_TENSORS, optimizer_bytes
-from lightning_hybrid.planning.memory_limits import free_bytes, free_of_host
+from lightning_hybrid.planning.memory_limits import free_addresses, free_bytes, free_of_host
 from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
 from lightning_hybrid.planning.parts import Parts
 from lightning_hybrid.planning.performance import PerformanceModel, fit
@@ -55,6 +55,7 @@ __all__ = [
     "counted_parts",
     "fastest",
     "fit",
+    "free_addresses",
     "free_bytes",
     "free_of_host",
     "gigabytes",

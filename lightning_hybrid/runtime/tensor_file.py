@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_hybrid._trees import Token, rebuild
 from lightning_hybrid.comm import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning import free_bytes, gigabytes
+from lightning_hybrid.planning import free_addresses, gigabytes
 from lightning_hybrid.tensors import unread
 
 PIECE_BYTES = 64 * 2**20
@@ -137,7 +137,11 @@ def _read(ticket: Ticket) -> Any | None:
     if file.read(_TOKEN_BYTES) != ticket.token:
         file.close()
         return None
+    left = free_addresses()
     try:
+        # what computes afterwards needs addresses, too
+        if left is not None and 2 * os.fstat(file.fileno()).st_size > left:
+            raise NoAddresses("no room beside it")
         memory = _map(file)
     except NoAddresses:
         return rebuild(ticket.value, _unread_from(file))
@@ -169,7 +173,7 @@ def _map(file: BinaryIO, begin: int = 0, size: int = 0) -> mmap.mmap:
 
 
 def _left() -> str:
-    left = free_bytes()
+    left = free_addresses()
     return "an unknown part" if left is None else gigabytes(left)
 
 
