@@ -665,9 +665,16 @@ def test_dropout_of_attention_weights_is_a_draw() -> None:
     assert captured(Net(drops), X).graph.uses_rng
 
 
-def test_samples_behind_time_are_not_split_as_if_they_were_time() -> None:
-    found = captured(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), torch.randn(5, 3, 4))
-    assert why_whole(found.graph, found.leaves, 2) is not None
+def test_samples_behind_time_are_split_and_time_is_not() -> None:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0).double()
+    x = torch.randn(5, 6, 4, dtype=torch.float64)
+    parts = InParts(layer)
+    torch.testing.assert_close(parts(x), layer(x), rtol=1e-10, atol=1e-12)
+    assert parts.why_whole is None
+    found = captured(layer, x)
+    [rows] = [leaf.rows for leaf in found.graph.leaves if leaf.rows is not None]
+    assert rows.dim == 1
 
 
 class LanguageModel(nn.Module):

@@ -74,7 +74,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
             super().__init__()
             self.net = nn.Linear(width, width, bias=False)
 
-    monkeypatch.setattr(sys, "argv", [__file__])
+    monkeypatch.setattr("lightning_hybrid.process.launcher._require_script", lambda: None)
     monkeypatch.setattr("lightning_hybrid.strategy.free_of_host", lambda: 9_000_000)
     started: list[str] = []
     monkeypatch.setattr(
