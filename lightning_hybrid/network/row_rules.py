@@ -440,8 +440,10 @@ def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Lab
     """Of samples and heads each by itself; a mask is shared, or each sample's own."""
     rows = f.label(call["query"])
     tensors = [call[name] for name in ("query", "key", "value")]
-    if not isinstance(rows, Rows) or rows.dim or any(t.dim() != 4 for t in tensors):
+    if not isinstance(rows, Rows) or rows.dim > 1 or any(t.dim() != 4 for t in tensors):
         return MEET
+    if rows.dim == 1 and any(t.shape[1] != tensors[0].shape[1] for t in tensors):
+        return MEET  # several heads of the query have one of the key
     masks = [_aligned(f, t, 4) for t in call.others("query", "key", "value")]
     if any(f.label(t) != rows for t in tensors) or not {FREE, rows}.issuperset(masks):
         return MEET

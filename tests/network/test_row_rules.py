@@ -263,7 +263,7 @@ KNOWN = {  # case: the dimensions that may be the samples', each sample with one
     "cat and chunk": "ij", "stack": "ij", "sum": "ij", "mean, kept": "i", "softmax": "ij",
     "sort": "ik", "layer_norm": "ij", "group_norm": "i", "instance_norm": "i", "mm": "ik",
     "bmm": "ijl", "addmm": "ik", "matmul": "ijkm", "linear": "ij", "einsum": "i", "conv2d": "i",
-    "attention": "i", "attention, mask": "i", "attention, own mask": "i", "embedding": "il",
+    "attention": "ij", "attention, mask": "ij", "attention, own mask": "ij", "embedding": "il",
     "gather": "ik", "scatter_add": "i", "one_hot": "ik", "index_select": "i", "index": "ikl",
     "index, own": "i", "index, own of several": "i", "index_put, own": "i", "nll_loss": "i",
     "max_pool2d": "ij", "interpolate": "ij", "grid_sample": "i", "cdist": "i", "zeros": "i",
