@@ -214,16 +214,20 @@ def refusal(network: nn.Module, call: Callable[[nn.Module], Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("keeps", "what"),
+    ("keeps", "causes"),
     [
-        (keeps_by_python, "TorchDynamo does not follow 'Random.random'"),
-        (keeps_by_torch, "Data-dependent branching"),
+        # (torch 2.15 follows Python's generator, up to the branch)
+        (keeps_by_python, ("TorchDynamo does not follow 'Random.random'", "Data-dependent branching")),
+        (keeps_by_torch, ("Data-dependent branching",)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")  # (as an error it would be the cause)
-def test_layers_left_out_at_random_are_named_first_with_their_line(keeps: Any, what: str) -> None:
+def test_layers_left_out_at_random_are_named_first_with_their_line(
+    keeps: Any, causes: tuple[str, ...]
+) -> None:
     line = refusal(SkipsLayers(keeps), lambda net: net(X.clone().requires_grad_()))
-    assert line.startswith(f"'net' cannot be captured as one graph: {what} ({__file__}:")
+    refused = "'net' cannot be captured as one graph:"
+    assert line.startswith(tuple(f"{refused} {cause} ({__file__}:" for cause in causes))
 
 
 @pytest.mark.filterwarnings("ignore")  # (torch.ao is on its way out)
