@@ -1,9 +1,9 @@
 """Whether stages still compute what the network's Python computes: looked at now and then.
 
 TorchDynamo asks at each call whether what its graph depends on has changed, but not of everything
-(docs/how_it_works.md has the list). What it does not ask, a graph holds for ever. And that the
-samples of a batch do not meet is tried on the first batch only. So at calls 1, 2, 4, 8, ... of a
-network that is cut its Python runs once more, on this rank and on a copy
+(docs/what_you_can_rely_on.md has the list). What it does not ask, a graph holds for ever. And that
+the samples of a batch do not meet is tried on the first batch only. So at calls 1, 2, 4, 8, ... of
+a network that is cut its Python runs once more, on this rank and on a copy
 (:mod:`lightning_hybrid.runtime.module_copy`), and what both return is compared:
 
 * on the whole batch, where results do not depend on how it is split: then samples that meet are
@@ -411,9 +411,9 @@ class Check:
             f"{self.number} {_calls(*self.kind[1:])} {_listed(found)}.{self._cause()} TorchDynamo "
             "does not see every change of what code reads (a key that a dictionary has got since, "
             "the result of functools.cache, os.environ, an attribute of a class: "
-            "docs/how_it_works.md has the list), and goes on with what was there. Give the value "
-            "to forward as an argument, or keep it in an attribute of the module; or leave the "
-            "module that reads it uncut: name others (HybridGabraStrategy(network=[...])). "
+            "docs/what_you_can_rely_on.md has the list), and goes on with what was there. Give the "
+            "value to forward as an argument, or keep it in an attribute of the module; or leave "
+            "the module that reads it uncut: name others (HybridGabraStrategy(network=[...])). "
             "verify=False looks no more."
         )
 

@@ -1,7 +1,7 @@
 """What TorchDynamo does not guard: a captured call goes on as if nothing had changed.
 
-This is the list in `docs/how_it_works.md`. A case that fails is one that torch has learned to see,
-and leaves the list.
+This is the list in `docs/what_you_can_rely_on.md`. A case that fails is one that torch has learned
+to see, and leaves the list.
 """
 
 # ruff: noqa: B019 (networks of these tests live as long as the process)
