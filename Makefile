@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test newest conformance third lint bench as-gpu
+.PHONY: setup demo test newest conformance third lint bench as-gpu features docs
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -75,6 +75,19 @@ lint: $(READY)
 	ruff check .
 	ruff format --check .
 	mypy
+
+# the page of what works, written from the rows of the suite
+features: $(READY)
+	python tests/conformance/features.py
+
+# the site, in site/; a broken link or anchor ends it
+docs: .venv-docs/.ready
+	.venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.ready: pyproject.toml
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet $$(python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
 
 bench: $(READY)
 	python -m benchmarks

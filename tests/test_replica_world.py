@@ -145,6 +145,7 @@ class OfDatasets(IterableDataset[int]):
     ],
 )
 def test_a_loader_that_was_made_for_all_processes_is_refused(loader: Any) -> None:
+    """A sampler or data set that was made before the run by the ranks of all processes."""
     with pytest.raises(PlanError, match="=4, the number of all processes; with 2 replicas"):
         refuse_other_shards(loader, 2, 4, worlds(2, 2)[2])
 

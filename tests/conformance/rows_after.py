@@ -24,7 +24,10 @@ class _Remembers(Callback):
 
 
 class AsksAfterFit(Row):
-    """Numbers of steps and batches, loaders, schedulers; then it validates, and asks again."""
+    """The script asks every rank after the run for numbers of steps and batches, loaders and
+    schedulers; then it validates, and asks again. On workers these are stand-ins that know their
+    numbers and refuse everything else.
+    """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     fast = True

@@ -32,7 +32,9 @@ class _Manual(Row):
 
 
 class KeepsViewsOfWeights(Row):
-    """Taken before the first step; read and changed in the middle of the run."""
+    """Takes `p.data`, `p.detach()` and a `state_dict()` before the first step, and reads and
+    changes them in the middle of the run.
+    """
 
     fast = True
     shapes = EVERY
@@ -52,6 +54,8 @@ class KeepsViewsOfWeights(Row):
 
 
 class ClearsGradientsOfTheModule(_Manual):
+    """Calls `module.zero_grad()` instead of the optimizer's, under manual optimization."""
+
     fast = True
     shapes = EVERY
 
@@ -61,11 +65,15 @@ class ClearsGradientsOfTheModule(_Manual):
 
 
 class KeepsPrototypesByHand(ClearsGradientsOfTheModule, KeepsPrototypes):
-    """`ddp` then exchanges buffers before the first step alone."""
+    """Changes a buffer in each step of manual optimization; as under `ddp`, replicas exchange
+    buffers before the first step alone.
+    """
 
 
 class FreezesBetweenForwardAndBackward(_Manual):
-    """Gradients are added to what is trainable when the backward comes, for two open calls too."""
+    """Freezes and thaws layers between forward and backward, also with two calls of the network
+    open; gradients go to what is trainable when the backward comes.
+    """
 
     fast = True
     shapes = EVERY
@@ -92,11 +100,17 @@ class FreezesBetweenForwardAndBackward(_Manual):
 
 
 class FreezesWithASplitBackward(FreezesBetweenForwardAndBackward):
+    """Freezes and thaws layers between forward and backward under `schedule="zero_bubble"`, which
+    computes gradients of weights later.
+    """
+
     arguments: ClassVar = {"schedule": "zero_bubble"}
     cuts: ClassVar = {2: ["net.second"]}
 
 
 class SetsGradientsToNone(_Manual):
+    """Sets `p.grad = None` for every parameter after the step."""
+
     def update(self, optimizer: Any) -> None:
         self.net.first.bias.grad = None  # not trained
         optimizer.step()
@@ -105,6 +119,8 @@ class SetsGradientsToNone(_Manual):
 
 
 class ClearsGradientsInPlace(_Manual):
+    """Calls `p.grad.zero_()` for every parameter after the step."""
+
     def update(self, optimizer: Any) -> None:
         optimizer.step()
         for parameter in self.parameters():
@@ -112,6 +128,8 @@ class ClearsGradientsInPlace(_Manual):
 
 
 class ClipsByHand(_Manual):
+    """Calls `clip_grad_norm_` and `clip_grad_value_` before the step, under manual optimization."""
+
     fast = True
 
     def update(self, optimizer: Any) -> None:
@@ -123,6 +141,8 @@ class ClipsByHand(_Manual):
 
 
 class ScalesGradients(_Manual):
+    """Replaces every gradient by half of it before the step."""
+
     def update(self, optimizer: Any) -> None:
         for parameter in self.parameters():
             parameter.grad = parameter.grad * 0.5
@@ -150,7 +170,7 @@ class LooksAtGradients(Row):
 
 
 class PenalisesWeights(Row):
-    """An L2 penalty by hand, on every parameter."""
+    """Adds an L2 penalty over all of `self.parameters()` to the loss."""
 
     shapes = EVERY
     trains = False  # gradients of the penalty arise on the driver, before they go to their owner
@@ -161,12 +181,16 @@ class PenalisesWeights(Row):
 
 
 class PenalisesWeightsWhileAccumulating(PenalisesWeights):
+    """Adds an L2 penalty over all parameters to the loss, with `accumulate_grad_batches=2`."""
+
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
 class PenalisesOneLayer(Row):
-    """And looks at the gradient that network and penalty have together."""
+    """Adds a penalty on one layer's weights, and looks at the gradient that network and penalty
+    give together.
+    """
 
     trains = False
 
@@ -178,7 +202,7 @@ class PenalisesOneLayer(Row):
 
 
 class BoundsWeights(Row):
-    """Weight clamping, as in a Wasserstein GAN."""
+    """Clamps weights in place after each step, as a Wasserstein GAN does."""
 
     shapes = EVERY
 
@@ -189,13 +213,15 @@ class BoundsWeights(Row):
 
 
 class ChangesData(Row):
+    """Changes `weight.data` in place and replaces it, before each batch."""
+
     def on_train_batch_start(self, *_: Any) -> None:
         self.net.first.weight.data[0] *= 0.5
         self.net.second.weight.data = self.net.second.weight.data.neg()
 
 
 class ReadsWeights(Row):
-    """The weights as they are in every step; a state dict, a copy, a file."""
+    """Reads the weights in every step: by `state_dict()`, `copy.deepcopy` and `torch.save`."""
 
     fast = True
 
@@ -211,7 +237,7 @@ class ReadsWeights(Row):
 
 
 class GoesBackToBestWeights(Row):
-    """Keeps a copy of the weights, and loads it in the middle of the run."""
+    """Keeps a copy of the weights, and loads it again in the middle of the run."""
 
     def on_train_batch_end(self, output: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 2:
@@ -244,6 +270,10 @@ class _Average(Callback):
 
 
 class AveragesByHand(Row):
+    """A callback keeps an exponential average of all weights, and exchanges the weights for it
+    during validation.
+    """
+
     def trainer_options(self, folder: Any) -> dict[str, Any]:
         return {
             "callbacks": [_Average()],
@@ -260,7 +290,9 @@ class AveragesByHand(Row):
 
 
 class LooksAtOptimizerState(Row):
-    """And changes it: the optimizer's own state dict, saved and loaded in the middle."""
+    """Saves the optimizer's `state_dict()` in the middle of the run, changes it, and loads it
+    again.
+    """
 
     def on_train_batch_end(self, *_: Any) -> None:
         optimizer = self.optimizers().optimizer
@@ -273,7 +305,9 @@ class LooksAtOptimizerState(Row):
 
 
 class AddsGroups(Row):
-    """Unfreezes the first layer late, as a group of its own, in the middle of an epoch."""
+    """Unfreezes the first layer in the middle of an epoch, and gives it to the optimizer as a new
+    parameter group.
+    """
 
     fast = True
     shapes = EVERY
@@ -291,7 +325,9 @@ class AddsGroups(Row):
 
 
 class ChangesSettings(Row):
-    """A slope and a switch of layers, and a number that the network's own code uses."""
+    """Changes attributes of layers in the middle of the run: a slope, a switch, and a number that
+    the network's own code uses.
+    """
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -354,7 +390,9 @@ class ResetsStatistics(Row):
 
 
 class ResetsStatisticsOfWhatRunsHere(ResetsStatistics):
-    """The same, while the network can be captured no more, and runs on the driver."""
+    """Replaces buffers and momentum of a batch normalisation while the network cannot be captured
+    any more and runs on the driver.
+    """
 
     def reset(self, norm: nn.BatchNorm1d) -> None:
         super().reset(norm)
@@ -373,7 +411,9 @@ class StartsAgain(Row):
 
 
 class CallsAPartOfTheNetwork(Row):
-    """A layer of an earlier stage is called by itself: its weights are fetched, and trained."""
+    """Calls a layer of an earlier stage by itself. It runs on the driver, on weights that are
+    fetched, and they are trained.
+    """
 
     fast = True
     shares = True
@@ -383,7 +423,10 @@ class CallsAPartOfTheNetwork(Row):
 
 
 class WeighsLossesByTheirGradients(Row):
-    """`torch.autograd.grad` of two losses by one weight, of each stage (VQGAN's weight)."""
+    """Weighs two losses by their gradients with respect to one weight of each stage, by
+    `torch.autograd.grad(loss, weight)`, as VQGAN does. Each such call runs a backward through all
+    stages.
+    """
 
     fast = True
     shapes = EVERY
@@ -400,13 +443,17 @@ class WeighsLossesByTheirGradients(Row):
 
 
 class WeighsLossesWhileAccumulating(WeighsLossesByTheirGradients):
-    """What earlier batches have left is neither in these gradients nor lost."""
+    """Weighs losses by `torch.autograd.grad(loss, weight)` while gradients of earlier batches are
+    accumulated: these are neither in the result nor lost.
+    """
 
     options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 
 class ChoosesWhatGetsGradients(_Manual):
-    """`backward(inputs=...)`, and gradients of all weights, put together by hand (PCGrad)."""
+    """Calls `backward(inputs=weights)`, and puts the gradients of two losses together by hand
+    (PCGrad).
+    """
 
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` averages nothing of `autograd.grad`
@@ -430,7 +477,7 @@ class ChoosesWhatGetsGradients(_Manual):
 
 
 class GrowsItsLastLayer(Row):
-    """By a class, with an optimizer for the new weights."""
+    """Enlarges the last layer by one class in the middle of a fit, and makes a new optimizer."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # `ddp` refuses parameters that it does not know
@@ -459,7 +506,9 @@ class _Evaluates(Row):
 
 
 class AdaptsStatisticsInPredict(_Evaluates):
-    """The network is in training mode; its batch statistics follow the data."""
+    """Keeps the network in training mode during `predict`, so that batch statistics follow the
+    data; they stay on all ranks.
+    """
 
     microbatches = 1
 
@@ -479,7 +528,9 @@ class AdaptsStatisticsInPredict(_Evaluates):
 
 
 class CountsInPredict(_Evaluates):
-    """In buffers of the first and of the last stage, and in inference mode."""
+    """Counts in buffers of the first and of the last stage during `predict`, in inference mode; the
+    counts stay on all ranks. (With several replicas all have those of the first one.)
+    """
 
     # of several replicas, afterwards all have the buffers of the first; under `ddp` each its own
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -509,7 +560,9 @@ class CountsInPredict(_Evaluates):
 
 
 class ChangesDataInAnEvaluation(_Evaluates):
-    """Of the last layer, which the driver has, and where no version counts it."""
+    """Changes `weight.data` of the last layer during an evaluation; the change stays on
+    all ranks.
+    """
 
     fast = True
 
@@ -524,6 +577,8 @@ class ChangesDataInAnEvaluation(_Evaluates):
 
 
 class TrainsAtTestTime(_Evaluates):
+    """Trains the network in `test_step`, with `inference_mode=False`."""
+
     fast = True
     options: ClassVar = {"inference_mode": False}
 
@@ -539,7 +594,7 @@ class TrainsAtTestTime(_Evaluates):
 
 
 class LooksAtGradientsAfterwards(Row):
-    """The driver has those of the last batch."""
+    """The script reads `parameter.grad` after a fit. Rank 0 has the gradients of the last batch."""
 
     def exercise(self, run: Any) -> Any:
         trainer = run.trainer()
@@ -549,7 +604,9 @@ class LooksAtGradientsAfterwards(Row):
 
 
 class LooksAtOptimizerStatesAfterwards(Row):
-    """The driver has all of them, and can go on by hand; a later run begins with its own."""
+    """The script reads all optimizer states after a fit and goes on by hand. Rank 0 has all; a
+    later run begins with its own.
+    """
 
     fast = True
     shapes = EVERY
@@ -572,7 +629,9 @@ class LooksAtOptimizerStatesAfterwards(Row):
 
 
 class LooksAtOptimizerStatesAfterAnEvaluation(LooksAtOptimizerStatesAfterwards):
-    """By the Trainer that has fitted, which has its optimizers still."""
+    """The script reads optimizer states after an evaluation by the Trainer that has fitted, which
+    still has its optimizers.
+    """
 
     def exercise(self, run: Any) -> Any:
         trainer = run.trainer()

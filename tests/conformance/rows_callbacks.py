@@ -104,7 +104,10 @@ def checkpoints(folder: Path) -> dict[str, Any]:
 
 
 class SavesCheckpoints(_Epochs):
-    """ModelCheckpoint in each of its modes, all in one run."""
+    """`ModelCheckpoint` in each of its modes, all in one run: by steps, epochs and time,
+    `save_top_k`, `monitor`, `save_last`, `save_weights_only`. Names, scores and contents of the
+    files are those of one device.
+    """
 
     fast = True
     modes: ClassVar[dict[str, dict[str, Any]]] = {
@@ -155,7 +158,9 @@ class _RaisesLate(_Epochs):
 
 
 class SavesAfterAnException(_RaisesLate):
-    """In the script; the states of all optimizers are in it."""
+    """The script catches an exception of `fit` and calls `trainer.save_checkpoint`; the states of
+    all optimizers are in the file.
+    """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
@@ -171,6 +176,8 @@ class SavesAfterAnException(_RaisesLate):
 
 
 class SavesOnException(_RaisesLate):
+    """`ModelCheckpoint(save_on_exception=True)` saves when `training_step` raises."""
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -178,6 +185,8 @@ class SavesOnException(_RaisesLate):
 
 
 class SavesOnlyOnException(_RaisesLate):
+    """`OnExceptionCheckpoint` saves when `training_step` raises."""
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -185,6 +194,8 @@ class SavesOnlyOnException(_RaisesLate):
 
 
 class StopsEarly(_Epochs):
+    """`EarlyStopping` ends the run in the same epoch as on one device."""
+
     fast = True
     options: ClassVar = {**EPOCHS, "max_epochs": 10}
 
@@ -198,6 +209,8 @@ class StopsEarly(_Epochs):
 
 
 class WatchesLearningRate(_Epochs):
+    """`LearningRateMonitor` logs rates and momentum in each step."""
+
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         return {**super().trainer_options(folder), "logger": CSVLogger(folder)}
 
@@ -214,7 +227,9 @@ class WatchesLearningRate(_Epochs):
 
 
 class UnfreezesBackbone(_Epochs):
-    """Frozen at first; its parameters join the optimizer in the second epoch."""
+    """`BackboneFinetuning` freezes layers at first and adds them to the optimizer in the second
+    epoch. With replicas, unlike under `ddp`, what was frozen at first is averaged over them too.
+    """
 
     # plain `ddp` does not average what was frozen when it began: its replicas drift apart
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -252,6 +267,8 @@ _RANGE: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 0.5, "early_stop_threshold":
 
 
 class FindsLearningRate(_Tuned):
+    """`LearningRateFinder` looks for a learning rate before the fit."""
+
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
     control = False  # its sampler shuffles
 
@@ -264,7 +281,9 @@ class FindsLearningRate(_Tuned):
 
 
 class TunesLearningRate(_Tuned):
-    """The Tuner leaves the loop by an exception; then the same Trainer trains."""
+    """`Tuner.lr_find` looks for a learning rate, leaves the loop by an exception, and the same
+    Trainer trains then.
+    """
 
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
     control = False
@@ -279,6 +298,8 @@ class TunesLearningRate(_Tuned):
 
 
 class FindsBatchSize(_Tuned):
+    """`BatchSizeFinder` looks for a batch size, with one replica."""
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # Lightning refuses it under `ddp`, on one device too
 
@@ -290,6 +311,10 @@ class FindsBatchSize(_Tuned):
 
 
 class TunesBatchSize(_Tuned):
+    """`Tuner.scale_batch_size` looks for a batch size of `fit`, `validate` and `predict`, with one
+    replica.
+    """
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False
 
@@ -311,6 +336,10 @@ class TunesBatchSize(_Tuned):
 
 
 class RefusesBatchSizeOfReplicas(_Tuned):
+    """`BatchSizeFinder` with several replicas, as under `ddp`: look for the size with
+    `data_parallel_size=1`.
+    """
+
     shapes = (TWO_OF_TWO,)
     refused = ("BatchSizeFinder", "data_parallel_size=1")
 
@@ -319,6 +348,8 @@ class RefusesBatchSizeOfReplicas(_Tuned):
 
 
 class RefusesPruning(_Epochs):
+    """`ModelPruning`: prune after `fit` instead."""
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     refused = ("ModelPruning", "torch.nn.utils.prune")
 
@@ -342,6 +373,10 @@ class _Counts(Callback):
 
 
 class CountsParameters(_Epochs):
+    """`ModelSummary` and `RichModelSummary` show the whole network on every rank, at the start and
+    in the middle of a run.
+    """
+
     def callbacks(self, folder: Path) -> list[Callback]:
         self.counts = _Counts()
         return [ModelSummary(2), self.counts, RichModelSummary(2)]
@@ -351,6 +386,8 @@ class CountsParameters(_Epochs):
 
 
 class ShowsProgress(_Epochs):
+    """`RichProgressBar` and `TQDMProgressBar` show the metrics of one device."""
+
     def exercise(self, run: Run) -> Any:
         shown = []
         for bar in (RichProgressBar(), TQDMProgressBar()):
@@ -363,7 +400,9 @@ class ShowsProgress(_Epochs):
 
 
 class HasTimers(_Epochs):
-    """One that stops the run after its first step, and one that lets it end."""
+    """Two `Timer` callbacks, one that stops the run after its first step, and one that
+    lets it end.
+    """
 
     def exercise(self, run: Run) -> Any:
         short = Timer(timedelta(microseconds=1), interval="step")
@@ -375,6 +414,8 @@ class HasTimers(_Epochs):
 
 
 class UsesSmallCallbacks(_Epochs):
+    """`GradientAccumulationScheduler`, `LambdaCallback` and `SpikeDetection` in one run."""
+
     def callbacks(self, folder: Path) -> list[Callback]:
         def note(trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
             module.seen.append(outputs["loss"].item())
@@ -387,7 +428,9 @@ class UsesSmallCallbacks(_Epochs):
 
 
 class MonitorsThroughputAndDevices(_Epochs):
-    """The names and number of values are those of one device; the values are times."""
+    """`ThroughputMonitor` and `DeviceStatsMonitor`: names and number of the values are those of one
+    device, the values are times. Devices of workers are logged as `stage<k>...`.
+    """
 
     def exercise(self, run: Run) -> Any:
         throughput = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
@@ -405,7 +448,9 @@ class MonitorsThroughputAndDevices(_Epochs):
 
 
 class GoesOnAfterFit(_Epochs):
-    """Tests, predictions and a second Trainer find the callbacks as they were left."""
+    """`validate`, `test`, `predict` and a second Trainer after `fit` find the callbacks as they
+    were left.
+    """
 
     def callbacks(self, folder: Path) -> list[Callback]:
         return [ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, filename="{epoch}")]
@@ -432,7 +477,9 @@ class GoesOnAfterFit(_Epochs):
 
 
 class SavesAfterFit(_Epochs):
-    """What `trainer.save_checkpoint` then holds is what one device saves; a run goes on from it."""
+    """`trainer.save_checkpoint` after `fit` writes what one device writes, and a run goes on from
+    it.
+    """
 
     options: ClassVar = {**EPOCHS, "max_epochs": 2}
 
@@ -454,6 +501,8 @@ class SavesAfterFit(_Epochs):
 
 
 class AveragesWeightsBySWA(_Epochs):
+    """`StochasticWeightAveraging` averages the weights of the last epochs."""
+
     options: ClassVar = {**EPOCHS, "max_epochs": 4}
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -465,7 +514,9 @@ class AveragesWeightsBySWA(_Epochs):
 
 
 class AveragesWeightsBySWAWithBatchNorm(AveragesWeightsBySWA):
-    """One more pass over the data gives the averaged network its batch statistics."""
+    """`StochasticWeightAveraging` of a network with batch norm: one more pass over the data gives
+    the averaged network its batch statistics.
+    """
 
     # under `ddp` each replica would validate with the statistics of its own last batch
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -478,6 +529,8 @@ class AveragesWeightsBySWAWithBatchNorm(AveragesWeightsBySWA):
 
 
 class AveragesWeights(_Epochs):
+    """`WeightAveraging`, interrupted and resumed from a checkpoint."""
+
     def averaging(self) -> Callback:
         return WeightAveraging()
 
@@ -495,12 +548,16 @@ class AveragesWeights(_Epochs):
 
 
 class AveragesWeightsExponentially(AveragesWeights):
+    """`EMAWeightAveraging(decay=0.9)`, interrupted and resumed from a checkpoint."""
+
     def averaging(self) -> Callback:
         return EMAWeightAveraging(decay=0.9)
 
 
 class AveragesNormalizedWeights(_Epochs):
-    """All replicas validate with the averaged statistics of replica 0, as under `ddp`."""
+    """`WeightAveraging` of a network with batch norm: all replicas validate with the averaged
+    statistics of replica 0, as under `ddp`.
+    """
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
     microbatches = 1
@@ -515,7 +572,9 @@ class AveragesNormalizedWeights(_Epochs):
 
 
 class AveragesWeightsMadeInConfigureModel(AveragesWeightsExponentially):
-    """The callback calls the hook, Lightning calls it again: a second network is trained."""
+    """`EMAWeightAveraging` of a network that is made in `configure_model`. The callback calls the
+    hook and Lightning calls it again, so the network is whole on every rank.
+    """
 
     def build(self) -> None:
         self.net: nn.Module | None = None

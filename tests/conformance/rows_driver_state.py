@@ -25,6 +25,8 @@ class _Scaled(Row):
 
 
 class SetsAnAttributeWhenFitStarts(_Scaled):
+    """Sets an attribute of the network in `on_fit_start`, which only drivers run."""
+
     shapes = EVERY
 
     def on_fit_start(self) -> None:
@@ -32,7 +34,9 @@ class SetsAnAttributeWhenFitStarts(_Scaled):
 
 
 class SetsATensorWhenTrainingStarts(_Scaled):
-    """Of statistics of the data, computed from the loader."""
+    """Computes statistics of the data from the loader in `on_train_start` and keeps them as a
+    tensor that the network reads.
+    """
 
     def on_train_start(self) -> None:
         samples = torch.cat([x for x, _ in self.trainer.train_dataloader])
@@ -40,6 +44,8 @@ class SetsATensorWhenTrainingStarts(_Scaled):
 
 
 class SetsAnAttributeInACallback(_Scaled):
+    """A callback sets an attribute of the network before each batch."""
+
     fast = True
 
     class Sets(Callback):
@@ -53,7 +59,9 @@ class SetsAnAttributeInACallback(_Scaled):
 
 
 class RegistersABufferInAHook(_Scaled):
-    """A buffer that the other ranks' modules lack."""
+    """Registers a buffer of the network in a hook that only drivers run, so that the modules of
+    workers lack it.
+    """
 
     equal_or_refused = ("scale",)
     works = EVERY
@@ -63,7 +71,9 @@ class RegistersABufferInAHook(_Scaled):
 
 
 class AddsALayerInAHook(Row):
-    """A parameter that the other ranks' modules lack, after the optimizers were made."""
+    """Adds a layer in a hook that only drivers run, after the optimizers were made. Its parameters
+    are trained on the driver.
+    """
 
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
@@ -91,6 +101,8 @@ class AddsALayerInAHook(Row):
 
 
 class ReplacesTheClassOfALayerInAHook(Row):
+    """Changes `layer.__class__` in `on_train_start`."""
+
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(2 * x)
@@ -100,7 +112,7 @@ class ReplacesTheClassOfALayerInAHook(Row):
 
 
 class UpdatesAMetricFirst(Row):
-    """Before the network's first call; the module is the network."""
+    """Updates a metric before the network's first call; the LightningModule is the network."""
 
     fast = True
     shapes = EVERY
@@ -124,7 +136,9 @@ class UpdatesAMetricFirst(Row):
 
 
 class ReadsTheNumberOfBatches(UpdatesAMetricFirst):
-    """`self.trainer.num_training_batches` and the loader are known where the loop runs."""
+    """The network reads `self.trainer.num_training_batches` and the loader, which are known on
+    drivers alone.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         share = 1 / self.trainer.num_training_batches + 1 / len(self.trainer.train_dataloader)
@@ -132,7 +146,7 @@ class ReadsTheNumberOfBatches(UpdatesAMetricFirst):
 
 
 class ReadsTheBatchNumber(UpdatesAMetricFirst):
-    """An attribute that `training_step` sets, and `forward` reads."""
+    """`training_step` sets an attribute that `forward` reads."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.number, self.labels = batch_idx, batch[1]
@@ -143,7 +157,7 @@ class ReadsTheBatchNumber(UpdatesAMetricFirst):
 
 
 class FreezesWhenTrainingStarts(Row):
-    """The flags are set after the workers have begun to serve."""
+    """Freezes layers in `on_train_start`, after the workers have begun to serve."""
 
     fast = True
     idle = True
@@ -153,7 +167,9 @@ class FreezesWhenTrainingStarts(Row):
 
 
 class ChangesModesInAHook(Row):
-    """A part of the network is put into evaluation mode, in each step: it drops nothing there."""
+    """Puts a part of the network into evaluation mode before each step, so that it drops
+    nothing.
+    """
 
     cuts: ClassVar = {2: ["net.3"]}
 
@@ -167,7 +183,9 @@ class ChangesModesInAHook(Row):
 
 
 class DefinesAnOperatorInAHook(Row):
-    """An operator that only the driver's process knows when the network is called."""
+    """Calls an operator that a hook has registered on the driver alone: register it where every
+    rank does.
+    """
 
     equal_or_refused = ("late::double",)
 
@@ -194,7 +212,7 @@ class DefinesAnOperatorInAHook(Row):
 
 
 class FailsBeforeItsStages(Row):
-    """The network raises an error of its own, at the first call: it reaches every rank."""
+    """The network raises an error of its own in its first call: all ranks end with that error."""
 
     fast = True
     refused = ("ValueError", "no scale was chosen")

@@ -18,7 +18,7 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
 
 class KeepsFeatures(Row):
-    """Forward hooks keep what the layers of all stages make; the loss uses it."""
+    """Forward hooks on layers of all stages keep what they return, and the loss uses it."""
 
     fast = True
     shapes = EVERY
@@ -42,7 +42,7 @@ class KeepsFeatures(Row):
 
 
 class KeepsFeaturesForItself(KeepsFeatures):
-    """Only to look at: no gradient comes back by them."""
+    """Forward hooks keep what layers return, only to look at it: no gradient comes back."""
 
     shapes = EVERY
 
@@ -54,7 +54,7 @@ class KeepsFeaturesForItself(KeepsFeatures):
 
 
 class KeepsInputsOfALayer(Row):
-    """A forward pre-hook."""
+    """A forward pre-hook keeps the input of a layer."""
 
     def build(self) -> None:
         super().build()
@@ -68,7 +68,7 @@ class KeepsInputsOfALayer(Row):
 
 
 class KeepsFeaturesWhenFitStarts(KeepsFeatures):
-    """The hooks are put on where only one rank runs the user's code."""
+    """Forward hooks are put on in `on_fit_start`, which only drivers run."""
 
     def build(self) -> None:
         self.net, self.features = Layers(), {}
@@ -79,7 +79,7 @@ class KeepsFeaturesWhenFitStarts(KeepsFeatures):
 
 
 class AddsAHookForAWhile(KeepsFeatures):
-    """In the middle of the run, and takes it away again."""
+    """Puts a forward hook on in the middle of the run, and takes it away again."""
 
     def build(self) -> None:
         self.net, self.features = Layers(), {}
@@ -93,7 +93,9 @@ class AddsAHookForAWhile(KeepsFeatures):
 
 
 class HooksChangeValues(Row):
-    """A pre-hook changes what a layer gets, a hook with keywords what it gives, in each stage."""
+    """In each stage a pre-hook changes what a layer gets, and a hook with keywords what
+    it returns.
+    """
 
     fast = True
 
@@ -114,7 +116,7 @@ class HooksChangeValues(Row):
 
 
 class HooksTheNetwork(Row):
-    """Before and after the call of the network itself."""
+    """Hooks before and after the call of the network itself."""
 
     shapes = EVERY
 
@@ -133,7 +135,7 @@ class HooksTheNetwork(Row):
 
 
 class HooksAllModules(Row):
-    """A hook on every module of the process."""
+    """A hook on every module of the process, by `register_module_forward_hook`."""
 
     def exercise(self, run: Run) -> Any:
         self.sums: list[Tensor] = []
@@ -171,7 +173,7 @@ class HooksTheBackward(Row):
 
 
 class ChangesGradientsInABackwardHook(Row):
-    """Gradients are clipped on their way through the net."""
+    """A full backward hook on an inner layer clips gradients on their way."""
 
     equal_or_refused = ("full backward hook", "second")
 
@@ -199,7 +201,7 @@ class HooksTheNetworksBackward(Row):
 
 
 class HooksATensor(Row):
-    """`Tensor.register_hook` in `forward`: gradients are reversed, as for domain adaptation."""
+    """`Tensor.register_hook` inside of `forward` reverses gradients, as for domain adaptation."""
 
     equal_or_refused = ("register_hook",)
 
@@ -215,7 +217,7 @@ class HooksATensor(Row):
 
 
 class HooksWeights(Row):
-    """The gradients of weights in each stage are scaled, and looked at."""
+    """Hooks on weights of each stage scale their gradients and look at them."""
 
     def build(self) -> None:
         super().build()
@@ -224,7 +226,9 @@ class HooksWeights(Row):
 
 
 class ClampsGradientsInHooks(HooksWeights):
-    """What the hooks do to a gradient is not the sum of what they do to its parts."""
+    """Hooks on weights clamp gradients. They hear of each backward once, of the sum over all
+    micro-batches.
+    """
 
     fast = True
     shapes = EVERY
@@ -236,7 +240,9 @@ class ClampsGradientsInHooks(HooksWeights):
 
 
 class ClampsSumsOfGradients(Row):
-    """Hooks that hear of a gradient when it is in ``weight.grad``, over two batches."""
+    """`register_post_accumulate_grad_hook` clamps `weight.grad`, while two batches are
+    accumulated.
+    """
 
     shapes = EVERY
     options: ClassVar = {"accumulate_grad_batches": 2}
@@ -253,7 +259,7 @@ class ClampsSumsOfGradients(Row):
 
 
 class HearsOfTwoCallsTogether(ClampsGradientsInHooks):
-    """A hook hears of the sum of what two calls, and a penalty on all weights, give."""
+    """A hook on a weight hears of the sum of what two calls of the network and a penalty give."""
 
     shapes = EVERY
     trains = False  # that of the penalty arises on the driver
@@ -264,7 +270,9 @@ class HearsOfTwoCallsTogether(ClampsGradientsInHooks):
 
 
 class StepsInTheBackward(Row):
-    """An optimizer for each weight, which steps and forgets the gradient as soon as it is there."""
+    """Each weight has an optimizer of its own, which steps in a hook and forgets the gradient as
+    soon as it is there.
+    """
 
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # with replicas each steps with its own gradients
@@ -289,7 +297,9 @@ class StepsInTheBackward(Row):
 
 
 class HooksWeightsLater(Row):
-    """The same in a hook of Lightning, which runs on the driver alone."""
+    """Puts hooks on weights in a hook of Lightning that only drivers run, although another rank
+    owns the weight: do it in `__init__` or `setup`.
+    """
 
     refused = ("A hook was put on parameter 'net.first.weight' in the middle of a run",)
     fast = True
@@ -299,9 +309,9 @@ class HooksWeightsLater(Row):
 
 
 class LooksWhereItLooked(Row):
-    """Grad-CAM: a hook keeps a feature map and, after the backward, its gradient.
-
-    What comes before the hook is cut.
+    """Grad-CAM in a training step: a hook keeps a feature map and, after the backward, its gradient
+    by `retain_grad`. What comes before the hook is cut, and what comes behind it runs on the
+    driver.
     """
 
     cuts: ClassVar = {2: ["net.first.2"], 3: ["net.first.2", "net.first.4"]}
@@ -327,7 +337,9 @@ class LooksWhereItLooked(Row):
 
 
 class StoresAnAuxiliaryLoss(Row):
-    """On a child of each stage, as mixtures of experts do; a mean over the batch."""
+    """A child of each stage keeps an auxiliary loss, a mean over the batch, as an attribute, as
+    mixtures of experts do.
+    """
 
     fast = True
     shapes = EVERY
@@ -360,7 +372,7 @@ class StoresAnAuxiliaryLoss(Row):
 
 
 class AddsUpLosses(Row):
-    """`self.aux_loss = self.aux_loss + ...` in `forward`, set to zero by the step."""
+    """`forward` adds to `self.aux_loss`, and each step sets it to zero."""
 
     cuts: ClassVar = {2: ["second"], 3: ["second", "third"]}
 
@@ -380,7 +392,7 @@ class AddsUpLosses(Row):
 
 
 class StoresAttention(Row):
-    """Each layer keeps its attention map; the steps look at them."""
+    """Each layer keeps its attention map as an attribute, and the steps look at it."""
 
     cuts: ClassVar = {2: ["net.layers.1"]}
 
@@ -419,7 +431,7 @@ class StoresAttention(Row):
 
 
 class AppendsToAList(Row):
-    """A list on the network that grows by each call; the step empties it now and then."""
+    """A list on the network grows by each call; the step empties it now and then."""
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -443,7 +455,9 @@ class AppendsToAList(Row):
 
 
 class CountsInTheNetwork(Row):
-    """A counter that the network itself increases and uses: once per call, whatever the parts."""
+    """The network increases and uses a counter of its own: once per call, however many
+    micro-batches there are.
+    """
 
     shapes = EVERY
 
@@ -466,7 +480,7 @@ class CountsInTheNetwork(Row):
 
 
 class CountsOnTheClass(Row):
-    """The counter belongs to the class."""
+    """The network increases a counter that belongs to its class."""
 
     class Net(Layers):
         calls = 0
@@ -486,7 +500,9 @@ class CountsOnTheClass(Row):
 
 
 class PrintsInTrainingAlone(Row):
-    """The sanity check before it can be captured as one graph, training cannot."""
+    """Prints from the network in training alone: the sanity check before it was captured as one
+    graph, and training cannot be. With automatic sizes the driver trains it alone.
+    """
 
     equal_or_refused = ("in an evaluation, and not here", "print(")  # alone on the driver
 
@@ -508,7 +524,7 @@ class PrintsInTrainingAlone(Row):
 
 
 class Prints(Row):
-    """Lines of text from within the network, as often as on one device."""
+    """Prints lines of text from within the network, as often as on one device."""
 
     fast = True
     equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
@@ -532,7 +548,7 @@ class Prints(Row):
 
 
 class KeepsMessages(Row):
-    """Messages with numbers in them, kept in a list by a method of its own."""
+    """A method of the network keeps messages with numbers in them in a list."""
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -558,7 +574,7 @@ class KeepsMessages(Row):
 
 
 class WritesIntoADictionary(Row):
-    """Which the caller has passed in, and reads."""
+    """The network writes into a dictionary that the caller has passed in and reads afterwards."""
 
     class Net(Layers):
         def forward(self, x: Tensor, cache: dict[str, Any]) -> Tensor:
@@ -578,7 +594,9 @@ class WritesIntoADictionary(Row):
 
 
 class ReturnsItsArgument(Row):
-    """The batch goes through the network as one dictionary, which gets richer; the same object."""
+    """The batch goes through the network as one dictionary, which gets new entries and is returned
+    as the same object.
+    """
 
     class Net(Layers):
         def forward(self, batch: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
@@ -597,7 +615,7 @@ class ReturnsItsArgument(Row):
 
 
 class WritesIntoATensor(Row):
-    """Normalises the batch in place; the user's code goes on with what it has passed in."""
+    """The network normalises the batch in place, and the user's code goes on with it."""
 
     fast = True
 
@@ -616,7 +634,9 @@ class WritesIntoATensor(Row):
 
 
 class AppendsToTheCallersList(Row):
-    """`forward(x, features)` appends what each layer makes, as perceptual losses do."""
+    """`forward(x, features)` appends what each layer makes to the caller's list, as perceptual
+    losses do.
+    """
 
     class Net(Layers):
         def forward(self, x: Tensor, features: list[Tensor]) -> Tensor:
@@ -640,7 +660,7 @@ class AppendsToTheCallersList(Row):
 
 
 class ReturnsItsWeights(Row):
-    """And its input, as they are, beside the output."""
+    """The network returns its weights and its input beside the output."""
 
     equal_or_refused = ("third.weight",)
     works = EVERY
@@ -660,7 +680,9 @@ class ReturnsItsWeights(Row):
 
 
 class ChangesAViewOfItsInput(Row):
-    """What is returned beside the output shows the memory of the argument."""
+    """The network changes a view of its argument in place; what it returns beside the output shows
+    the same memory.
+    """
 
     fast = True
 
@@ -683,7 +705,7 @@ class ChangesAViewOfItsInput(Row):
 
 
 class ChangesAPartOfItsInput(ChangesAViewOfItsInput):
-    """The same, of a view that an operation returns among others."""
+    """The network changes in place one of several views that one operation has returned."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:
@@ -694,7 +716,7 @@ class ChangesAPartOfItsInput(ChangesAViewOfItsInput):
 
 
 class HasAForwardOfItsOwn(Row):
-    """The instance's, not the class's."""
+    """The instance has a `forward` of its own, which is not that of its class."""
 
     def build(self) -> None:
         super().build()
@@ -706,7 +728,7 @@ class HasAForwardOfItsOwn(Row):
 
 
 class PatchesALayer(Row):
-    """`forward` of one layer in each stage is wrapped, one by a closure, one by a method."""
+    """`forward` of one layer in each stage is wrapped, once by a closure and once by a method."""
 
     def build(self) -> None:
         super().build()
@@ -720,7 +742,7 @@ class PatchesALayer(Row):
 
 
 class PatchesALayerInMidRun(Row):
-    """And puts it back."""
+    """Wraps `forward` of a layer in the middle of the run, and puts it back."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == 2:
@@ -731,7 +753,7 @@ class PatchesALayerInMidRun(Row):
 
 
 class ChangesItsClass(Row):
-    """A layer becomes one of another class, with the same weights (as quantisation does)."""
+    """A layer becomes one of another class with the same weights, as quantisation does."""
 
     class Rounded(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -744,7 +766,7 @@ class ChangesItsClass(Row):
 
 
 class CallsAnotherMethod(Row):
-    """`self.net.features(x)`, then the head: no call of the network at all."""
+    """Calls `self.net.features(x)` and then the head, and so never the network itself."""
 
     equal_or_refused = ("net",)
 
@@ -760,7 +782,9 @@ class CallsAnotherMethod(Row):
 
 
 class StopsInTheMiddle(Row):
-    """A hook leaves the network by an exception once it has the features; the user catches it."""
+    """A hook leaves the network by an exception once it has the features, and the user's code
+    catches it.
+    """
 
     fast = True
     equal_or_refused = ("Enough",)

@@ -38,7 +38,9 @@ class _Sizes(_Net):
 
 
 class ChecksSanityWithOneSample(_Evaluated):
-    """The first call of the network is on one sample, without gradients."""
+    """The first call of the network, in the sanity check, is on one sample and without
+    gradients.
+    """
 
     fast = True
     shapes = EVERY
@@ -49,7 +51,9 @@ class ChecksSanityWithOneSample(_Evaluated):
 
 
 class ValidatesItselfAndTrainsItsNetwork(_Evaluated):
-    """`validation_step`, first in the sanity check, calls `self(x)`, training its network."""
+    """`validation_step`, which comes first, calls `self(x)`, and `training_step` calls
+    `self.net(x)`. What is trained is cut.
+    """
 
     fast = True
     shapes = EVERY
@@ -63,7 +67,9 @@ class ValidatesItselfAndTrainsItsNetwork(_Evaluated):
 
 
 class TrainsPartsOfWhatItValidates(_Evaluated):
-    """A whole in the sanity check, its two parts one by one in training, and a hook before both."""
+    """Validation calls a whole network, training calls its two parts one by one, and a hook calls
+    the whole without gradients before.
+    """
 
     shapes = EVERY
     cuts: ClassVar = {2: ["net.encoder.2", "net.decoder.second"]}
@@ -94,7 +100,9 @@ class TrainsPartsOfWhatItValidates(_Evaluated):
 
 
 class TrainsAPartFirst(_Evaluated):
-    """Two steps train an encoder, the next ones all around it, which is not cut again."""
+    """The first two steps train an encoder alone, the next ones the whole around it. The encoder
+    stays as it was cut, and the rest runs on the driver.
+    """
 
     fast = True
     shapes = EVERY
@@ -121,22 +129,28 @@ class TrainsAPartFirst(_Evaluated):
 
 
 class TrainsOnOneSample(_Sizes):
+    """Every batch has one sample."""
+
     sizes = (1, 1, 1, 1, 1, 1)
 
 
 class StartsWithOneSample(_Sizes):
+    """The first batch has one sample, later ones have up to four."""
+
     fast = True
     shapes = EVERY
     sizes = (1, 4, 4, 3, 1, 2)
 
 
 class EndsWithOneSample(_Sizes):
-    """The last batch of each epoch has one."""
+    """The last batch of each epoch has one sample."""
 
     sizes = (4, 4, 1)
 
 
 class PredictsOneSample(_Evaluated):
+    """Predicts sample by sample, and trains nothing."""
+
     trains = False
 
     def predict_dataloader(self) -> Any:
@@ -147,7 +161,9 @@ class PredictsOneSample(_Evaluated):
 
 
 class NormalizesBatchesAfterOneSample(_Evaluated):
-    """Batch statistics need two samples at least: the sanity check has one, in `eval` mode."""
+    """Batch norm, which needs two samples in training, sees one sample in the sanity check, in
+    `eval` mode.
+    """
 
     cuts: ClassVar = {2: ["net.3"]}
     per_microbatch = True
@@ -161,14 +177,16 @@ class NormalizesBatchesAfterOneSample(_Evaluated):
 
 
 class OneSampleWithoutABatch(_Net):
-    """The network is called sample by sample, on vectors."""
+    """Calls the network sample by sample, on vectors without a batch dimension."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([cross_entropy(self.net(a), b) for a, b in zip(x, y)]).mean()
 
 
 class OneImageWithoutABatch(_Net):
-    """At first a whole batch, then single images, for convolutions take both."""
+    """Calls the network on a whole batch at first and on single images without a batch dimension
+    later.
+    """
 
     cuts: ClassVar = {2: ["net.second"]}
 
@@ -191,18 +209,24 @@ class OneImageWithoutABatch(_Net):
 
 
 class PartsOfUnequalSize(_Sizes):
+    """Batches that cannot be divided by the number of micro-batches."""
+
     fast = True
     microbatches = 3
     sizes = (5, 4, 7, 3, 5, 2)
 
 
 class MorePartsThanSamples(_Sizes):
+    """Batches with fewer samples than there are micro-batches."""
+
     microbatches = 4
     sizes = (4, 3, 2, 1, 4, 4)
 
 
 class AveragesPartsOfUnequalSize(_Sizes):
-    """A mean over the batch is made within the network, and parts are not of one size."""
+    """A mean over the batch is made within the network, and the micro-batches are of
+    unequal sizes.
+    """
 
     sizes = (5, 3, 5)
     microbatches = 2
@@ -221,7 +245,9 @@ class AveragesPartsOfUnequalSize(_Sizes):
 
 
 class SupportsAsManyAsTheBatch(_Sizes):
-    """Prototypes are made of a support set, which has four samples as the first batch has."""
+    """A support set, which is as long as the first batch, is passed beside it and belongs to all
+    samples.
+    """
 
     shares = True
 
@@ -238,7 +264,7 @@ class SupportsAsManyAsTheBatch(_Sizes):
 
 
 class MasksAsLongAsTheBatch(_Sizes):
-    """An attention mask of (4, 4) for four positions, and batches of four at first."""
+    """An attention mask over four positions is passed beside batches of four samples."""
 
     sizes = (4, 4, 3, 2, 4, 5)
     cuts: ClassVar = {2: ["net.head"]}
@@ -262,7 +288,7 @@ class MasksAsLongAsTheBatch(_Sizes):
 
 
 class PositionsAsManyAsTheBatch(_Sizes):
-    """A table of positions, one row each, is an argument; features are as many as samples."""
+    """A table of positions with as many rows as the batch has samples is an argument."""
 
     sizes = (4, 4, 2, 3)
     cuts: ClassVar = {2: ["net.second"]}
@@ -304,7 +330,7 @@ class HasTheBatchSecond(_Sizes):
 
 
 class HasSquareOutputs(_Net):
-    """Every sample with every sample: (batch, batch) leaves the network."""
+    """The network compares every sample with every other and returns a (batch, batch) matrix."""
 
     shapes = EVERY
 
@@ -318,7 +344,9 @@ class HasSquareOutputs(_Net):
 
 
 class SqueezesOutputs(_Sizes):
-    """`squeeze()` of everything: with one sample, or in a part of one, the batch goes too."""
+    """Calls `squeeze()` without a dimension, which takes the batch dimension of a single sample
+    too.
+    """
 
     fast = True
     sizes = (4, 2, 3, 1, 4, 2)
@@ -332,7 +360,7 @@ class SqueezesOutputs(_Sizes):
 
 
 class FlattensTheBatch(_Net):
-    """Samples come out as one long row, or several rows each."""
+    """Outputs have all samples in one long row, or several rows for each sample."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
@@ -345,7 +373,7 @@ class FlattensTheBatch(_Net):
 
 
 class FoldsTimeIntoTheBatch(_Net):
-    """Frames of a film are samples to the first layers."""
+    """Frames of a film are samples to the first layers: (batch * time, ...)."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -359,7 +387,7 @@ class FoldsTimeIntoTheBatch(_Net):
 
 
 class TakesTwoViewsAsOneBatch(_Net):
-    """Two views are concatenated by the user, and taken apart within the network."""
+    """Two views are concatenated to one batch by the user, and taken apart within the network."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -371,7 +399,9 @@ class TakesTwoViewsAsOneBatch(_Net):
 
 
 class TakesLengths(_Net):
-    """Items of all samples in one tensor, and how many each has as a list of numbers."""
+    """Items of all samples come in one tensor, and a list of numbers says how many each
+    sample has.
+    """
 
     class Net(Layers):
         def forward(self, x: Tensor, lengths: list[int]) -> Tensor:  # type: ignore[override]
@@ -400,6 +430,10 @@ class _Meets(_Net):
 
 
 class CentersTheBatch(_Meets):
+    """The network subtracts the mean of the batch and divides by its deviation. The batch stays
+    whole.
+    """
+
     fast = True
     shapes = EVERY
 
@@ -409,7 +443,9 @@ class CentersTheBatch(_Meets):
 
 
 class CentersTheBatchOfConfigureModel(CentersTheBatch):
-    """Before there are weights, too, it is seen that samples meet."""
+    """A network that is made in `configure_model` centers the batch: that samples meet is seen
+    before there are weights.
+    """
 
     fast = True
     gathered = True
@@ -423,13 +459,15 @@ class CentersTheBatchOfConfigureModel(CentersTheBatch):
 
 
 class AttendsToTheBatch(_Meets):
+    """Attention between the samples of a batch. The batch stays whole."""
+
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
             return x + (x @ x.T).softmax(-1) @ x
 
 
 class RollsTheBatch(_Meets):
-    """Each sample with the one before it."""
+    """Each sample is combined with the one before it. The batch stays whole."""
 
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
@@ -437,7 +475,7 @@ class RollsTheBatch(_Meets):
 
 
 class RanksTheBatch(_Meets):
-    """Positions in the order of a score."""
+    """Samples get positions in the order of a score. The batch stays whole."""
 
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
@@ -446,25 +484,33 @@ class RanksTheBatch(_Meets):
 
 
 class ScalesByTheSizeOfTheBatch(_Meets):
+    """The network divides by the root of the batch's size. The batch stays whole."""
+
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
             return x * x.shape[0] ** -0.5
 
 
 class BranchesOnTheSizeOfTheBatch(_Meets):
+    """An `if` on the size of the batch. The batch stays whole."""
+
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
             return x * 2 if len(x) > 2 else x
 
 
 class NumbersTheSamples(_Meets):
+    """Multiplies each sample by its number in the batch. The batch stays whole."""
+
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
             return x * torch.arange(len(x), dtype=x.dtype)[:, None]
 
 
 class MeetsThroughAGate(_Meets):
-    """A gate that is zero at the start hides from every comparison of values that samples meet."""
+    """Samples meet behind a gate that is zero at first, so that no comparison of values would show
+    it. The batch stays whole.
+    """
 
     fast = True
     shapes = EVERY
@@ -480,7 +526,7 @@ class MeetsThroughAGate(_Meets):
 
 
 class MeetsInTrainingOnly(_Meets):
-    """In `eval` mode, each sample is by itself."""
+    """Samples meet in training mode, and not in `eval` mode."""
 
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
@@ -488,7 +534,7 @@ class MeetsInTrainingOnly(_Meets):
 
 
 class MixesInTrainingOnly(_Meets):
-    """Manifold mixup with a permutation drawn by the network."""
+    """Manifold mixup with a permutation that the network draws, in training mode only."""
 
     per_microbatch = True
     parts = 1
@@ -502,7 +548,7 @@ class MixesInTrainingOnly(_Meets):
 
 
 class DrawsOnceForTheBatch(_Meets):
-    """One random direction for all samples."""
+    """Draws one random direction for all samples. The batch stays whole."""
 
     fast = True
     control = False  # random numbers
@@ -513,7 +559,9 @@ class DrawsOnceForTheBatch(_Meets):
 
 
 class BalancesTheBatch(_Net):
-    """A load-balancing loss: the share of each gate in the batch, times its mean probability."""
+    """A load-balancing loss within the network: the share of each gate in the batch, times its mean
+    probability.
+    """
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]

@@ -48,7 +48,9 @@ class _Own(Row):
 
 
 class MeasuresItself(_Own):
-    """Metric objects of torchmetrics on the module that is called; logged by object."""
+    """Metric objects of torchmetrics on the LightningModule, which is the network; logged by
+    object.
+    """
 
     shapes = EVERY
 
@@ -68,7 +70,7 @@ class MeasuresItself(_Own):
 
 
 class MeasuresInForward(_Own):
-    """The metric object is updated within `forward`, once per call."""
+    """A metric object is updated within `forward`, once per call."""
 
     fast = True
     equal_or_refused = ("Data-dependent branching", "fewer than 3 stages")  # the parts between
@@ -90,7 +92,9 @@ class MeasuresInForward(_Own):
 
 
 class MeasuresTrainingAndValidation(_Evaluated):
-    """Metrics for both, in a `ModuleDict`, on the module that is called."""
+    """Metrics of training and validation, in a `ModuleDict` on the LightningModule, which is the
+    network.
+    """
 
     cuts: ClassVar = _Own.cuts
     captures = 4  # with and without gradients
@@ -120,7 +124,7 @@ class MeasuresTrainingAndValidation(_Evaluated):
 
 
 class CountsSteps(_Own):
-    """An attribute that `forward` does not read."""
+    """Counts steps in an attribute that `forward` does not read."""
 
     fast = True
 
@@ -130,7 +134,7 @@ class CountsSteps(_Own):
 
 
 class KeepsOutputsOfTheEpoch(_Own):
-    """Lists, dictionaries and queues that grow in each step."""
+    """Lists, dictionaries and queues on the LightningModule grow in each step."""
 
     def build(self) -> None:
         super().build()
@@ -150,7 +154,9 @@ class KeepsOutputsOfTheEpoch(_Own):
 
 
 class KeepsTheBatch(_Own):
-    """The batch, its number and the last loss are attributes, which `forward` does not read."""
+    """Keeps the batch, its number and the last loss as attributes, which `forward` does
+    not read.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batch, self.number = batch, batch_idx
@@ -160,7 +166,9 @@ class KeepsTheBatch(_Own):
 
 
 class ReadsAFloatThatChanges(_Own):
-    """Another value in each step: it has to become an input of what is captured."""
+    """`forward` reads a number that is another one in each step; it becomes an input of
+    the graph.
+    """
 
     fast = True
 
@@ -177,7 +185,9 @@ class ReadsAFloatThatChanges(_Own):
 
 
 class ReadsACounter(ReadsAFloatThatChanges):
-    """An integer likewise."""
+    """`forward` reads an integer that is another one in each step; it becomes an input of the
+    graph.
+    """
 
     captures = 3  # 0 and 1 are numbers of their own to TorchDynamo
 
@@ -190,7 +200,7 @@ class ReadsACounter(ReadsAFloatThatChanges):
 
 
 class ReadsLengthsThatChange(_Own):
-    """Sequences of another length in each step, for a network that is free in it."""
+    """Sequences of another length in each step, for a network without a fixed length."""
 
     shapes = EVERY
     captures = 3
@@ -213,7 +223,7 @@ class ReadsLengthsThatChange(_Own):
 
 
 class RunsOverLengthsThatChange(ReadsLengthsThatChange):
-    """A recurrent layer."""
+    """A recurrent layer over sequences of another length in each step, captured twice."""
 
     def build(self) -> None:
         super().build()
@@ -225,7 +235,7 @@ class RunsOverLengthsThatChange(ReadsLengthsThatChange):
 
 
 class ReadsSizesThatChange(_Own):
-    """Images of another size in each step, for a network that is free in it."""
+    """Images of another size in each step, for a network without a fixed size."""
 
     captures = 3
 
@@ -250,7 +260,9 @@ class ReadsSizesThatChange(_Own):
 
 
 class LogsInForward(_Own):
-    """`self.log` and `self.log_dict` of what the layers make."""
+    """`self.log` and `self.log_dict` within `forward`: logged when the call is over. Where a mean
+    over the batch is logged, the batch stays whole.
+    """
 
     fast = True
     captures = None
@@ -264,7 +276,7 @@ class LogsInForward(_Own):
 
 
 class KeepsAStateBetweenSteps(_Own):
-    """A hidden state is carried from batch to batch, detached, as in truncated backpropagation."""
+    """Carries a hidden state from batch to batch, detached, as in truncated backpropagation."""
 
     captures = None
     control = True
@@ -282,7 +294,7 @@ class KeepsAStateBetweenSteps(_Own):
 
 
 class AsksTheTrainerInForward(_Own):
-    """`self.trainer.training`, `self.device`, `self.dtype`, `self.training`."""
+    """`forward` reads `self.trainer.training`, `self.device`, `self.dtype` and `self.training`."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(device=self.device, dtype=self.dtype)
@@ -293,7 +305,7 @@ class AsksTheTrainerInForward(_Own):
 
 
 class ChecksItsLossWeights(_Own):
-    """A tensor of class weights that is an attribute, changed by what the last step has shown."""
+    """A tensor of class weights, an attribute, is changed by what the last step has shown."""
 
     captures = None
 

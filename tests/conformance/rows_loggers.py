@@ -68,6 +68,8 @@ def _hyper_parameters(folder: Path) -> list[str]:
 
 
 class LogsToCSV(_Logs):
+    """`CSVLogger`: steps, epochs, validation and hyper-parameters, each once."""
+
     fast = True
 
     def make_logger(self, folder: Path) -> Logger:
@@ -81,6 +83,8 @@ class LogsToCSV(_Logs):
 
 
 class LogsToTensorBoard(_Logs):
+    """`TensorBoardLogger`: steps, epochs, validation and hyper-parameters, each once."""
+
     def make_logger(self, folder: Path) -> Logger:
         return TensorBoardLogger(folder, version=0)
 
@@ -90,6 +94,8 @@ class LogsToTensorBoard(_Logs):
 
 
 class LogsToMLflow(_Logs):
+    """`MLFlowLogger` on SQLite, where MLflow is installed."""
+
     needs = "mlflow"
 
     def make_logger(self, folder: Path) -> Logger:
@@ -116,7 +122,7 @@ class LogsToMLflow(_Logs):
 
 
 class LogsToWandb(_Logs):
-    """Offline."""
+    """`WandbLogger` offline, where it is installed."""
 
     needs = "wandb"
 
@@ -142,7 +148,9 @@ class LogsToWandb(_Logs):
 
 
 class LogsPerformance(Row):
-    """The strategy's own values, where they belong and within their bounds."""
+    """`log_performance=True`: the strategy's own values stand where they belong and within their
+    bounds.
+    """
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
     control = False

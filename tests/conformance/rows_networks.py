@@ -15,11 +15,15 @@ cross_entropy = nn.functional.cross_entropy
 
 
 class CallsForward(Row):
+    """Calls `self.net.forward(x)` instead of `self.net(x)`."""
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(self.net.forward(x), y)
 
 
 class ReturnsTuple(Row):
+    """The network returns a tuple."""
+
     fast = True
 
     class Net(Layers):
@@ -36,7 +40,9 @@ class ReturnsTuple(Row):
 
 
 class TakesMetaTensors(Row):
-    """Batches as MONAI's loaders make them: tensors that carry the description of a scan along."""
+    """Batches are MONAI's MetaTensors, which carry the description of a scan along. What the
+    network's Python keeps inside are ordinary tensors.
+    """
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
@@ -49,7 +55,7 @@ class TakesMetaTensors(Row):
 
 
 class ReturnsAScalar(Row):
-    """A loss made inside the network: the batch cannot be split."""
+    """The network returns a loss that it makes of the whole batch."""
 
     class Net(Layers):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -63,7 +69,7 @@ class ReturnsAScalar(Row):
 
 
 class CallsOnPart(Row):
-    """On part of the batch, of one size and of another."""
+    """Calls the network on a part of the batch, of one size and of another."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         count = 2 + len(self.seen) % 2
@@ -71,6 +77,8 @@ class CallsOnPart(Row):
 
 
 class BuildsInSetup(Row):
+    """Builds the network in `setup`."""
+
     def build(self) -> None:
         pass
 
@@ -79,6 +87,8 @@ class BuildsInSetup(Row):
 
 
 class BuildsInConfigureModel(Row):
+    """Builds the network in `configure_model`: it is whole on no rank."""
+
     fast = True
     gathered = True
 
@@ -91,7 +101,7 @@ class BuildsInConfigureModel(Row):
 
 
 class HeadStaysOnTheDriver(Row):
-    """A network and a single layer behind it, each called by itself."""
+    """Calls a network and then a single layer, each by itself. The layer stays on the driver."""
 
     cuts: ClassVar = {2: ["encoder.2"]}
 
@@ -104,7 +114,7 @@ class HeadStaysOnTheDriver(Row):
 
 
 class TrainsAdversaries(Row):
-    """Generator and discriminator, an optimizer each, toggled."""
+    """Generator and discriminator, with an optimizer each, toggled by `toggle_optimizer`."""
 
     fast = True
     options: ClassVar = {"max_steps": 2 * STEPS}
@@ -143,7 +153,7 @@ class TrainsAdversaries(Row):
 
 
 class BackwardTwice(Row):
-    """The graph is kept, and the loss goes backward a second time."""
+    """Keeps the graph by `retain_graph=True`, and the loss goes backward a second time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +170,7 @@ class BackwardTwice(Row):
 
 
 class MixesUp(Row):
-    """Mixup before the call; a smoothed, weighted loss after it."""
+    """Mixup before the call of the network, a smoothed and weighted loss after it."""
 
     control = False  # random numbers
 
@@ -201,6 +211,8 @@ class LearnsLossWeights(Row):
 
 
 class ActivatesInPlace(Row):
+    """Activations and additions in place."""
+
     cuts: ClassVar = {2: ["net.second"]}
 
     class Net(Layers):
@@ -241,7 +253,7 @@ class SkipsAcrossStages(Row):
 
 
 class SharesAConstant(Row):
-    """A buffer that every stage reads and none changes; the user's code does, now and then."""
+    """Every stage reads a buffer that none changes; the user's code changes it now and then."""
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -262,7 +274,9 @@ class SharesAConstant(Row):
 
 
 class NormsWeights(Row):
-    """Weight and spectral norm, as parametrizations; spectral norm changes a buffer per call."""
+    """Weight norm and spectral norm, as parametrizations. Spectral norm changes a buffer in each
+    call, so the batch stays whole in training.
+    """
 
     cuts: ClassVar = {2: ["net.2"]}
 
@@ -277,7 +291,7 @@ class NormsWeights(Row):
 
 
 class NormsWeightsByHooks(Row):
-    """The older ``torch.nn.utils.weight_norm``."""
+    """The older `torch.nn.utils.weight_norm`, which works by hooks."""
 
     cuts: ClassVar = {2: ["net.2"]}
 
@@ -287,7 +301,9 @@ class NormsWeightsByHooks(Row):
 
 
 class CountsCalls(Row):
-    """Buffers that change in each forward and matter in the next, one in each stage."""
+    """Each stage has a buffer that each forward changes and the next one reads. The batch stays
+    whole.
+    """
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.1"]}
@@ -310,7 +326,9 @@ class CountsCalls(Row):
 
 
 class KeepsPrototypes(Row):
-    """A buffer of the LightningModule itself, which each step reads and changes."""
+    """Each step reads and changes a buffer of the LightningModule itself (codebooks, queues).
+    Replicas take those of replica 0 before each step, as under `ddp`.
+    """
 
     def build(self) -> None:
         super().build()
@@ -323,7 +341,9 @@ class KeepsPrototypes(Row):
 
 
 class KeepsPrototypesWhileAccumulating(KeepsPrototypes):
-    """`ddp` exchanges buffers after steps that have exchanged gradients."""
+    """Changes a buffer in each step while gradients are accumulated: replicas exchange buffers
+    after steps that have exchanged gradients, as under `ddp`.
+    """
 
     options: ClassVar = {"accumulate_grad_batches": 2}
 
@@ -347,7 +367,7 @@ class NormalizesOtherwise(Row):
 
 
 class ReadsSequences(Row):
-    """An embedding, a recurrent layer, an attention."""
+    """An embedding, a recurrent layer and an attention."""
 
     cuts: ClassVar = {2: ["net.attention"]}
 
@@ -371,7 +391,9 @@ class ReadsSequences(Row):
 
 
 class ScalesByFrequency(ReadsSequences):
-    """Samples meet in the backward of the embedding alone, by how often a token is in the batch."""
+    """`nn.Embedding(scale_grad_by_freq=True)`: samples meet in its backward alone, so the batch
+    stays whole.
+    """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.attention"], 3: ["net.attention", "net.head"]}
@@ -385,7 +407,9 @@ class ScalesByFrequency(ReadsSequences):
 
 
 class SmallNetworkComesFirst(Row):
-    """A single layer is called before the network that is large enough to be cut."""
+    """Calls a single layer before the network that is large enough to be cut. The layer stays on
+    the driver.
+    """
 
     cuts: ClassVar = {2: ["net.second"]}
 
@@ -410,11 +434,13 @@ class _AutomaticSizes(Row):
 
 
 class FindsItsSizes(_AutomaticSizes):
-    """The network is large enough for all stages."""
+    """Gives the number of replicas and no number of stages: there are as many as a replica has
+    devices.
+    """
 
 
 class HasOneLayer(_AutomaticSizes):
-    """Nothing can be cut: the driver trains alone."""
+    """Gives no number of stages for a network of one layer: it stays on the driver."""
 
     idle = True
 
@@ -429,7 +455,9 @@ class HasOneLayer(_AutomaticSizes):
 
 
 class CatchesAnErrorWithOneLayer(HasOneLayer):
-    """The script finds what was trained until then, on all ranks."""
+    """The script catches an error of `fit` where nothing could be cut, and finds what was trained
+    until then on all ranks.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.trainer.global_step == 3:
@@ -443,7 +471,7 @@ class CatchesAnErrorWithOneLayer(HasOneLayer):
 
 
 class TiesAcrossStages(Row):
-    """One matrix in every stage; it is clipped, and changed by hand."""
+    """One matrix is used in every stage; gradients are clipped, and it is changed by hand."""
 
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
@@ -475,11 +503,13 @@ class TiesAcrossStages(Row):
 
 
 class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
+    """One matrix is used in every stage, with `accumulate_grad_batches=2`."""
+
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
 class HooksATiedWeight(TiesAcrossStages):
-    """A hook hears of the sum of what all stages give."""
+    """A hook on a weight that all stages use hears of the sum of their gradients."""
 
     def build(self) -> None:
         super().build()
@@ -487,7 +517,7 @@ class HooksATiedWeight(TiesAcrossStages):
 
 
 class TiesWeights(Row):
-    """One matrix in two layers: both are in one stage."""
+    """One matrix in two layers, both in one stage."""
 
     cuts: ClassVar = {2: ["net.head"]}
 
@@ -510,7 +540,9 @@ class TiesWeights(Row):
 
 
 class LendsWeights(Row):
-    """`torch.func.functional_call`: a step ahead (MAML) and a running mean, after a usual call."""
+    """`torch.func.functional_call` of the network on other weights, after a usual call: a step
+    ahead (MAML) and a running mean. Such calls run on the driver.
+    """
 
     fast = True
     shares = True  # such a call runs on the driver
@@ -530,7 +562,9 @@ class LendsWeights(Row):
 
 
 class LendsWeightsAtFirst(LendsWeights):
-    """The first call of all is on other weights, those of another network."""
+    """The first call of the network is a `functional_call` on weights that another network has
+    made.
+    """
 
     def build(self) -> None:
         self.net, self.other = Layers(), nn.ModuleDict({"net": Layers()})
@@ -542,7 +576,9 @@ class LendsWeightsAtFirst(LendsWeights):
 
 
 class TransformsTheNetwork(Row):
-    """`torch.func.jvp`, `vmap`, `jacrev` over the network; also with dual numbers."""
+    """`torch.func.jvp`, `vmap` and `jacrev` over the network, and a call with dual numbers. They
+    run on the driver.
+    """
 
     fast = True
     shares = True  # such a call runs on the driver
@@ -558,7 +594,9 @@ class TransformsTheNetwork(Row):
 
 
 class CountsOperations(Row):
-    """`FlopCounterMode` around a call, and a mode that doubles what layers give."""
+    """Calls the network under `FlopCounterMode` and under a mode that doubles what layers give.
+    They run on the driver.
+    """
 
     fast = True
     shares = True  # such a call runs on the driver
@@ -582,7 +620,9 @@ class Doubles(TorchFunctionMode):
 
 
 class HasASparseBuffer(Row):
-    """The graph of a graph network: constant, sparse, and computed with on the driver."""
+    """A constant sparse buffer, the graph of a graph network. Modules that compute with it run on
+    the driver.
+    """
 
     fast = True
     control = False  # `ddp` cannot send sparse buffers
@@ -600,7 +640,9 @@ class HasASparseBuffer(Row):
 
 
 class TruncatesThroughTime(Row):
-    """Pieces of a sequence one after the other, the last one shorter; states come back beside."""
+    """Truncated backpropagation through time: pieces of a sequence one after the other, the last
+    one shorter; states come back beside the output.
+    """
 
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)

@@ -53,7 +53,9 @@ class RaisesToPowers(_Between):
 
 
 class ReflectsOperators(_Between):
-    """Numbers on the left, floor division, remainders, comparisons that are used as numbers."""
+    """Numbers on the left of an operator, floor division, remainders, comparisons that are used as
+    numbers.
+    """
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ class ReflectsOperators(_Between):
 
 
 class SumsBooleans(_Between):
-    """Masks are counted per sample, and in the whole batch."""
+    """Counts the true entries of a mask, per sample, and combines masks."""
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -77,13 +79,15 @@ class SumsBooleans(_Between):
 
 
 class SumsBooleansOfTheBatch(_Between):
+    """Counts the true entries of a mask over the whole batch."""
+
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             return x * (x > 0).sum() / x.numel()
 
 
 class IndexesByMasks(_Between):
-    """Values are written where a mask says, and columns replaced, in place."""
+    """Writes values where a mask says, and replaces columns, in place."""
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -96,7 +100,7 @@ class IndexesByMasks(_Between):
 
 
 class UsesManyOperators(_Between):
-    """`einsum`, an FFT with complex numbers, sorting, `topk`, cumulation, scattering."""
+    """`einsum`, an FFT with complex numbers, sorting, `topk`, cumulative sums, scattering."""
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ class UsesManyOperators(_Between):
 
 
 class ViewsAndCopies(_Between):
-    """Strides, `unfold`, `expand`, `as_strided`, views that are changed in place."""
+    """Strides, `unfold`, `expand`, `as_strided`, and views that are changed in place."""
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -120,7 +124,9 @@ class ViewsAndCopies(_Between):
 
 
 class DependsOnTheOrderInMemory(_Between):
-    """Tensors cross cuts whose numbers lie in another order, with gaps, or negated when read."""
+    """Tensors cross cuts whose numbers lie in another order, with gaps, or negated when read. They
+    arrive with their strides.
+    """
 
     fast = True
     shapes = EVERY
@@ -165,7 +171,7 @@ cube.register_autograd(_cube_backward, setup_context=_keep)
 
 
 class HasAnOperator(_Between):
-    """Of its own, by `torch.library`, with a gradient."""
+    """An operator of the network's own by `torch.library`, with a gradient."""
 
     fast = True
     shapes = EVERY
@@ -184,7 +190,7 @@ halve_loudly.register_autograd(lambda context, gradient: gradient / 2)
 
 
 class HasAnOperatorWithoutShapes(_Between):
-    """Nobody has said what shapes it gives."""
+    """An operator without a shape function: give it one by `register_fake`."""
 
     equal_or_refused = ("captured", "halve_loudly")
 
@@ -207,6 +213,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class HasAnAutogradFunction(_Between):
+    """A `torch.autograd.Function` (a straight-through estimator)."""
+
     fast = True
 
     class Net(_Between.Net):
@@ -225,7 +233,9 @@ class _DividesByTheBatch(torch.autograd.Function):
 
 
 class MeetsInTheBackward(_Between):
-    """Gradients are normalised over the batch: samples meet in the backward alone."""
+    """A `torch.autograd.Function` whose backward normalises over the batch: samples meet in the
+    backward alone, and the batch stays whole.
+    """
 
     equal_or_refused = ("DividesByTheBatch",)
     works = EVERY
@@ -236,7 +246,7 @@ class MeetsInTheBackward(_Between):
 
 
 class StopsGradients(_Between):
-    """`detach`, `no_grad`, rounding with a gradient that passes straight through."""
+    """`detach`, `no_grad`, and rounding with a gradient that passes straight through."""
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -247,7 +257,7 @@ class StopsGradients(_Between):
 
 
 class LeavesGradModes(_Between):
-    """A region without gradients begins before the cut, and ends behind it."""
+    """A region without gradients begins before a cut and ends behind it."""
 
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
     trains = False  # the head alone has gradients
@@ -264,7 +274,9 @@ class LeavesGradModes(_Between):
 
 
 class HasAutocastInside(_Between):
-    """A part runs in lower precision, another is kept out of it."""
+    """A part of the network runs in lower precision by `autocast`, another one is kept
+    out of it.
+    """
 
     tolerance = 1e-6
     per_microbatch = True  # a gradient in half precision is rounded once for each
@@ -304,7 +316,9 @@ class MapsOverSamples(_Between):
 
 
 class CallsFunctionally(_Between):
-    """`torch.func.functional_call`: the weights of a layer are made by another layer."""
+    """`torch.func.functional_call` within the network: the weights of a layer are made by another
+    layer.
+    """
 
     trains = False  # a gradient of what is made goes to what makes it
 
@@ -339,7 +353,7 @@ class HasAnEnsemble(_Between):
 
 
 class DifferentiatesInside(_Between):
-    """`torch.func.grad` and `jacrev` within the network, by the inputs."""
+    """`torch.func.grad` and `jacrev` with respect to the inputs, within the network."""
 
     equal_or_refused = ("rows_operators.py",)
     works = EVERY
@@ -371,7 +385,7 @@ class AsksAutogradInside(_Between):
 
 
 class DifferentiatesForward(_Between):
-    """Forward-mode derivatives, by `torch.autograd.forward_ad`."""
+    """Forward-mode derivatives by `torch.autograd.forward_ad`, within the network."""
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -385,7 +399,7 @@ class DifferentiatesForward(_Between):
 
 
 class CheckpointsAtTheTop(_Between):
-    """All of the network is one checkpointed call."""
+    """All of the network is one checkpointed call: each stage recomputes its own layers."""
 
     shapes = EVERY
 
@@ -398,7 +412,9 @@ class CheckpointsAtTheTop(_Between):
 
 
 class CheckpointsItsBlocks(_Between):
-    """One region for each block, one over several, an older reentrant one."""
+    """Activation checkpointing of each block, over several blocks, and in the older
+    reentrant way.
+    """
 
     # `ddp` takes no reentrant ones beside unused parameters
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -421,7 +437,7 @@ class CheckpointsItsBlocks(_Between):
 
 
 class CheckpointsDropout(_Between):
-    """Dropout within checkpointed blocks: the second run must draw what the first has drawn."""
+    """Dropout within checkpointed blocks: the second run draws what the first has drawn."""
 
     per_microbatch = True
     control = False
@@ -444,7 +460,7 @@ class CheckpointsDropout(_Between):
 
 
 class HasDistributions(_Between):
-    """Log-probabilities, entropies, divergences; nothing is drawn."""
+    """Log-probabilities, entropies and divergences of `torch.distributions`; nothing is drawn."""
 
     equal_or_refused = ("kl_divergence", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
@@ -459,7 +475,7 @@ class HasDistributions(_Between):
 
 
 class DrawsFromDistributions(_Between):
-    """`rsample` of a normal, a relaxed categorical choice: a variational autoencoder."""
+    """`rsample` of a normal and a relaxed categorical choice, as in a variational autoencoder."""
 
     per_microbatch = True
     control = False
@@ -473,7 +489,9 @@ class DrawsFromDistributions(_Between):
 
 
 class DrawsInManyWays(_Between):
-    """`rand_like`, `randn_like`, `bernoulli`, `randint_like`, `normal_`, dropout of channels."""
+    """`rand_like`, `randn_like`, `bernoulli`, `randint_like`, `normal_`, and dropout of
+    channels.
+    """
 
     per_microbatch = True
     control = False
@@ -502,9 +520,8 @@ class DrawsFromItsOwnGenerator(_Between):
 
 
 class SeedsInForward(_Between):
-    """`torch.manual_seed` within `forward`: the same noise for every batch.
-
-    What comes before it is cut.
+    """`torch.manual_seed` within `forward`: the same noise for every batch. That runs on the
+    driver, and what comes before it is cut.
     """
 
     cuts: ClassVar = {2: ["net.first.2"], 3: ["net.first.2", "net.first.4"]}
@@ -525,7 +542,7 @@ class SeedsInForward(_Between):
 
 
 class TakesANumberOut(_Between):
-    """`.item()`: a scale that is a number, of the whole batch."""
+    """`.item()`: a scale of the whole batch, as a number."""
 
     fast = True
     equal_or_refused = ("item()",)
@@ -549,7 +566,7 @@ class BranchesOnAValue(_Between):
 
 
 class LoopsUntilItConverges(_Between):
-    """A fixed point: as many rounds as the values need."""
+    """A fixed point iteration with as many rounds as the values need."""
 
     equal_or_refused = ("rows_operators.py",)
 
@@ -564,7 +581,9 @@ class LoopsUntilItConverges(_Between):
 
 
 class FindsNonzero(_Between):
-    """Only rows with a positive first feature go through the layer."""
+    """Only rows with a positive first feature go through a layer, found by `nonzero`. The batch
+    stays whole.
+    """
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -578,7 +597,7 @@ class FindsNonzero(_Between):
 
 
 class ChoosesByAMask(_Between):
-    """`x[mask]`, as many rows as there are."""
+    """`x[mask]` picks as many rows as the mask has true entries."""
 
     equal_or_refused = ("rows_operators.py",)
     works = EVERY
@@ -592,7 +611,7 @@ class ChoosesByAMask(_Between):
 
 
 class FindsUnique(_Between):
-    """Each distinct token is embedded once; what follows takes all of them again."""
+    """Each distinct token is embedded once, by `unique`. The batch stays whole."""
 
     cuts: ClassVar = {2: ["net.third"]}
 
@@ -678,7 +697,7 @@ class HasAScriptedPart(_Between):
 
 
 class HasAnLSTM(_Between):
-    """Two layers, both directions; the state of the last step is used."""
+    """An LSTM of two layers in both directions; the state of the last step is used."""
 
     fast = True
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.head"]}
@@ -697,7 +716,9 @@ class HasAnLSTM(_Between):
 
 
 class UnrollsACell(_Between):
-    """A cell in a Python loop over the time steps, with a state that is made in `forward`."""
+    """A recurrent cell in a Python loop over the time steps, with a state that is made in
+    `forward`.
+    """
 
     cuts: ClassVar = {2: ["net.head"]}
 

@@ -283,6 +283,8 @@ class _Optimized(Row):
 
 
 class ClipsInItsStep(_Optimized):
+    """LAMB with one norm of all gradients, as timm has it. It steps on the driver."""
+
     fast = True
 
     def make(self) -> Optimizer:
@@ -290,7 +292,9 @@ class ClipsInItsStep(_Optimized):
 
 
 class ClipsInItsStepAndMore(ClipsInItsStep):
-    """With groups, a schedule, accumulation and Lightning's own clipping."""
+    """LAMB with one norm of all gradients, parameter groups, a schedule, accumulation and
+    Lightning's own clipping. It steps on the driver.
+    """
 
     options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.8}
 
@@ -310,7 +314,9 @@ class ClipsInItsStepAndMore(ClipsInItsStep):
 
 
 class ClipsInItsStepByHand(ClipsInItsStep):
-    """Manual optimization, two optimizers, of which one can be stepped in parts."""
+    """Manual optimization with two optimizers, one of which (LAMB with one norm of all gradients)
+    steps on the driver.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +340,9 @@ class ClipsInItsStepByHand(ClipsInItsStep):
 
 
 class MakesNumbersInItsStep(_Optimized):
-    """Inside of `training_step`, where new tensors have 64 bits."""
+    """The optimizer makes tensors of the default type in a step within `training_step`, where they
+    have 64 bits.
+    """
 
     fast = True
     options: ClassVar = {"precision": "64-true"}
@@ -356,12 +364,18 @@ class MakesNumbersInItsStep(_Optimized):
 
 
 class ClipsInItsStepTiedWeights(TiesAcrossStages):
+    """LAMB with one norm of all gradients for a network with tied weights. It steps on
+    the driver.
+    """
+
     def configure_optimizers(self) -> Any:
         return ClippedLamb(self.parameters(), lr=0.05)
 
 
 class LooksAtStatesOfTiedWeights(TiesAcrossStages):
-    """A weight is trained and looked at under its first name, on whichever rank it is."""
+    """Looks at the optimizer's state of a tied weight, which is trained under its first name, on
+    whichever rank it is.
+    """
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -380,7 +394,9 @@ class LooksAtStatesOfTiedWeights(TiesAcrossStages):
 
 
 class ResumesOptimizers(_Optimized):
-    """States that lie on the driver, in a checkpoint and back; looked at on the way."""
+    """An optimizer that steps on the driver is saved in a checkpoint and resumed; its states are
+    looked at on the way.
+    """
 
     fast = True
 
@@ -405,12 +421,18 @@ class ResumesOptimizers(_Optimized):
 
 
 class EstimatesItsStepSize(_Optimized):
+    """The optimizer grows its step size by what all parameters have travelled, as Prodigy does. It
+    steps on the driver.
+    """
+
     def make(self) -> Optimizer:
         return StepSizeFromAll(self.parameters())
 
 
 class CountsInItsGroups(_Optimized):
-    """Schedule-free: validates with the average, which ``eval`` and ``train`` bring and take."""
+    """Schedule-free: the optimizer counts in its groups, and validates with the average that `eval`
+    and `train` bring and take.
+    """
 
     fast = True
 
@@ -439,6 +461,8 @@ class CountsInItsGroups(_Optimized):
 
 
 class DrawsNoiseInItsStep(_Optimized):
+    """The optimizer adds noise to every step (SGLD). It steps on the driver."""
+
     control = False  # random numbers
 
     def make(self) -> Optimizer:
@@ -446,7 +470,9 @@ class DrawsNoiseInItsStep(_Optimized):
 
 
 class DrawsNoiseAfterAWarmUp(DrawsNoiseInItsStep):
-    """With a learning rate of zero, as schedules start, there is no noise yet."""
+    """The optimizer adds noise that a learning rate of zero hides in the first steps. It steps on
+    the driver from then on.
+    """
 
     def configure_optimizers(self) -> Any:
         optimizer = SelectiveLangevin(self.parameters(), lr=0.05)
@@ -468,7 +494,7 @@ class SelectiveLangevin(Langevin):
 
 
 class PerturbsWeights(_Optimized):
-    """SAM: the closure runs twice in a step."""
+    """SAM: the closure runs twice in a step. It steps on the driver."""
 
     fast = True
 
@@ -477,7 +503,7 @@ class PerturbsWeights(_Optimized):
 
 
 class PerturbsWeightsByHand(PerturbsWeights):
-    """SAM in two halves, under manual optimization."""
+    """SAM in two halves, under manual optimization. It steps on the driver."""
 
     options: ClassVar = {"max_epochs": 2}  # Lightning counts calls of `step`
 
@@ -495,14 +521,16 @@ class PerturbsWeightsByHand(PerturbsWeights):
 
 
 class StepsFromWhereItWas(_Optimized):
-    """Extragradient."""
+    """Extragradient: takes the gradient where a first step would lead, and steps from where it was.
+    It steps on the driver.
+    """
 
     def make(self) -> Optimizer:
         return ExtraGradient(self.parameters(), lr=0.2)
 
 
 class LooksAhead(_Optimized):
-    """A wrapper with a schedule, which counts the steps of what it is given."""
+    """Lookahead around another optimizer, with a schedule. It steps on the driver."""
 
     def configure_optimizers(self) -> Any:
         inner = SGD(self.parameters(), lr=0.2, momentum=0.9)
@@ -520,7 +548,9 @@ class LooksAhead(_Optimized):
 
 
 class KeepsGradients(_Optimized):
-    """The optimizer extrapolates from the gradient before; so does a hook, which only looks."""
+    """The optimizer extrapolates from the gradient of the step before, and a hook keeps it too. It
+    steps on the driver.
+    """
 
     fast = True
     kept: Tensor | None = None
@@ -537,7 +567,7 @@ class KeepsGradients(_Optimized):
 
 
 class StepsByProdigy(_Optimized):
-    """Of the package: it estimates its step size from all parameters."""
+    """Prodigy of the package `prodigyopt`, which estimates its step size from all parameters."""
 
     needs = "prodigyopt"
 
@@ -549,7 +579,9 @@ class StepsByProdigy(_Optimized):
 
 
 class StepsWithoutASchedule(_Optimized):
-    """Of the package: weights are others in evaluation than in training."""
+    """An optimizer of the package `schedulefree`, whose weights are others in evaluation than in
+    training.
+    """
 
     needs = "schedulefree"
 
@@ -567,7 +599,7 @@ class StepsWithoutASchedule(_Optimized):
 
 
 class SearchesLines(_Optimized):
-    """LBFGS."""
+    """LBFGS. It steps on the driver."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     tolerance = 1e-7  # its line search makes more of the last digit
@@ -579,7 +611,9 @@ class SearchesLines(_Optimized):
 
 
 class HasStepHooks(_Optimized):
-    """Hooks before and after the step, made before the run and in it, see all parameters."""
+    """Hooks before and after the optimizer's step, made before the run and in it, see all
+    parameters.
+    """
 
     fast = True
 
@@ -605,7 +639,7 @@ class HasStepHooks(_Optimized):
 
 
 class StepsTwiceInAStep(_Optimized):
-    """Hooks run in the step of the class and in that of its base."""
+    """The optimizer's step calls that of its base class; hooks run in both."""
 
     def make(self) -> Optimizer:
         Adam([torch.zeros(1)])  # from now on the steps of Adam run hooks
@@ -613,7 +647,7 @@ class StepsTwiceInAStep(_Optimized):
 
 
 class LooksAtStates(_Optimized):
-    """States of an optimizer that steps in parts: read, changed, dropped."""
+    """Reads, changes and drops entries of `optimizer.state`."""
 
     def make(self) -> Optimizer:
         return SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -633,7 +667,7 @@ class LooksAtStates(_Optimized):
 
 
 class ChangesAttributes(_Optimized):
-    """An attribute of the optimizer that its step reads."""
+    """Changes an attribute of the optimizer that its step reads."""
 
     class Scaled(_Plain):
         scale = 1.0
@@ -675,7 +709,9 @@ class Noam(Adam):
 
 
 class CountsBeforeItsClosure(_Optimized):
-    """What is trained, and what the groups show while the closure runs."""
+    """The optimizer counts its steps and sets its rate before it calls the closure (Noam); it steps
+    in parts.
+    """
 
     fast = True
 
@@ -691,7 +727,9 @@ class CountsBeforeItsClosure(_Optimized):
 
 
 class CountsBeforeItsClosureByHand(CountsBeforeItsClosure):
-    """Manual optimization; Lightning's wrapper calls the step with a closure that does nothing."""
+    """The optimizer counts its steps and sets its rate before it calls the closure, under manual
+    optimization, where Lightning's closure does nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -705,7 +743,9 @@ class CountsBeforeItsClosureByHand(CountsBeforeItsClosure):
 
 
 class MakesAnOptimizerAnew(Row):
-    """Its `__init__` is called again in the middle of the run: no states, no hooks are left."""
+    """Calls `optimizer.__init__` again in the middle of the run: no states and no hooks
+    are left.
+    """
 
     shapes = EVERY
 

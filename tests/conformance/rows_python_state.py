@@ -66,6 +66,8 @@ class _Scaled(Row):
 
 
 class ReadsTheEpoch(_Whole):
+    """The network reads `self.current_epoch`."""
+
     fast = True
     shapes = EVERY
 
@@ -74,7 +76,7 @@ class ReadsTheEpoch(_Whole):
 
 
 class ReadsTheStep(_Whole):
-    """A warm-up of its own."""
+    """The network reads `self.global_step`, for a warm-up of its own."""
 
     shapes = EVERY
 
@@ -83,6 +85,8 @@ class ReadsTheStep(_Whole):
 
 
 class ReadsTheTrainer(_Whole):
+    """The network reads `self.trainer.global_step`, `max_steps` and `is_last_batch`."""
+
     fast = True
 
     def scale(self) -> float:
@@ -91,6 +95,8 @@ class ReadsTheTrainer(_Whole):
 
 
 class ReadsTheLearningRate(_Whole):
+    """The network reads the learning rate from the optimizer's groups."""
+
     def scale(self) -> float:
         return 1 + 10 * self.trainer.optimizers[0].param_groups[0]["lr"]
 
@@ -99,6 +105,8 @@ class ReadsTheLearningRate(_Whole):
 
 
 class ReadsHyperparameters(_Whole):
+    """The network reads `self.hparams`, which change."""
+
     fast = True
 
     def __init__(self, temperature: float = 1.0) -> None:
@@ -113,7 +121,7 @@ class ReadsHyperparameters(_Whole):
 
 
 class BranchesOnTheEpoch(_Whole):
-    """The first epoch trains without the skip connection and with the other activation."""
+    """The first epoch trains without the skip connection and with another activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -123,7 +131,7 @@ class BranchesOnTheEpoch(_Whole):
 
 
 class AnnealsInTheNetwork(Row):
-    """The network is told of the epoch by its owner, through a reference back to it."""
+    """The network reads the epoch from its owner, through a reference back to it."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +159,7 @@ class Settings:
 
 
 class ReadsADataclass(_Scaled):
-    """Nested, and the owner's: both look at one object."""
+    """The network reads a nested dataclass, which its owner changes."""
 
     shapes = EVERY
 
@@ -175,7 +183,7 @@ class ReadsADataclass(_Scaled):
 
 
 class ReplacesTheSettings(ReadsADataclass):
-    """Another object in its place."""
+    """The network reads a dataclass, in whose place another object is put."""
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -185,6 +193,8 @@ class ReplacesTheSettings(ReadsADataclass):
 
 
 class ReadsADictionary(_Scaled):
+    """The network reads a dictionary and a list in it, which change."""
+
     class Net(_Scaled.Net):
         def __init__(self) -> None:
             super().__init__()
@@ -202,7 +212,7 @@ class ReadsADictionary(_Scaled):
 
 
 class ReadsAnArray(_Scaled):
-    """An array of NumPy, element by element and as a whole."""
+    """The network reads a NumPy array, element by element and as a whole, which changes."""
 
     class Net(_Scaled.Net):
         def __init__(self) -> None:
@@ -217,7 +227,9 @@ class ReadsAnArray(_Scaled):
 
 
 class ReadsAnArrayInEvaluation(ReadsAnArray, _Evaluated):
-    """In inference mode an array becomes a tensor that TorchDynamo describes wrongly: refused."""
+    """The network computes with a NumPy array of its own in an evaluation; in inference mode
+    TorchDynamo cannot follow that, so the evaluation runs with `inference_mode=False`.
+    """
 
     shapes = EVERY
     options: ClassVar = {"inference_mode": False}
@@ -229,7 +241,7 @@ class ReadsAnArrayInEvaluation(ReadsAnArray, _Evaluated):
 
 
 class ReadsAPlainTensor(_Scaled):
-    """A tensor that is no buffer: changed in place, then replaced."""
+    """The network reads a tensor that is no buffer, which is changed in place, then replaced."""
 
     class Net(_Scaled.Net):
         def __init__(self) -> None:
@@ -250,6 +262,8 @@ RATES = {"scale": 1.0}
 
 
 class ReadsAGlobal(_Scaled):
+    """The network reads a global dictionary, which changes."""
+
     fast = True
     shapes = EVERY
 
@@ -266,6 +280,8 @@ class ReadsAGlobal(_Scaled):
 
 
 class ReadsAClassAttribute(_Scaled):
+    """The network reads an attribute of its class, which changes."""
+
     class Net(_Scaled.Net):
         factor = 1.0
 
@@ -281,7 +297,7 @@ class ReadsAClassAttribute(_Scaled):
 
 
 class ReadsAClosure(_Scaled):
-    """A schedule made by a function, which remembers."""
+    """The network calls a schedule made by a function, which remembers."""
 
     class Net(_Scaled.Net):
         def __init__(self, schedule: Callable[[], float]) -> None:
@@ -302,6 +318,8 @@ class ReadsAClosure(_Scaled):
 
 
 class ReadsTheEnvironment(_Scaled):
+    """The network reads a variable of the environment, which changes."""
+
     equal_or_refused = ("environ",)
     works = EVERY
 
@@ -319,7 +337,7 @@ class ReadsTheEnvironment(_Scaled):
 
 
 class ReadsAProperty(_Scaled):
-    """Two objects away, computed."""
+    """The network reads a computed property, two objects away."""
 
     class Clock:
         def __init__(self) -> None:
@@ -351,7 +369,7 @@ class Mode(Enum):
 
 
 class ReadsAMode(_Scaled):
-    """An enumeration, a string and a flag that come back to what they were."""
+    """The network reads an enumeration, a string and a flag that come back to what they were."""
 
     class Net(_Scaled.Net):
         def __init__(self) -> None:
@@ -369,7 +387,9 @@ class ReadsAMode(_Scaled):
 
 
 class DrawsInPython(_Whole):
-    """`random` and NumPy: the second layer is skipped now and then, once for the whole batch."""
+    """Python's `random` and NumPy decide that the second layer is skipped, once for the whole
+    batch.
+    """
 
     fast = True
     equal_or_refused = ("random", "fewer than 3 stages")  # the parts between
@@ -392,7 +412,9 @@ class DrawsInPython(_Whole):
 
 
 class ReplacesAnActivation(Row):
-    """A function, and a module without parameters."""
+    """Replaces an activation in the middle of a run: a function, and a module without
+    parameters.
+    """
 
     shapes = EVERY
 
@@ -417,7 +439,9 @@ class ReplacesAnActivation(Row):
 
 
 class ReplacesALayer(Row):
-    """By one with weights of its own, which the optimizer is told of."""
+    """Replaces a layer in the middle of a run by one with weights of its own, which the optimizer
+    is told of. The new layer is on the driver.
+    """
 
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
@@ -433,7 +457,7 @@ class ReplacesALayer(Row):
 
 
 class RemovesALayer(Row):
-    """`nn.Identity` in its place: it gets no more gradients, and keeps its name in no state."""
+    """Puts `nn.Identity` in the place of a layer in the middle of a run."""
 
     equal_or_refused = ("second",)
     works = EVERY
@@ -448,7 +472,7 @@ class RemovesALayer(Row):
 
 
 class GrowsDeeper(Row):
-    """A layer more in every second step."""
+    """The network uses one more layer from every second step on."""
 
     shares = True
 
@@ -475,7 +499,7 @@ class GrowsDeeper(Row):
 
 
 class RepeatsALayer(GrowsDeeper):
-    """Another number of rounds through the same layers."""
+    """The network goes through the same layer another number of times in each step."""
 
     class Net(Layers):
         rounds = 1
@@ -493,7 +517,7 @@ class RepeatsALayer(GrowsDeeper):
 
 
 class ReordersLayers(Row):
-    """The order in which layers run is a list of names."""
+    """The order in which layers run is a list of names, which changes."""
 
     shares = True
 
@@ -544,7 +568,7 @@ class _Called(Row):
 
 
 class PassesAFloat(_Called):
-    """Another one in every step."""
+    """Another number beside the batch in every step."""
 
     fast = True
 
@@ -557,6 +581,8 @@ class PassesAFloat(_Called):
 
 
 class PassesAFlag(_Called):
+    """A flag beside the batch."""
+
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
             return x.flip(1) if extra else x
@@ -566,6 +592,8 @@ class PassesAFlag(_Called):
 
 
 class PassesNoneOrAMask(_Called):
+    """`None` or a mask beside the batch."""
+
     fast = True
 
     class Net(_Called.Net):
@@ -577,7 +605,7 @@ class PassesNoneOrAMask(_Called):
 
 
 class PassesNames(_Called):
-    """Which heads to add, beside the tensor."""
+    """Names of the heads to add, beside the batch."""
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
@@ -589,7 +617,9 @@ class PassesNames(_Called):
 
 
 class PassesAnObject(_Called):
-    """Of a class of the user's, with a tensor of the batch, a number and a string in it."""
+    """An object of a class of the user's, with a tensor of the batch, a number and a
+    string in it.
+    """
 
     fast = True
 

@@ -49,7 +49,10 @@ class _Launched(Row):
 
 
 class AsksForRanks(_Launched):
-    """Every name, in hooks before the run and in it."""
+    """Asks for everything that tells of ranks, in hooks before the run and in it:
+    `trainer.world_size`, `num_devices`, `global_rank`, `is_global_zero`, `RANK`, `WORLD_SIZE`,
+    SLURM's variables, ...
+    """
 
     fast = True
     control = False  # `ddp` makes a group of one process
@@ -79,7 +82,9 @@ class AsksForRanks(_Launched):
 
 
 class DividesByDevices(_Launched):
-    """Lightning's example for ImageNet divides the batch in `setup`; others scale the rate."""
+    """Divides the batch size by `strategy.num_processes` in `setup`, as Lightning's example for
+    ImageNet does, and scales the rate by `trainer.num_devices`.
+    """
 
     fast = True
 
@@ -112,7 +117,9 @@ class _Shards(IterableDataset[Any]):
 
 
 class ShardsByTheEnvironment(_Launched):
-    """A stream, in the processes of the loader."""
+    """A stream shards itself by `RANK` and `WORLD_SIZE` in the processes of the loader, as
+    `webdataset` does.
+    """
 
     fast = True
     options: ClassVar = {"max_steps": -1, "max_epochs": 2}
@@ -125,7 +132,9 @@ class ShardsByTheEnvironment(_Launched):
 
 
 class RefusedShardsInSetup(Row):
-    """A worker, too, runs `setup`, and has no shard."""
+    """Makes a `DistributedSampler` of `trainer.global_rank` in `setup`, which workers run too and
+    have no shard: shard in `train_dataloader`.
+    """
 
     shapes = EVERY
     refused = ("Invalid rank", "is not below trainer.world_size", "train_dataloader")

@@ -21,13 +21,15 @@ class _Refused(Row):
 
 
 class RefusedUnknownCut(_Refused):
+    """A cut point that names no module; the nearest names are shown."""
+
     fast = True
     arguments: ClassVar = {"allocation": ["net.secnd"]}
     refused = ("secnd", "'net.second'")
 
 
 class RefusedRaggedTensors(Row):
-    """An input in which samples have several lengths, as one tensor."""
+    """A jagged `torch.nested` tensor as the network's input."""
 
     fast = True
     refused = ("it takes a nested tensor, whose sizes follow from values",)
@@ -38,12 +40,16 @@ class RefusedRaggedTensors(Row):
 
 
 class RefusedTooFewCuts(_Refused):
+    """Fewer cut points than the number of stages needs."""
+
     shapes = (ONE_OF_TWO,)  # whose numbers the words have
     arguments: ClassVar = {"allocation": []}
     refused = ("stages(2)", "1 cut points")
 
 
 class RefusedTiedWeightsCompiled(TiesAcrossStages):
+    """Weights that are tied across stages, with `compile_stages=True`."""
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     arguments: ClassVar = {"compile_stages": True}
     refused = ("compile_stages=True", "'first.weight'")
@@ -51,6 +57,10 @@ class RefusedTiedWeightsCompiled(TiesAcrossStages):
 
 
 class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
+    """Weights that are tied across stages, of a network that is made in `configure_model`: make it
+    in `__init__`.
+    """
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("'net.first.weight'", "configure_model", "__init__")
     gathered = True
@@ -64,6 +74,10 @@ class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
 
 
 class RefusedLineSearchInReplicas(SearchesLines):
+    """LBFGS with a line search and several replicas: each would search by its own loss, and `ddp`
+    waits for ever.
+    """
+
     shapes = (TWO_OF_TWO,)
     refused = ("line_search_fn='strong_wolfe'", "data_parallel_size=1")
     control = False
@@ -74,7 +88,9 @@ class RefusedLineSearchInReplicas(SearchesLines):
 
 
 class RefusedTwoParametersInOneMemory(Row):
-    """Tied as users tie that do not know that two layers may have one parameter."""
+    """Weights that are tied by `a.data = b.data`, as two parameters in one memory: tie them by
+    `module.a = module.b`.
+    """
 
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -92,7 +108,9 @@ class RefusedTwoParametersInOneMemory(Row):
 
 
 class RefusedReentrantCheckpoint(Row):
-    """This kind of activation checkpointing calls the network without gradients first."""
+    """Activation checkpointing with `use_reentrant=True` around the only call of the network: use
+    `use_reentrant=False`.
+    """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # `ddp` finds its parameters ready twice
@@ -104,7 +122,9 @@ class RefusedReentrantCheckpoint(Row):
 
 
 class RefusedWritesIntoOneOfTwoViews(Row):
-    """Both arguments of the network show the batch; on one device the second would follow."""
+    """The network changes an argument in place that shares memory with another argument: pass a
+    `tensor.clone()`.
+    """
 
     class Net(Layers):
         def forward(self, x: Tensor, same: Tensor) -> Tensor:
@@ -122,7 +142,9 @@ class RefusedWritesIntoOneOfTwoViews(Row):
 
 
 class RefusedClassThatComputes(Row):
-    """A class of tensors that takes part in each operation: TorchDynamo gives other numbers."""
+    """Tensors of a class with a `__torch_function__` of its own, under which TorchDynamo gives
+    other numbers.
+    """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("Doubles", "__torch_function__", "as_subclass(torch.Tensor)")
@@ -140,7 +162,9 @@ class RefusedClassThatComputes(Row):
 
 
 class RefusedFrozenEncoderThatPacks(Row):
-    """Inside of what is to be cut: its calls in training are like those of an evaluation."""
+    """A frozen `torch.nn.TransformerEncoder` with a padding mask, inside of what is to be cut: use
+    `enable_nested_tensor=False`.
+    """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts = PacksWhatIsPadded.cuts
@@ -158,6 +182,8 @@ class RefusedFrozenEncoderThatPacks(Row):
 
 
 class RefusedOtherMemoryOfABuffer(Row):
+    """`forward` sets `buffer.data = ...`: use `buffer.copy_(...)`."""
+
     class Net(Layers):
         def __init__(self) -> None:
             super().__init__()
@@ -175,6 +201,8 @@ class RefusedOtherMemoryOfABuffer(Row):
 
 
 class RefusedSingleLayer(Row):
+    """More stages than the network has partitions."""
+
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts: ClassVar = {2: ["net.0"]}
@@ -185,11 +213,15 @@ class RefusedSingleLayer(Row):
 
 
 class RefusedUnknownNetwork(_Refused):
+    """`network="name"` that names no module."""
+
     arguments: ClassVar = {"network": "model"}
     refused = ("'model'", "'net'")
 
 
 class RefusedWithoutACall(Row):
+    """Uses weights (`x @ self.net.first.weight.T`) and never calls a module."""
+
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # it refuses parameters that get no gradient
@@ -201,7 +233,9 @@ class RefusedWithoutACall(Row):
 
 
 class RefusedWeightBetweenGraphs(Row):
-    """Python that cannot be captured reads a weight that a worker owns."""
+    """Python between two graphs of a network, which cannot be captured, computes with a weight that
+    another rank owns.
+    """
 
     fast = True
     shapes = (ONE_OF_TWO,)  # none of its graphs has three stages
@@ -221,6 +255,8 @@ class RefusedWeightBetweenGraphs(Row):
 
 
 class RefusedCreateGraph(Row):
+    """`create_graph=True` through a network that is cut: use `ddp`."""
+
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("create_graph=True", "ddp")
@@ -232,7 +268,9 @@ class RefusedCreateGraph(Row):
 
 
 class RefusedBatchedGradients(Row):
-    """A jacobian in one backward: many gradients at once in the place of one."""
+    """`is_grads_batched=True` or `jacobian(vectorize=True)` through a network that is cut: use
+    `vectorize=False`.
+    """
 
     fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -247,7 +285,7 @@ class RefusedBatchedGradients(Row):
 
 
 class RefusedGradientsInOneTensor(Row):
-    """One buffer for all gradients, of which each has its part."""
+    """Keeps all gradients as parts of one larger tensor."""
 
     fast = True
     refused = ("a part of a larger tensor",)
@@ -264,6 +302,8 @@ class RefusedGradientsInOneTensor(Row):
 
 
 class RefusedParametersInOneTensor(Row):
+    """Keeps all parameters as parts of one larger tensor (`parameter.data = part`)."""
+
     fast = True
     refused = ("shows the memory of", "parameter.data = part.clone()")
 
@@ -276,7 +316,9 @@ class RefusedParametersInOneTensor(Row):
 
 
 class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):
-    """By a norm of all gradients, of which this rank has its own alone."""
+    """Calls `clip_grad_norm_` on a network that is made in `configure_model`, where a rank has no
+    gradients but its own.
+    """
 
     fast = True
     refused = ("The gradient of", "configure_model")
@@ -286,7 +328,9 @@ class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):
 
 
 class RefusedFusedLossScaling(Row):
-    """A fused optimizer takes the loss scale into its step."""
+    """An optimizer with `fused=True` under `precision="16-mixed"`, which takes the loss scale into
+    its step.
+    """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("fused=True", "fused=False")
@@ -301,6 +345,8 @@ class RefusedFusedLossScaling(Row):
 
 
 class RefusedSyncBatchNormCompiled(Row):
+    """`sync_batchnorm=True` with `compile_stages=True`."""
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     options: ClassVar = {"sync_batchnorm": True}
     arguments: ClassVar = {"compile_stages": True}

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 class MakesItsLossInside(Row):
-    """Class weights, a mean over some samples, and the logits beside them."""
+    """The network returns a loss with class weights, a mean over some samples, and the logits."""
 
     fast = True
 
@@ -32,7 +32,7 @@ class MakesItsLossInside(Row):
 
 
 class ComparesSamplesAtTheEnd(MakesItsLossInside):
-    """A contrastive loss with a learned temperature, which only the end of the network uses."""
+    """A contrastive loss with a learned temperature at the end of the network."""
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -49,7 +49,7 @@ class ComparesSamplesAtTheEnd(MakesItsLossInside):
 
 
 class TakesTheEntriesOfItsLabels(MakesItsLossInside):
-    """Positions in the batch are used as indices."""
+    """`logits[torch.arange(batch), labels]`: positions in the batch are used as indices."""
 
     class Net(Layers):
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
@@ -58,7 +58,7 @@ class TakesTheEntriesOfItsLabels(MakesItsLossInside):
 
 
 class PutsTimeFirst(MakesItsLossInside):
-    """Attention with torch's default layout: the batch lies behind time."""
+    """Attention with torch's default layout inside of the network: the batch lies behind time."""
 
     fast = True
 
@@ -75,7 +75,9 @@ class PutsTimeFirst(MakesItsLossInside):
 
 
 class MixesItsInputs(MakesItsLossInside):
-    """Mixup with random partners: the permutation is drawn once, as on one device."""
+    """Mixup with random partners at the start of the network: the permutation is drawn once, as on
+    one device.
+    """
 
     fast = True
     control = False  # random numbers
@@ -88,7 +90,7 @@ class MixesItsInputs(MakesItsLossInside):
 
 
 class ScalesByItsInputs(MakesItsLossInside):
-    """Statistics of the inputs of the whole batch."""
+    """The network scales its inputs by statistics of the whole batch."""
 
     class Net(Layers):
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
@@ -97,7 +99,9 @@ class ScalesByItsInputs(MakesItsLossInside):
 
 
 class SendsSamplesToExperts(MakesItsLossInside):
-    """Each sample goes to the two experts that a router chooses, as most people write it."""
+    """Each sample goes to the two experts that a router chooses, by `torch.where` and
+    `index_add_`.
+    """
 
     fast = True
 
@@ -122,7 +126,7 @@ class SendsSamplesToExperts(MakesItsLossInside):
 
 
 class MasksSamplesOfExperts(SendsSamplesToExperts):
-    """The same by masks, into which the results are added."""
+    """Experts take the samples that a mask picks, and results are added into the masked places."""
 
     class Net(SendsSamplesToExperts.Net):
         def mixed(self, h: Tensor) -> Tensor:
@@ -137,7 +141,7 @@ class MasksSamplesOfExperts(SendsSamplesToExperts):
 
 
 class SortsSamplesByExpert(SendsSamplesToExperts):
-    """Sorted by the expert that was chosen, and back."""
+    """Samples are sorted by the expert that was chosen, and put back in order."""
 
     class Net(SendsSamplesToExperts.Net):
         def mixed(self, h: Tensor) -> Tensor:
@@ -152,7 +156,9 @@ class SortsSamplesByExpert(SendsSamplesToExperts):
 
 
 class LimitsItsExperts(SendsSamplesToExperts):
-    """Experts with a capacity: which samples find a place depends on all of them."""
+    """Experts with a capacity: which samples find a place depends on all of them, so the batch
+    stays whole.
+    """
 
     parts = 1
 
@@ -164,7 +170,9 @@ class LimitsItsExperts(SendsSamplesToExperts):
 
 
 class TakesTimeFirst(MakesItsLossInside):
-    """The batch is dimension 1 of the inputs, as torch's transformers want it."""
+    """The batch is dimension 1 of the inputs (`batch_first=False`), as torch's transformers want
+    it.
+    """
 
     fast = True
 
@@ -183,7 +191,7 @@ class TakesTimeFirst(MakesItsLossInside):
 
 
 class TakesTimeFirstInLSTMs(TakesTimeFirst):
-    """The same of recurrent layers."""
+    """The batch is dimension 1 of the inputs of recurrent layers (`batch_first=False`)."""
 
     class Net(TakesTimeFirst.Net):
         def __init__(self) -> None:
@@ -197,7 +205,7 @@ class TakesTimeFirstInLSTMs(TakesTimeFirst):
 
 
 class TakesAnOrder(MakesItsLossInside):
-    """An argument has indices of samples: the hidden states of others are taken whole."""
+    """An argument has indices of samples, whose hidden states are taken. The batch stays whole."""
 
     class Net(Layers):
         def forward(self, x: Tensor, order: Tensor) -> Tensor:  # type: ignore[override]
@@ -209,7 +217,7 @@ class TakesAnOrder(MakesItsLossInside):
 
 
 class TakesAnOrderOfItsInputs(TakesAnOrder):
-    """The same of the inputs themselves, which the driver has."""
+    """An argument has indices by which the inputs are put in order, before the stages."""
 
     class Net(Layers):
         def forward(self, x: Tensor, order: Tensor) -> Tensor:  # type: ignore[override]
@@ -229,34 +237,36 @@ class _InThree(Row):
 
 
 class MakesItsLossInsideInThree(_InThree, MakesItsLossInside):
-    """Three micro-batches before one tail."""
+    """The network returns its loss, and batches of 6 go through in three micro-batches."""
 
 
 class MixesItsInputsInThree(_InThree, MixesItsInputs):
-    """Three micro-batches after one prologue."""
+    """Mixup at the start of the network, and batches of 6 go through in three micro-batches."""
 
 
 class SendsSamplesToExpertsInThree(_InThree, SendsSamplesToExperts):
-    """Of two samples some experts see none."""
+    """Experts that a router chooses, in micro-batches of two samples, of which some experts see
+    none.
+    """
 
 
 class TakesTimeFirstInThree(_InThree, TakesTimeFirst):
-    """Three micro-batches along dimension 1."""
+    """The batch is dimension 1 of the inputs, and is split there into three micro-batches."""
 
 
 class ComparesSamplesInAnyNumber(ComparesSamplesAtTheEnd):
-    """The number of micro-batches is chosen."""
+    """A contrastive loss at the end of the network, in a number of micro-batches that is chosen."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}
 
 
 class SendsSamplesToExpertsInAnyNumber(SendsSamplesToExperts):
-    """The number of micro-batches is chosen."""
+    """Experts that a router chooses, in a number of micro-batches that is chosen."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}
 
 
 class TakesTimeFirstInAnyNumber(TakesTimeFirst):
-    """The number of micro-batches is chosen."""
+    """The batch is dimension 1 of the inputs, in a number of micro-batches that is chosen."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}

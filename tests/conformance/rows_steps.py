@@ -47,7 +47,7 @@ class _Evaluated(Row):
 
 
 class Evaluates(_Evaluated):
-    """fit, validate, test and predict, by one Trainer."""
+    """`fit`, `validate`, `test` and `predict` by one Trainer."""
 
     fast = True
     shapes = EVERY
@@ -60,7 +60,9 @@ class Evaluates(_Evaluated):
 
 
 class PredictsWithAPart(_Evaluated):
-    """Features from a part that is too small for stages of its own, after a fit of the whole."""
+    """`predict` calls a part of the network that is too small for stages of its own, after a fit of
+    the whole.
+    """
 
     fast = True
     shapes = EVERY
@@ -74,7 +76,10 @@ class PredictsWithAPart(_Evaluated):
 
 
 class PacksWhatIsPadded(_Evaluated):
-    """Torch's encoder of padded sequences: zeros for what is padded, where nothing is trained."""
+    """`torch.nn.TransformerEncoder` with `src_key_padding_mask`, which packs sequences where
+    nothing is trained. Evaluations run on the driver, or in stages with
+    `enable_nested_tensor=False`.
+    """
 
     shapes = EVERY
     cuts: ClassVar = {
@@ -107,7 +112,9 @@ class PacksWhatIsPadded(_Evaluated):
 
 
 class EncodesInEvaluation(PacksWhatIsPadded):
-    """Evaluation alone, and without padding: layers that have no derivative there."""
+    """`torch.nn.TransformerEncoder` in evaluations alone, without padding: layers that have no
+    derivative there.
+    """
 
     shapes = EVERY
     trains = False
@@ -121,7 +128,9 @@ class EncodesInEvaluation(PacksWhatIsPadded):
 
 
 class RegistersInForward(_Evaluated):
-    """Buffers of the network and of a layer, in the first call; later runs find them there."""
+    """`forward` registers buffers of the network and of a layer in its first call; later runs find
+    them on rank 0.
+    """
 
     class Centres(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +160,7 @@ class RegistersInForward(_Evaluated):
 
 
 class OnlyTests(_Evaluated):
-    """Nothing is trained: the first call of the network is a test's."""
+    """Only `test` runs: the first call of the network is a test's."""
 
     trains = False
 
@@ -170,7 +179,9 @@ class FitsTwice(_Evaluated):
 
 
 class CollectsOutputs(_Evaluated):
-    """The way of Lightning 2 to look at a whole validation epoch."""
+    """Collects `self.validation_step_outputs`, and computes with them in
+    `on_validation_epoch_end`.
+    """
 
     def on_validation_epoch_start(self) -> None:
         self.validation_step_outputs: list[tuple[Tensor, Tensor]] = []
@@ -186,7 +197,7 @@ class CollectsOutputs(_Evaluated):
 
 
 class LogsValues(_Evaluated):
-    """All flags of `self.log`, and `log_dict`."""
+    """`self.log` with all flags, and `self.log_dict`."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -231,6 +242,8 @@ class LogsMetrics(_Evaluated):
 
 
 class SeveralValidationLoaders(_Evaluated):
+    """Several validation loaders, with `dataloader_idx`."""
+
     def val_dataloader(self) -> Any:
         return [self.batches(8, seed=2), self.batches(12, seed=4)]
 
@@ -239,7 +252,7 @@ class SeveralValidationLoaders(_Evaluated):
 
 
 class GathersOutputs(Row):
-    """`all_gather` of a dictionary, and with gradients."""
+    """`self.all_gather` of a dictionary, and with gradients."""
 
     fast = True
     control = False  # it adds a dimension even for one device
@@ -263,6 +276,8 @@ class _Painter(Callback):
 
 
 class LogsImages(_Evaluated):
+    """A callback calls the network in the middle of a fit, and logs images to TensorBoard."""
+
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         logger = TensorBoardLogger(folder, name="", version="log")
         return {"logger": logger, "callbacks": [_Painter()], "log_every_n_steps": 1}
@@ -304,6 +319,8 @@ class _Writer(BasePredictionWriter):
 
 
 class WritesPredictions(_Evaluated):
+    """`predict` with a `BasePredictionWriter`."""
+
     fast = True
     trains = False
 
@@ -319,7 +336,7 @@ class WritesPredictions(_Evaluated):
 
 
 class ReturnsNothingToPredict(_Evaluated):
-    """``return_predictions=False``: the writer alone gets them."""
+    """`predict(return_predictions=False)`: the writer alone gets the predictions."""
 
     trains = False
 
@@ -331,7 +348,7 @@ class ReturnsNothingToPredict(_Evaluated):
 
 
 class TakesTheLossApart(_Evaluated):
-    """A dictionary from `training_step`, read in hooks of batches and epochs."""
+    """`training_step` returns a dictionary, which hooks of batches and epochs read."""
 
     options: ClassVar = {"max_epochs": 2, "max_steps": -1}
 

@@ -22,6 +22,8 @@ EPOCHS = {"max_epochs": 2, "max_steps": -1}
 
 
 class AccumulatesBySchedule(Row):
+    """`GradientAccumulationScheduler` with another number in each epoch."""
+
     options: ClassVar = {"max_epochs": 3, "max_steps": -1}
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
@@ -29,7 +31,9 @@ class AccumulatesBySchedule(Row):
 
 
 class AccumulatesAndClips(Row):
-    """The last batches of an epoch are fewer than are to be accumulated."""
+    """Accumulates and clips gradients; the last batches of an epoch are fewer than are to be
+    accumulated.
+    """
 
     fast = True
     samples = 24
@@ -56,7 +60,7 @@ class ClipsByTheModule(Row):
 
 
 class ConfiguresClipping(Row):
-    """The hook, overridden."""
+    """Overrides `configure_gradient_clipping`."""
 
     fast = True
 
@@ -93,6 +97,8 @@ class _Scheduled(_Evaluated):
 
 
 class SchedulesByEpoch(_Scheduled):
+    """A scheduler that steps once per epoch."""
+
     fast = True
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -100,6 +106,8 @@ class SchedulesByEpoch(_Scheduled):
 
 
 class SchedulesByStep(_Scheduled):
+    """A scheduler that steps every second step, with a function for each parameter group."""
+
     settings: ClassVar = {"interval": "step", "frequency": 2}
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -108,7 +116,7 @@ class SchedulesByStep(_Scheduled):
 
 
 class SchedulesOneCycle(_Scheduled):
-    """As long as the run: `estimated_stepping_batches`."""
+    """`OneCycleLR(total_steps=trainer.estimated_stepping_batches)`."""
 
     settings: ClassVar = {"interval": "step"}
 
@@ -118,7 +126,7 @@ class SchedulesOneCycle(_Scheduled):
 
 
 class SchedulesInSequence(_Scheduled):
-    """Warm-up, then cosine with restarts."""
+    """`SequentialLR`: a warm-up, then cosine with restarts."""
 
     settings: ClassVar = {"interval": "step"}
 
@@ -129,6 +137,8 @@ class SchedulesInSequence(_Scheduled):
 
 
 class SchedulesOnPlateau(_Scheduled):
+    """`ReduceLROnPlateau`, per epoch."""
+
     settings: ClassVar = {"monitor": "val"}
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -136,6 +146,8 @@ class SchedulesOnPlateau(_Scheduled):
 
 
 class SchedulesOnPlateauByStep(_Scheduled):
+    """`ReduceLROnPlateau`, every second step."""
+
     settings: ClassVar = {"monitor": "train_step", "interval": "step", "frequency": 2}
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -143,6 +155,8 @@ class SchedulesOnPlateauByStep(_Scheduled):
 
 
 class SchedulesByHand(Row):
+    """Steps a scheduler by hand, under manual optimization."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -162,7 +176,7 @@ class SchedulesByHand(Row):
 
 
 class StepsAScheduleItself(_Scheduled):
-    """The hook, overridden, for schedulers of other libraries."""
+    """Overrides `lr_scheduler_step`, for schedulers of other libraries."""
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -176,22 +190,28 @@ class StepsAScheduleItself(_Scheduled):
 
 
 class RunsEpochs(_Evaluated):
+    """`max_epochs` with validation."""
+
     fast = True
     options: ClassVar = EPOCHS
 
 
 class RunsOutOfTime(Row):
-    """No time at all, but three steps."""
+    """`max_time` is over at once, and `min_steps=3` keeps the run going until then."""
 
     options: ClassVar = {"max_time": timedelta(0), "min_steps": 3, "max_steps": -1}
 
 
 class StopsItself(Row):
+    """Sets `trainer.should_stop` in a hook."""
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.trainer.should_stop = self.global_step == 3
 
 
 class SkipsTheRestOfTheEpoch(Row):
+    """Returns -1 from `on_train_batch_start`, which ends the epoch."""
+
     options: ClassVar = EPOCHS
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -199,6 +219,8 @@ class SkipsTheRestOfTheEpoch(Row):
 
 
 class ValidatesEveryTwoBatches(_Evaluated):
+    """`val_check_interval=2` with `check_val_every_n_epoch=None`."""
+
     options: ClassVar = {"val_check_interval": 2, "check_val_every_n_epoch": None}
 
     def on_validation_epoch_end(self) -> None:
@@ -206,16 +228,24 @@ class ValidatesEveryTwoBatches(_Evaluated):
 
 
 class ValidatesTwiceAnEpoch(ValidatesEveryTwoBatches):
+    """`val_check_interval=0.5`."""
+
     fast = True
     samples = 32
     options: ClassVar = {"val_check_interval": 0.5}
 
 
 class ValidatesEverySecondEpoch(ValidatesEveryTwoBatches):
+    """`check_val_every_n_epoch=2`."""
+
     options: ClassVar = {"check_val_every_n_epoch": 2, "max_epochs": 4, "max_steps": -1}
 
 
 class LimitsBatches(_Evaluated):
+    """`limit_train_batches`, `limit_val_batches`, `limit_test_batches` and
+    `limit_predict_batches`.
+    """
+
     samples = 32
     options: ClassVar = {
         **EPOCHS,
@@ -232,15 +262,19 @@ class LimitsBatches(_Evaluated):
 
 
 class Overfits(_Evaluated):
+    """`overfit_batches=1`."""
+
     options: ClassVar = {**EPOCHS, "overfit_batches": 1}
 
 
 class RunsFastForDevelopment(_Evaluated):
+    """`fast_dev_run=2`."""
+
     options: ClassVar = {"fast_dev_run": 2}
 
 
 class ChecksSanity(_Evaluated):
-    """The first call of the network is a validation's."""
+    """The sanity check: the first call of the network is a validation's."""
 
     options: ClassVar = {"num_sanity_val_steps": -1}
 
@@ -249,10 +283,14 @@ class ChecksSanity(_Evaluated):
 
 
 class RunsWithoutSanityCheck(_Evaluated):
+    """`num_sanity_val_steps=0`."""
+
     options: ClassVar = {"num_sanity_val_steps": 0}
 
 
 class RunsBarebones(Row):
+    """`barebones=True`."""
+
     options: ClassVar = {
         "barebones": True,
         "logger": None,
@@ -263,6 +301,8 @@ class RunsBarebones(Row):
 
 
 class ReloadsLoaders(Row):
+    """`reload_dataloaders_every_n_epochs=1`."""
+
     options: ClassVar = {"max_epochs": 3, "max_steps": -1, "reload_dataloaders_every_n_epochs": 1}
 
     def train_dataloader(self) -> Any:
@@ -287,6 +327,8 @@ class _Endless(IterableDataset):
 
 
 class ReadsAStream(Row):
+    """An `IterableDataset` without a length."""
+
     options: ClassVar = {"max_epochs": 2, "max_steps": -1}
 
     def train_dataloader(self) -> DataLoader:
@@ -294,7 +336,9 @@ class ReadsAStream(Row):
 
 
 class CombinesLoaders(Row):
-    """A dictionary of loaders of different lengths, in training and in validation."""
+    """A dictionary of loaders of different lengths in a `CombinedLoader`, in training and in
+    validation.
+    """
 
     mode: ClassVar = "max_size_cycle"
 
@@ -317,11 +361,13 @@ class CombinesLoaders(Row):
 
 
 class CombinesTheShorter(CombinesLoaders):
+    """A `CombinedLoader` with `mode="min_size"`."""
+
     mode = "min_size"
 
 
 class SeveralTrainLoaders(CombinesLoaders):
-    """A plain dictionary, without `CombinedLoader`."""
+    """A plain dictionary of training loaders, without `CombinedLoader`."""
 
     fast = True
 
@@ -333,14 +379,14 @@ class SeveralTrainLoaders(CombinesLoaders):
 
 
 class BatchIsSmallerThanMicrobatches(Row):
-    """Batches of four, and one of three, in eight micro-batches."""
+    """Batches of four, and one of three, with `num_microbatches=8`."""
 
     samples = 11
     microbatches = 8
 
 
 class LoaderGivesItsSamples(Row):
-    """Lightning's sampler over the replicas, or none for one."""
+    """`use_distributed_sampler=True`: Lightning's sampler over the replicas, or none for one."""
 
     samples = 20
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
@@ -352,11 +398,13 @@ class LoaderGivesItsSamples(Row):
 
 
 class LoaderShufflesItsSamples(LoaderGivesItsSamples):
+    """`use_distributed_sampler=True` with `shuffle=True`."""
+
     shuffles = True
 
 
 class SamplesItself(Row):
-    """The user's own sampler over the replicas."""
+    """A sampler of the user's own that divides samples over the replicas."""
 
     fast = True
     options: ClassVar = EPOCHS
@@ -379,7 +427,9 @@ class _Backwards(Sampler):
 
 
 class SamplesBackwards(Row):
-    """A sampler of no known kind; Lightning divides it over the replicas, but not for one."""
+    """A sampler of no known kind; Lightning divides it over the replicas, and leaves it alone for
+    one.
+    """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
@@ -394,11 +444,13 @@ class SamplesBackwards(Row):
 
 
 class EvaluatesInInferenceMode(_Evaluated):
+    """`inference_mode=True` (on gloo Lightning uses `no_grad`)."""
+
     options: ClassVar = {"inference_mode": True}
 
 
 class EvaluatesWithoutInferenceMode(_Evaluated):
-    """Gradients in a validation step."""
+    """`inference_mode=False`, and gradients in a validation step."""
 
     options: ClassVar = {"inference_mode": False}
 
@@ -411,14 +463,20 @@ class EvaluatesWithoutInferenceMode(_Evaluated):
 
 
 class DetectsAnomalies(Row):
+    """`detect_anomaly=True`."""
+
     options: ClassVar = {"detect_anomaly": True}
 
 
 class RunsBenchmark(Row):
+    """`benchmark=True`."""
+
     options: ClassVar = {"benchmark": True}
 
 
 class RunsDeterministically(Row):
+    """`deterministic=True`."""
+
     options: ClassVar = {"deterministic": True}
 
 
@@ -434,14 +492,20 @@ class _Profiled(_Evaluated):
 
 
 class ProfilesSimply(_Profiled):
+    """`SimpleProfiler`."""
+
     profiler = SimpleProfiler
 
 
 class ProfilesFunctions(_Profiled):
+    """`AdvancedProfiler`."""
+
     profiler = AdvancedProfiler
 
 
 class ProfilesOperations(_Profiled):
+    """`PyTorchProfiler`. Of a network that is cut it shows operations and no modules."""
+
     profiler = PyTorchProfiler
 
 
@@ -465,19 +529,27 @@ class _InPrecision(_Evaluated):
 
 
 class TrainsIn32Bits(_InPrecision):
+    """`precision="32-true"`, digit by digit."""
+
     options: ClassVar = {"precision": "32-true"}
 
 
 class TrainsIn64Bits(_InPrecision):
+    """`precision="64-true"`, digit by digit."""
+
     options: ClassVar = {"precision": "64-true"}
     trains = False  # parameters are converted after they are watched
 
 
 class TrainsInBfloat16(_InPrecision):
+    """`precision="bf16-true"`, digit by digit."""
+
     options: ClassVar = {"precision": "bf16-true"}
     trains = False  # parameters are converted after they are watched
 
 
 class TrainsInMixedBfloat16(_InPrecision):
+    """`precision="bf16-mixed"` with clipping, digit by digit."""
+
     fast = True
     options: ClassVar = {"precision": "bf16-mixed", "gradient_clip_val": 0.5}

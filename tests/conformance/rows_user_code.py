@@ -13,13 +13,15 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
 
 class Plain(Row):
-    """Nothing unusual."""
+    """Calls `self.net(x)` in `training_step`, and nothing unusual."""
 
     fast = True
     shapes = EVERY
 
 
 class CallsItself(Row):
+    """Calls `self(x)`: the LightningModule is the network."""
+
     fast = True
     cuts: ClassVar = {2: ["second"]}
 
@@ -35,6 +37,8 @@ class CallsItself(Row):
 
 
 class ReturnsDict(Row):
+    """The network returns a dictionary with a tuple in it."""
+
     class Net(Layers):
         def forward(self, x: Tensor) -> dict[str, Any]:
             hidden = torch.tanh(self.first(x))
@@ -56,6 +60,8 @@ class Scores:
 
 
 class ReturnsDataclass(Row):
+    """The network returns a dataclass."""
+
     class Net(Layers):
         def forward(self, x: Tensor) -> Scores:
             hidden = torch.tanh(self.first(x))
@@ -85,6 +91,10 @@ class ChangesSize(Row):
 
 
 class CheckpointsActivations(Row):
+    """Activation checkpointing around the call of the network (`use_reentrant=False`): it runs
+    again in the backward.
+    """
+
     fast = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -93,6 +103,8 @@ class CheckpointsActivations(Row):
 
 
 class KeywordArguments(Row):
+    """Calls the network with keyword arguments."""
+
     class Net(Layers):
         def forward(self, x: Tensor, *, weight: Tensor, scale: float = 1.0) -> Tensor:
             x = torch.tanh(self.first(x))
@@ -106,6 +118,8 @@ class KeywordArguments(Row):
 
 
 class CallsTwice(Row):
+    """Calls the network twice in a step."""
+
     fast = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -114,6 +128,8 @@ class CallsTwice(Row):
 
 
 class CallsWithoutGradient(Row):
+    """Calls the network under `torch.no_grad()` in a training step."""
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             target = self.net(x.flip(1)).softmax(1)
@@ -123,12 +139,16 @@ class CallsWithoutGradient(Row):
 
 
 class DropsAnOutput(Row):
+    """Drops an output of the network, which never gets a backward."""
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         self.net(x.flip(1))
         return super().loss(x, y)
 
 
 class SkipsAStep(Row):
+    """Returns `None` from `training_step`, which skips the step."""
+
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # with several replicas Lightning itself refuses
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -137,7 +157,9 @@ class SkipsAStep(Row):
 
 
 class ReadsStatisticsOfABatchThatIsSkipped(Row):
-    """Batch normalisation has seen a batch as soon as it went forward, the last one too."""
+    """Reads statistics of batch norm after a step that was skipped: they have seen the batch, the
+    last one too.
+    """
 
     fast = True
     microbatches = 1
@@ -157,7 +179,9 @@ class ReadsStatisticsOfABatchThatIsSkipped(Row):
 
 
 class WantsInputGradient(Row):
-    """Once by `torch.autograd.grad`, which must leave no gradients, once as a leaf."""
+    """Asks for the gradient of an input, once by `torch.autograd.grad`, which leaves no gradients,
+    once as a leaf.
+    """
 
     fast = True
 
@@ -179,6 +203,8 @@ class WantsInputGradient(Row):
 
 
 class HasTemperature(Row):
+    """A learned temperature, a parameter outside of the network."""
+
     def build(self) -> None:
         super().build()
         self.temperature = nn.Parameter(torch.ones(()))
@@ -188,7 +214,7 @@ class HasTemperature(Row):
 
 
 class FreezesLayers(Row):
-    """One parameter of each stage."""
+    """Freezes one parameter of each stage."""
 
     def build(self) -> None:
         super().build()
@@ -197,6 +223,8 @@ class FreezesLayers(Row):
 
 
 class FreezesAStage(Row):
+    """Freezes all of a stage."""
+
     fast = True
     idle = True
 
@@ -206,6 +234,8 @@ class FreezesAStage(Row):
 
 
 class ClipsNorm(Row):
+    """`gradient_clip_val`: the norm over all stages."""
+
     options: ClassVar = {"gradient_clip_val": 0.3}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -213,16 +243,20 @@ class ClipsNorm(Row):
 
 
 class ClipsValue(Row):
+    """`gradient_clip_val` with `gradient_clip_algorithm="value"`."""
+
     options: ClassVar = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
 
 
 class Accumulates(Row):
+    """`accumulate_grad_batches=2`."""
+
     shapes = EVERY
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
 class StepsByHand(Row):
-    """Two optimizers, two backward passes through one graph."""
+    """Manual optimization: two optimizers, two backward passes through one graph."""
 
     fast = True
     options: ClassVar = {"max_steps": 2 * STEPS}  # it counts those of both optimizers
@@ -251,11 +285,15 @@ class StepsByHand(Row):
 
 
 class LastBatchIsSmaller(Row):
+    """The last batch is smaller."""
+
     fast = True
     samples = 11
 
 
 class ShufflesSamples(Row):
+    """A loader with `shuffle=True`."""
+
     control = False
 
     def train_dataloader(self) -> DataLoader:
@@ -263,7 +301,9 @@ class ShufflesSamples(Row):
 
 
 class ChainsNetworks(Row):
-    """A network behind a network: the second's input gradient is the first's output's."""
+    """A network behind a network: the output of the first is the input of the second, with
+    gradients.
+    """
 
     cuts: ClassVar = {2: ["encoder.2", "net.second"]}
 
@@ -276,7 +316,9 @@ class ChainsNetworks(Row):
 
 
 class ChainsNetworksByAView(ChainsNetworks):
-    """What the first network returns lies in memory in another order than its dimensions."""
+    """A network behind a network; what the first returns lies in memory in another order than its
+    dimensions.
+    """
 
     fast = True
     shapes = EVERY
@@ -300,7 +342,9 @@ class ChainsNetworksByAView(ChainsNetworks):
 
 
 class DifferentiatesByAPartOfATensor(Row):
-    """The network's input requires a gradient, and the tensor that it is a part of does not."""
+    """The network's input, a part of a larger tensor, requires a gradient and the larger tensor
+    does not (`x[:, :6].requires_grad_()`).
+    """
 
     fast = True
 
@@ -313,7 +357,10 @@ class DifferentiatesByAPartOfATensor(Row):
 
 
 class Drops(Row):
-    """Random layers in both stages, and a random number of the user's own beside them."""
+    """Dropout in both stages, and a random number of the user's own beside them. Each micro-batch
+    draws from generators of its own: the numbers are the same for every number of stages from two
+    on.
+    """
 
     fast = True
     control = False
@@ -330,12 +377,16 @@ class Drops(Row):
 
 
 class DropsAndRecomputes(Drops):
-    """The forward runs again for the backward, with the same draws."""
+    """Dropout with `recompute=True`: the forward runs again for the backward, with the
+    same draws.
+    """
 
     arguments: ClassVar = {"recompute": True}
 
 
 class NormalizesBatches(Row):
+    """Batch norm: statistics of a micro-batch, as with gradient accumulation."""
+
     fast = True
     per_microbatch = True
     cuts: ClassVar = {2: ["net.3"]}
@@ -346,7 +397,9 @@ class NormalizesBatches(Row):
 
 
 class NormalizesBatchesUnderACheckpoint(NormalizesBatches):
-    """The network runs again in the backward: statistics and counters hear of it twice."""
+    """Batch norm in a network that runs again in the backward (activation checkpointing):
+    statistics and counters hear of it twice, as on one device.
+    """
 
     fast = True
     microbatches = 1
@@ -365,6 +418,6 @@ class NormalizesBatchesUnderACheckpoint(NormalizesBatches):
 
 
 class NormalizesBatchesAndRecomputes(NormalizesBatches):
-    """Running statistics are written once per forward, and not again."""
+    """Batch norm with `recompute=True`: running statistics are written once per forward."""
 
     arguments: ClassVar = {"recompute": True}

@@ -32,7 +32,9 @@ def tokens(x: Tensor, kinds: int = 16) -> Tensor:
 
 
 class TrainsGPT2(Row):
-    """Its words' matrix is in the first and in the last layer; the loss is made within."""
+    """GPT2 of transformers with labels: one matrix of words in the first and in the last layer, the
+    loss is made within.
+    """
 
     fast = True
     needs = "transformers"
@@ -56,7 +58,9 @@ class TrainsGPT2(Row):
 
 
 class TrainsGPT2WithoutLabels(TrainsGPT2):
-    """The loss is the user's; so the batch can be split. A padding mask goes with it."""
+    """GPT2 of transformers with a padding mask, and the loss in the user's code, so that the batch
+    is split.
+    """
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         words = tokens(x)
@@ -66,7 +70,7 @@ class TrainsGPT2WithoutLabels(TrainsGPT2):
 
 
 class TrainsLoRA(TrainsGPT2):
-    """PEFT with default arguments: all weights but the adapters' are frozen."""
+    """LoRA by PEFT with default arguments: all weights but the adapters' are frozen."""
 
     needs = "peft"
     trains = True
@@ -87,7 +91,7 @@ class TrainsLoRA(TrainsGPT2):
 
 
 class TrainsT5(Row):
-    """Encoder and decoder; one matrix of words for both and for the head."""
+    """T5 of transformers: encoder and decoder, one matrix of words for both and for the head."""
 
     needs = "transformers"
     trains = False
@@ -110,7 +114,7 @@ class TrainsT5(Row):
 
 
 class TrainsWhisper(Row):
-    """From sounds to words: convolutions, an encoder, a decoder."""
+    """Whisper of transformers: convolutions, an encoder, a decoder."""
 
     needs = "transformers"
     trains = False
@@ -141,7 +145,9 @@ class TrainsWhisper(Row):
 
 
 class TrainsBERT(Row):
-    """A classifier with a pooler; dictionaries in, an output class out."""
+    """BERT of transformers: a classifier with a pooler; dictionaries in, an output class out. Hooks
+    that come in its first call may make it be refused.
+    """
 
     needs = "transformers"
     # version 5 installs hooks under a lock in the first call that asks for hidden states
@@ -169,7 +175,9 @@ class TrainsBERT(Row):
 
 
 class MixesExperts(_Net):
-    """Each token goes to the two experts that its router likes best; a loss balances them."""
+    """Sparse mixture of experts: each token goes to the two experts that its router likes best; a
+    loss balances them.
+    """
 
     fast = True
     equal_or_refused = ("rows_zoo.py",)
@@ -212,7 +220,7 @@ class MixesExperts(_Net):
 
 
 class MixesExpertsDensely(MixesExperts):
-    """All experts see all tokens; the balance makes samples meet."""
+    """Dense mixture of experts: all experts see all tokens; the balance makes samples meet."""
 
     shapes = EVERY
     equal_or_refused = ()
@@ -266,7 +274,9 @@ class MasksAtRandom(_Net):
 
 
 class DetectsObjects(_Net):
-    """Anchors are matched to boxes, of which each image has another number; loss within."""
+    """Object detection: anchors are matched to boxes, of which each image has another number; the
+    loss is made within.
+    """
 
     equal_or_refused = ("rows_zoo.py",)
     works = (ONE_OF_TWO, TWO_OF_TWO)
@@ -321,7 +331,9 @@ class Graph:
 
 
 class PassesMessages(_Net):
-    """A graph network; no tensor has the batch's size until the pooling."""
+    """A graph network over a batch of graphs as an object; no tensor has the batch's size until the
+    pooling.
+    """
 
     equal_or_refused = ("rows_zoo.py",)
     works = (ONE_OF_TWO, TWO_OF_TWO)
@@ -352,7 +364,7 @@ class PassesMessages(_Net):
 
 
 class PassesMessagesInTensors(PassesMessages):
-    """Nodes and edges as plain arguments; the number of graphs as a number."""
+    """A graph network; nodes and edges as plain arguments, the number of graphs as a number."""
 
     equal_or_refused = ()
 
@@ -431,7 +443,7 @@ class FollowsItsStudent(PrefersByReference):
 
 
 class HasATeacherInside(_Net):
-    """The frozen teacher is part of the student's module, and is called within its `forward`."""
+    """A frozen teacher is part of the student's module, and is called within its `forward`."""
 
     cuts: ClassVar = {2: ["net.student.second"]}
     idle = True
@@ -453,7 +465,7 @@ class HasATeacherInside(_Net):
 
 
 class ComparesTwoTowers(_Net):
-    """Images and texts, as in CLIP: every one with every other, within the network."""
+    """Images and texts, as in CLIP: every one is compared with every other, within the network."""
 
     cuts: ClassVar = {2: ["net.text.first"], 3: ["net.image.third", "net.text.first"]}
 
@@ -514,7 +526,7 @@ class Flows(_Net):
 
 
 class QuantisesVectors(_Net):
-    """A codebook that is learned by gradient; commitment is a mean over the batch."""
+    """A codebook that is learned by gradient; the commitment loss is a mean over the batch."""
 
     cuts: ClassVar = {2: ["net.after"], 3: ["net.between", "net.after"]}
 
@@ -563,7 +575,7 @@ class Answer:
 
 
 class ReturnsItsOwnClasses(_Net):
-    """A dictionary with attributes, a named tuple, an object with slots."""
+    """The network returns a dictionary with attributes, a named tuple, an object with slots."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
@@ -580,7 +592,9 @@ class ReturnsItsOwnClasses(_Net):
 
 
 class CompilesItsNetwork(Row):
-    """`torch.compile(net)`: a module around the network."""
+    """`torch.compile(net)`. Stages run uncompiled, as a line says; `compile_stages=True` compiles
+    them.
+    """
 
     fast = True
     equal_or_refused = ("compile",)
@@ -592,7 +606,9 @@ class CompilesItsNetwork(Row):
 
 
 class CompilesItsNetworkInPlace(Row):
-    """`net.compile()`: names stay."""
+    """`net.compile()`. Stages run uncompiled, as a line says; `compile_stages=True`
+    compiles them.
+    """
 
     equal_or_refused = ("compile",)
     works = EVERY
@@ -603,7 +619,7 @@ class CompilesItsNetworkInPlace(Row):
 
 
 class CompilesALayer(Row):
-    """A layer in each stage."""
+    """`torch.compile` of a layer in each stage."""
 
     cuts: ClassVar = {2: ["net.second"]}
 
@@ -631,7 +647,7 @@ class CompilesItsStep(Row):
 
 
 class IsCompiledAsAWhole(Row):
-    """The LightningModule, by `module.compile()`: then its methods' calls are not."""
+    """The LightningModule is compiled by `module.compile()`."""
 
     equal_or_refused = ("compile",)
     works = EVERY
@@ -642,7 +658,7 @@ class IsCompiledAsAWhole(Row):
 
 
 class WrapsInDataParallel(Row):
-    """`nn.DataParallel`, left over from another script."""
+    """The network is in `nn.DataParallel`, left over from another script."""
 
     equal_or_refused = ("DataParallel",)
     works = (ONE_OF_TWO, TWO_OF_TWO)
@@ -653,7 +669,7 @@ class WrapsInDataParallel(Row):
 
 
 class ResizesABuffer(_Net):
-    """A memory of the last samples grows in `forward`, and attracts."""
+    """A buffer grows in `forward`: a memory of the last samples."""
 
     fast = True
     equal_or_refused = ("memory",)
@@ -697,6 +713,8 @@ class HasSparseGradients(_Net):
 
 
 class RefusedReadOfASparseGradient(HasSparseGradients):
+    """Reads the sparse gradient of an embedding that another rank owns: use `sparse=False`."""
+
     refused = ("is sparse", "sparse=False")
 
     def on_after_backward(self) -> None:
@@ -704,7 +722,7 @@ class RefusedReadOfASparseGradient(HasSparseGradients):
 
 
 class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):
-    """`SparseAdam` for the table, AdamW for the rest, by hand."""
+    """`nn.Embedding(sparse=True)` with `SparseAdam`, and AdamW for the rest, by hand."""
 
     options: ClassVar = {"max_steps": 12}
 
@@ -731,7 +749,9 @@ class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):
 
 
 class EvaluatesWithoutParameters(Row):
-    """A LightningModule that only computes: baselines, post-processing."""
+    """A LightningModule without parameters (baselines, post-processing) in `validate`, `test` and
+    `predict`; a fit is refused.
+    """
 
     trains = False
     idle = True
@@ -765,7 +785,7 @@ class EvaluatesWithoutParameters(Row):
 
 
 class OptimizesNothing(Row):
-    """`configure_optimizers` gives nothing: gradients pile up, no weight changes."""
+    """`configure_optimizers` returns `None`: gradients pile up, no weight changes."""
 
     fast = True
 

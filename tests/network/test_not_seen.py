@@ -131,6 +131,9 @@ def undone() -> Iterator[None]:
 def test_a_change_of_what_torch_compile_does_not_look_at_is_not_seen(
     look: Callable[[Net], Any], change: Callable[[Net], object]
 ) -> None:
+    """A key, an attribute or a variable of the environment that the network looks for and
+    that comes later.
+    """
     network = Net(look)
     staged = Staged(network)
     before = network(X)
@@ -142,6 +145,7 @@ def test_a_change_of_what_torch_compile_does_not_look_at_is_not_seen(
 
 @pytest.mark.usefixtures("undone")
 def test_hooks_on_all_modules_of_the_process_are_not_seen_once_a_call_was_captured() -> None:
+    """A hook on all modules of the process that comes or goes after the first call."""
     network = Net(lambda _: 1.0)
     staged = Staged(network)
     before = staged(X)
@@ -154,6 +158,7 @@ def test_hooks_on_all_modules_of_the_process_are_not_seen_once_a_call_was_captur
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_a_function_that_keeps_its_results_is_followed_as_if_it_did_not() -> None:
+    """A function that keeps its results (`functools.cache`) is called each time."""
     network = Net(Net.kept)
     staged = Staged(network)
     before = network(X)
@@ -164,6 +169,8 @@ def test_a_function_that_keeps_its_results_is_followed_as_if_it_did_not() -> Non
 
 
 def test_a_full_queue_has_one_element_more_where_the_network_appends_to_it() -> None:
+    """A full `deque(maxlen=...)` to which the network appends has one element more in that call."""
+
     def remember(net: Net) -> float:
         net.recent.append(3.0)
         return sum(net.recent)
@@ -175,5 +182,6 @@ def test_a_full_queue_has_one_element_more_where_the_network_appends_to_it() -> 
 
 
 def test_code_that_asks_whether_it_is_compiled_is_told_so() -> None:
+    """`torch.compiler.is_compiling()` is true."""
     network = Net(lambda _: 2.0 if torch.compiler.is_compiling() else 1.0)
     assert torch.equal(Staged(network)(X), 2 * network(X))

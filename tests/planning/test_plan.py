@@ -161,6 +161,7 @@ def test_a_plan_prints_its_shape_and_its_stages() -> None:
 
 
 def test_a_plan_for_another_network_says_which_partitions_differ() -> None:
+    """A plan that was made for another network; the partitions that differ are named."""
     plan().check_network(["stem", "layer1", "head"], "'net' (Net)")
     plan(rows=()).check_network(["anything"], "'net' (Net)")  # cuts alone are for any network
     text = r"only the plan has 'layer1', .*network has 'layer1.0', 'layer1.1' \(3 and 4 in all\)"

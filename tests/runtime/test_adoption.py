@@ -75,6 +75,7 @@ def _wrap(net: Chooses) -> None:
 def test_layers_that_change_places_after_the_cut_are_refused(
     ranks: Any, move: Any, words: str
 ) -> None:
+    """Layers that change places, or are wrapped, after the network was cut."""
     driven = Driven(ranks, Chooses())
     value = batches(1)[0]
     driven.assert_same(value)

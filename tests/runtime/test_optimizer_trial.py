@@ -289,6 +289,7 @@ def test_a_class_that_no_other_rank_can_import_steps_whole() -> None:
 def test_parameters_that_are_on_no_one_rank_refuse_a_whole_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """An optimizer that must step whole (LBFGS, SAM), for a network made in `configure_model`."""
     optimizer = ClipsTogether(Net().parameters())
     refuse_deferred(optimizer, "a reason")
     monkeypatch.setattr(optimizer_trial, "is_offloaded", lambda tensor: tensor.dim() == 2)

@@ -485,18 +485,21 @@ def first_step(replica: Replica, coming: Coming, call: Callable[[Tensor], Tensor
 
 
 def test_an_input_that_is_not_of_the_batch_is_refused(streamed: Streamed) -> None:
+    """Under a delayed schedule: an input of the network that is no part of the batch."""
     replica, coming = streamed(model(), "fdg", 2, values(4))
     with pytest.raises(NetworkError, match=r"'fdg'.*no tensor of the batch.*dataset"):
         first_step(replica, coming, lambda x: replica(x + 1))
 
 
 def test_an_input_that_is_changed_in_place_is_refused(streamed: Streamed) -> None:
+    """Under a delayed schedule: an input of the network that is changed in place."""
     replica, coming = streamed(model(), "fdg", 2, values(4))
     with pytest.raises(NetworkError, match="training_step has changed the inputs"):
         first_step(replica, coming, lambda x: replica(x.add_(1)))
 
 
 def test_an_input_that_is_computed_in_later_steps_only_is_refused(streamed: Streamed) -> None:
+    """Under a delayed schedule: an input of the network that is computed in later steps only."""
     replica, coming = streamed(model(), "fdg", 2, values(4))
     with pytest.raises(NetworkError, match="is another tensor than the one of the batch"):
         first_step(replica, coming, lambda x: replica(x + 1 if coming.now else x))
@@ -553,12 +556,14 @@ def test_a_delayed_schedule_refuses_a_number_before_the_first_step(streamed: Str
 
 
 def test_a_second_call_in_a_step_is_refused(streamed: Streamed) -> None:
+    """Under a delayed schedule: a second call of the network in a step."""
     replica, coming = streamed(model(), "1f1b", 2, values(4))
     with pytest.raises(NetworkError, match="more than once"):
         first_step(replica, coming, lambda x: replica(x) + replica(x))
 
 
 def test_an_input_that_wants_a_gradient_is_refused(streamed: Streamed) -> None:
+    """Under a delayed schedule: an input of the network that wants a gradient."""
     replica, coming = streamed(model(), "1f1b", 2, values(4))
     with pytest.raises(NetworkError, match="wants a gradient"):
         first_step(replica, coming, lambda x: replica(x.requires_grad_()))

@@ -48,6 +48,7 @@ def trainer(devices: int, **arguments: Any) -> Trainer:
 def test_a_notebook_is_told_the_name_of_the_strategy_that_works_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`strategy="hybrid_gabra"` in a notebook: use `hybrid_gabra_notebook`."""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     for devices in (1, 2):  # as every strategy that starts processes
         with pytest.raises(PlanError, match="strategy='hybrid_gabra_notebook'"):
@@ -57,6 +58,7 @@ def test_a_notebook_is_told_the_name_of_the_strategy_that_works_there(
 
 @pytest.mark.parametrize("source", ["standard input", "command line"])
 def test_a_script_without_a_file_says_that_it_cannot_be_started_again(source: str) -> None:
+    """A script from standard input or `-c`, which cannot be started again."""
     arguments, text = (["-"], FIT) if source == "standard input" else (["-c", FIT], "")
     command = [sys.executable, "-W", "ignore", *arguments]
     ended = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
@@ -69,6 +71,10 @@ def test_a_script_without_a_file_says_that_it_cannot_be_started_again(source: st
 def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A network for which the ranks of a host have no room, before they start: use
+    `configure_model`.
+    """
+
     class Model(BoringModel):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -105,6 +111,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
     ],
 )
 def test_devices_that_are_no_multiple_of_the_sizes(devices: int, arguments: dict[str, Any]) -> None:
+    """A number of devices that is no multiple of the sizes."""
     with pytest.raises(PlanError, match=rf"2\D.*!= {devices} devices"):
         trainer(devices, **arguments)
 
@@ -123,6 +130,7 @@ def test_devices_that_are_no_multiple_of_the_sizes(devices: int, arguments: dict
     ],
 )
 def test_arguments_that_contradict(arguments: dict[str, Any], text: str) -> None:
+    """Arguments of the strategy that contradict each other."""
     with pytest.raises(PlanError, match=text):
         HybridGabraStrategy(**arguments)
 
@@ -137,6 +145,7 @@ def test_arguments_that_contradict(arguments: dict[str, Any], text: str) -> None
     ],
 )
 def test_a_plan_that_contradicts_itself(field: str, value: Any, text: str) -> None:
+    """A plan that contradicts itself."""
     fields = {"replicas": 1, "stages": 2, "microbatches": 2, "schedule": "gpipe", "cuts": ("x",)}
     with pytest.raises(PlanError, match=text):
         Plan(**{**fields, field: value})
@@ -151,6 +160,7 @@ class OneReplica:
 
 
 def test_more_stages_than_partitions() -> None:
+    """More stages than the network has partitions."""
     stages = 50
     plan = partial(
         make_plan,
@@ -183,6 +193,7 @@ def test_more_stages_than_partitions() -> None:
 
 
 def test_a_layer_without_a_size_is_refused_by_name() -> None:
+    """`nn.LazyLinear` and its like, not called before the fit."""
     module = nn.ModuleDict({"net": nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))})
     with pytest.raises(PlanError, match=r"'net\.0\.weight' has no size before the first call"):
         refuse_lazy(module)

@@ -1,0 +1,235 @@
+"""Writes `docs/features.md` from the rows of the suite and from tests of its neighbours.
+
+A row is what its docstring says; a test is what its name says, or its docstring where it has one.
+
+Run: python tests/conformance/features.py
+"""
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "helpers"), str(ROOT)]
+
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, all_rows  # noqa: E402
+
+PAGE = ROOT / "docs" / "features.md"
+
+TITLES = {
+    "rows_steps": "Fit, validate, test, predict, log",
+    "rows_user_code": "Your LightningModule",
+    "rows_networks": "Networks, and how they are built and called",
+    "rows_escapes": "Hooks, and what leaves a network beside its output",
+    "rows_python_state": "Python that the network reads and that changes",
+    "rows_lightning_state": "A LightningModule that is its own network",
+    "rows_driver_state": "What hooks set on the ranks that run them",
+    "rows_operators": "Operators and transformations",
+    "rows_samples": "Samples that meet at the ends of a network",
+    "rows_first_calls": "Sizes of batches, and samples that meet",
+    "rows_zoo": "Networks that people train",
+    "rows_by_hand": "Weights, gradients and settings by hand",
+    "rows_optimizers": "Optimizers",
+    "rows_trainer": "Arguments of the Trainer, schedulers, loaders",
+    "rows_callbacks": "Callbacks",
+    "rows_loggers": "Loggers",
+    "rows_ranks": "Ranks",
+    "rows_after": "After the run",
+    "rows_refused": "Refusals",
+}
+"""Headings of the files of rows, in the order of the page."""
+
+REFUSED = {
+    "tests/strategy/test_refusals.py": "*",
+    "tests/runtime/test_adoption.py": "*are_refused",
+    "tests/test_replica_world.py": "test_a_loader_that_was_made_for_all_processes_is_refused",
+    "tests/planning/test_plan.py": "test_a_plan_for_another_network_says_which_partitions_differ",
+    "tests/runtime/test_optimizer_trial.py": (
+        "test_parameters_that_are_on_no_one_rank_refuse_a_whole_step"
+    ),
+    "tests/runtime/test_streamed_calls.py": "*refused",
+}
+DIFFERS = {"tests/network/test_not_seen.py": "*"}
+WORKS = {
+    "Memory": {
+        "tests/strategy/test_configure_model.py": "*",
+        "tests/strategy/test_limited_memory.py": "*",
+        "tests/runtime/test_after_run.py": "*",
+    },
+    "Sizes, placements, schedules": {
+        "tests/strategy/test_automatic_sizes.py": "*",
+        "tests/strategy/test_free_placements.py": "*",
+        "tests/strategy/test_streamed.py": "*",
+    },
+    "Precision, compiled stages, batch statistics": {"tests/strategy/test_stages.py": "*"},
+    "Checkpoints": {"tests/strategy/test_checkpoints.py": "*"},
+    "Launchers and the command line": {
+        "tests/strategy/test_launchers.py": "*",
+        "tests/strategy/test_cli.py": "*",
+        "tests/strategy/test_pytorch_lightning.py": "*",
+    },
+    "Faults": {
+        "tests/strategy/test_faults.py": "*",
+        "tests/strategy/test_manners.py": "*",
+        "tests/strategy/test_random_kills.py": "*",
+    },
+}
+"""Tests beside the suite: files, and what the names of their tests end with (``*``: anything)."""
+
+INTRO = """# What works, and the test behind it
+
+*`make features` writes this page from the tests; change them and not the page.*
+
+Each line is a habit of users of Lightning, and the test that shows what becomes of it when the
+network is cut into stages. A name like `Plain` is a row of the conformance suite
+(`tests/conformance/rows_*.py`): a LightningModule with that one habit, trained in real processes in
+float64 and compared with plain Lightning in one process (for two replicas: with `ddp` on two
+devices) in all that it notes: losses of each step, weights and buffers on every rank, metrics,
+return values, to 1e-10. Each row also asserts that every stage's process computed, and alone had
+the gradients of its parameters. It runs under one replica of two stages (1x2), of three (1x3), and
+two replicas of two (2x2), unless other shapes stand beside it.
+
+Habits also meet: `tests/conformance/test_pairs.py` makes pairs of rows, drawn at random, and
+`test_fuzz.py` 500 random networks. A strategy of your own can be put under the same rows: see the
+docstring of [`tests/conformance/suite.py`](../tests/conformance/suite.py).
+
+```
+make conformance                                                    # all
+python -m pytest -m "" tests/conformance -k "TwoStages and Drops"   # one row
+```
+
+{rows} rows: {works} work, {refused} are refused in all shapes, {partly} in three stages.
+
+"""
+
+REFUSED_INTRO = """## Refused
+
+With an error on every rank that says what to use instead, before any weight has changed. The rows
+are small networks, and some are refused for that alone: where a network's Python cannot be captured
+as one graph, its parts are cut one by one if they are large enough.
+
+| what | the error has the words | test |
+| --- | --- | --- |
+"""
+
+DIFFERS_INTRO = """
+## Differs from one device
+
+[What is known to differ](what_you_can_rely_on.md#what-is-known-to-differ) has the list with
+reasons. Tests hold what `torch.compile` does not look at, so that a capture goes on as if nothing
+had changed (the check of calls 1, 2, 4, ... ends most of such runs):
+
+| what | test |
+| --- | --- |
+"""
+
+MICROBATCHES_INTRO = """
+These are equal to one device on which the network runs once per micro-batch, each with random
+generators of its own:
+
+| what | test |
+| --- | --- |
+"""
+
+
+def sentence_of(row: type[Row]) -> str:
+    """The docstring of a row, as one paragraph of Markdown."""
+    text = " ".join((row.__doc__ or "").split()).replace("``", "`").replace("|", "\\|")
+    assert text, f"{row.__name__} has no docstring, which docs/features.md shows"
+    return text
+
+
+def named(row: type[Row]) -> str:
+    shapes = " ".join(f"{replicas}x{stages}" for replicas, stages in runs_in(row))
+    return f"`{row.__name__}`" + (f" ({shapes})" if len(runs_in(row)) < 3 else "")
+
+
+def runs_in(row: type[Row]) -> list[tuple[int, int]]:
+    known = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
+    return [shape for shape in known if shape in row.shapes and shape[1] in row.cuts]
+
+
+def refused_in(row: type[Row]) -> list[tuple[int, int]]:
+    """The shapes in which a row is refused."""
+    if row.refused:
+        return runs_in(row)
+    if row.equal_or_refused:
+        return [shape for shape in runs_in(row) if shape not in row.works]
+    return []
+
+
+def words_of(row: type[Row]) -> str:
+    """What the refusal of a row must say."""
+    words = row.refused or row.equal_or_refused
+    return ", ".join("its line" if w.endswith(".py") else f"`{w.strip('`')}`" for w in words)
+
+
+def section_of(row: type[Row]) -> int:
+    return list(TITLES).index(row.__module__)
+
+
+@cache
+def tests_in(file: str) -> list[tuple[str, str]]:
+    """Names of a file's tests, and what each says."""
+    found = []
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            said = node.name.removeprefix("test_").replace("_", " ")
+            doc = " ".join((ast.get_docstring(node) or f"{said.capitalize()}.").split())
+            found.append((node.name, doc))
+    return found
+
+
+def tests(chosen: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """What each chosen test says, and its name."""
+    for file, ending in chosen.items():
+        found = [(s, name) for name, s in tests_in(file) if name.endswith(ending.lstrip("*"))]
+        assert found, f"{file} has no test that ends with {ending}"
+        for said, name in found:
+            yield said, f"`{file}::{name}`"
+
+
+def page() -> str:
+    """All of `docs/features.md`."""
+    rows = sorted(all_rows(), key=section_of)
+    refused = [row for row in rows if refused_in(row)]
+    everywhere = [row for row in refused if refused_in(row) == runs_in(row)]
+    works = [row for row in rows if row not in everywhere]
+    text = INTRO.format(
+        rows=len(rows),
+        works=len(works) - (len(refused) - len(everywhere)),
+        refused=len(everywhere),
+        partly=len(refused) - len(everywhere),
+    )
+    text += REFUSED_INTRO
+    for row in refused:
+        where = "" if row in everywhere else "In three stages: "
+        text += f"| {where}{sentence_of(row)} | {words_of(row)} | {named(row)} |\n"
+    for said, name in tests(REFUSED):
+        text += f"| {said} | | {name} |\n"
+    text += DIFFERS_INTRO
+    text += "".join(f"| {said} | {name} |\n" for said, name in tests(DIFFERS))
+    text += MICROBATCHES_INTRO
+    for row in works:
+        if row.per_microbatch:
+            text += f"| {sentence_of(row)} | {named(row)} |\n"
+    text += "\n## Works\n"
+    for file, title in TITLES.items():
+        here = [row for row in works if row.__module__ == file and not row.per_microbatch]
+        if here:
+            said = (importlib.import_module(file).__doc__ or "").strip().splitlines()[0]
+            text += f"\n### {title}\n\n{said} (`tests/conformance/{file}.py`)\n\n"
+            text += "| what | test |\n| --- | --- |\n"
+            text += "".join(f"| {sentence_of(row)} | {named(row)} |\n" for row in here)
+    for title, chosen in WORKS.items():
+        text += f"\n### {title}\n\n| what | test |\n| --- | --- |\n"
+        text += "".join(f"| {said} | {name} |\n" for said, name in tests(chosen))
+    return re.sub(r"[ \t]+\n", "\n", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
