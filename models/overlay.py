@@ -192,7 +192,7 @@ def _draw(
         display = plotting.plot_anat(
             _fine(_with_dark_air(image), affine),
             display_mode=axis,
-            cut_coords=_cuts(image, affine, "xyz".index(axis), float(around["xyz".index(axis)])),
+            cut_coords=slices(image, affine, "xyz".index(axis), float(around["xyz".index(axis)])),
             draw_cross=False,
             black_bg=True,
             colorbar=False,
@@ -247,7 +247,7 @@ def _lay_over(
         display.add_contours(_fine(truth, affine), levels=[0.5], colors="lime", linewidths=0.8)
 
 
-def _cuts(image: Array, affine: Array, axis: int, through: float) -> list[float]:
+def slices(image: Array, affine: Array, axis: int, through: float) -> list[float]:
     """Seven slices through the head along an axis in mm, one of them through a given point."""
     index = np.argwhere(head_mask(image))
     ends = np.stack([index.min(axis=0), index.max(axis=0)]) if len(index) else np.zeros((2, 3))

@@ -19,7 +19,7 @@ from models.errors import UseError
 from models.explained_scan import peak_mm
 from models.findings import TITLES, MethodName
 from models.maps.native import Array, volume
-from models.overlay import DISPLAY_MM
+from models.overlay import DISPLAY_MM, slices
 from models.regions import atlas_regions
 from models.tables import read_table, write_table
 
@@ -148,14 +148,13 @@ def draw(found: Difference, affine: Array, path: Path, title: str) -> None:
     cut = peak_mm(np.abs(shown), affine)
     top = float(np.abs(found.t).max())
     template = datasets.load_mni152_template(resolution=int(DISPLAY_MM))
+    brain = np.asarray(datasets.load_mni152_brain_mask(resolution=int(DISPLAY_MM)).dataobj)
     for row, axis in enumerate("xyz"):
-        around = float(cut["xyz".index(axis)])
-        cuts = sorted(around + step for step in (-36, -24, -12, 0, 12, 24, 36))
         display = plotting.plot_stat_map(
             volume(significant, affine),
             bg_img=template,
             display_mode=axis,
-            cut_coords=cuts,
+            cut_coords=slices(brain, template.affine, row, float(cut[row])),
             vmax=top,
             symmetric_cbar=True,
             cmap="cold_hot",

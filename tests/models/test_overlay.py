@@ -6,7 +6,7 @@ import pytest
 
 from models.findings import Case, Map, Verdict
 from models.localisation import TOP, Localisation
-from models.overlay import _cuts, _lay_over, map_title
+from models.overlay import slices, _lay_over, map_title
 
 AFFINE = np.diag([2.0, 2, 2, 1])  # as fine as pictures are: nothing is resampled
 AFFINE[:3, 3] = (-30, -40, -20)
@@ -82,7 +82,7 @@ def test_a_map_without_evidence_has_no_colour_and_no_mark_but_the_planted_contou
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_slices_lie_in_the_head_and_one_goes_through_the_peak(axis) -> None:
-    cuts = _cuts(IMAGE, AFFINE, axis, -3.0)
+    cuts = slices(IMAGE, AFFINE, axis, -3.0)
     index = np.argwhere(HEAD)[:, axis] * 2 + AFFINE[axis, 3]
     assert -3.0 in cuts
     assert len(cuts) == 7
