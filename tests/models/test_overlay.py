@@ -6,7 +6,7 @@ import pytest
 
 from models.findings import Case, Map, Verdict
 from models.localisation import TOP, Localisation
-from models.overlay import slices, _lay_over, map_title
+from models.overlay import _lay_over, map_title, slices
 
 AFFINE = np.diag([2.0, 2, 2, 1])  # as fine as pictures are: nothing is resampled
 AFFINE[:3, 3] = (-30, -40, -20)
