@@ -10,7 +10,7 @@ import torch
 
 from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
 from lightning_hybrid._lightning_private import WrappingCheckpointIO
-from lightning_hybrid.runtime import PIECE_BYTES, let_go, load_unread
+from lightning_hybrid.runtime import PIECE_BYTES, let_go, load_unread, may_be_mapped
 from lightning_hybrid.tensors import streaming
 
 
@@ -63,14 +63,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if "://" in str(path) or not is_zipfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
-        try:
-            loaded: dict[str, Any] = torch.load(
-                path, map_location=map_location, weights_only=weights_only, mmap=True
-            )
-        except RuntimeError as error:
-            if "unable to mmap" not in str(error):
-                raise
-            return load_unread(path, weights_only)
+        with Path(path).open("rb") as file:
+            if not may_be_mapped(file):
+                return load_unread(path, weights_only)
+        loaded: dict[str, Any] = torch.load(
+            path, map_location=map_location, weights_only=weights_only, mmap=True
+        )
         return loaded
 
 

@@ -282,10 +282,12 @@ class TakeOptimizers(Command):
     Attributes:
         fresh: bit k: forget the state that optimizer k has here.
         data: as written by :func:`lightning_hybrid.runtime.optimizers.ship`.
+        tensors: the large ones of their states, in the order in which they are needed.
     """
 
     fresh: int
     data: bytes
+    tensors: Tensors
 
 
 @dataclass(frozen=True)

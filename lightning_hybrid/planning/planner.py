@@ -145,11 +145,15 @@ def make_plan(
         profile = profile if replicas == 1 else profile.averaged()
     limits = remaining(None if cluster is None else cluster.memory_limits, beside)
     limits = limits and tuple(limit + present_bytes for limit in limits)
+    passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
+    batch_bytes = microbatches * passed if optimizers is not None else 0
+    # the driver has the batch, and what the network makes of it
+    for_stages = limits and (max(0, limits[0] - batch_bytes), *limits[1:])
     room = partial(
         _memory,
         profile,
         microbatches,
-        limits,
+        for_stages,
         settings,
         stages,
         trains=optimizers is not None,
@@ -158,15 +162,14 @@ def make_plan(
     plan = plan_within_memory(
         settings.recompute if stages > 1 and optimizers is not None else False,
         lambda again: _plan(settings, profile, table, make, room(again), again),
-        limits,
+        for_stages,
     )
     if optimizers is None or not profile.is_measured:
         return plan
-    passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
     life = Life(
         start_bytes=max(present_bytes, max(row.parameter_bytes for row in profile.partitions)),
         kept_bytes={row.name: row.memory_bytes(0) for row in profile.partitions},
-        batch_bytes=microbatches * passed,
+        batch_bytes=batch_bytes,
     )
     return with_peaks(plan, life, limits)
 

@@ -14,7 +14,7 @@ from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
 from lightning_hybrid.runtime.streamed_calls import NoBatches
-from lightning_hybrid.runtime.tensor_file import PIECE_BYTES, let_go
+from lightning_hybrid.runtime.tensor_file import PIECE_BYTES, let_go, may_be_mapped
 from lightning_hybrid.runtime.unread_checkpoint import load_unread
 from lightning_hybrid.runtime.weights import present_bytes
 from lightning_hybrid.runtime.worker import Worker
@@ -36,6 +36,7 @@ __all__ = [
     "let_go",
     "load_unread",
     "make_what_no_network_owns",
+    "may_be_mapped",
     "outline",
     "present_bytes",
     "whole",

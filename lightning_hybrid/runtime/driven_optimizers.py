@@ -132,8 +132,8 @@ class DrivenOptimizers:
             link.ship_quietly()
         for worker in self._commands.workers.ranks:
             owned = {*self._ownership.tensors_of(worker)}
-            data = ship(self.optimizers, parameters, owned, whole)
-            self._commands.workers.send(worker, TakeOptimizers(fresh, data))
+            shipped = ship(self.optimizers, parameters, owned, whole)
+            self._commands.workers.send(worker, TakeOptimizers(fresh, *shipped))
             for link in self._links:
                 link.leave(parameters[name] for name in owned & parameters.keys())
         for link in self._links:

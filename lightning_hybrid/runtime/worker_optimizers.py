@@ -64,9 +64,13 @@ class WorkerOptimizers:
         }
 
     def _take_optimizers(self, command: TakeOptimizers) -> None:
-        before, self.all = self.all, unship(command.data, self._parameters)
-        for index, (old, new) in enumerate(zip(before, self.all)):
-            for parameter, state in () if command.fresh >> index & 1 else old.state.items():
+        before = self.all
+        for index, old in enumerate(before):
+            if command.fresh >> index & 1:  # room for what comes
+                old.state.clear()
+        self.all = unship(command.data, command.tensors, self._parameters)
+        for old, new in zip(before, self.all):
+            for parameter, state in old.state.items():
                 new.state.setdefault(parameter, state)
 
     def _take_groups(self, command: TakeGroups) -> None:
