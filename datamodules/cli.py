@@ -1,4 +1,4 @@
-"""Commands about the data: make a synthetic cohort, check a download, list it, split it.
+"""Commands about the data: make a synthetic cohort, prepare raw scans, check, list and split them.
 
 Exit codes: 0 done (warnings included), 1 problems with the data, 2 wrong arguments.
 """
@@ -17,10 +17,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
-from .errors import DataError, FolderError, SplitError, listing
+from .errors import DataError, FolderError, Problem, SplitError, listing
 from .joining import joined, write_joined
 from .labels import TASKS
 from .nifti import Leniency
+from .prepare.strip import TOOLS
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import ScanRecord, read_manifest, write_manifest
@@ -37,6 +38,7 @@ _PROGRAM = "python -m datamodules"
 _OUT = Path("adni_check")
 _EXAMPLES = {
     "synth": "synth synthetic --subjects AD=12,NC=12 --resolution 4",
+    "prepare": "prepare /data/ADNI_download /data/ADNI_prepared --strip deepbet",
     "check": "check /data/ADNI_download --out adni_check",
     "manifest": "manifest /data/ADNI_download --out adni_check/scans.tsv",
     "join": "join ADNI=/data/ADNI_download OASIS=/data/OASIS --out all.csv",
@@ -84,6 +86,7 @@ def _parser() -> ArgumentParser:
     synth = add("synth", "write a synthetic cohort", _synth)
     _add_cohort(synth)
     _add_variety(synth)
+    prepare = add("prepare", "correct raw scans and bring them to MNI space", _prepare)
     check = add("check", "read every file and report every problem", _check)
     check.add_argument("--out", type=Path, default=_OUT, help=f"report folder (default: {_OUT})")
     manifest = add("manifest", "list the scans, without reading them", _manifest)
@@ -95,8 +98,10 @@ def _parser() -> ArgumentParser:
     _add_join(join)
     split = add("split", "split the subjects into train, val and test", _split)
     _add_split(split)
-    for reader in (check, manifest, split):
+    for reader in (prepare, check, manifest, split):
         _add_source(reader)
+    _add_preparation(prepare)
+    for reader in (check, manifest, split):
         _add_conversion(reader)
         _add_readings(reader)
     return parser
@@ -153,6 +158,21 @@ def _add_split(parser: ArgumentParser) -> None:
         metavar="OLD",
         help="keep this split and add new subjects to its training part or its folds",
     )
+
+
+def _add_preparation(parser: ArgumentParser) -> None:
+    """How raw scans are prepared."""
+    parser.add_argument(
+        "out", type=Path, help="folder to write to; a stopped command goes on there"
+    )
+    parser.add_argument(
+        "--strip",
+        choices=("none", *TOOLS),
+        default="none",
+        help="take skull and scalp away by this tool, which must be installed (default: none)",
+    )
+    parser.add_argument("--resolution", type=float, default=1.0, metavar="MM", help="default: 1")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
 
 
 def _add_source(parser: ArgumentParser) -> None:
@@ -297,6 +317,12 @@ def _add_variety(parser: ArgumentParser) -> None:
         help="another hospital, for external validation: a site of its own, older people, other "
         "scanners",
     )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="to try `prepare` on: L2 with face, neck and a stronger bias field, the head tilted "
+        "and shifted; truth/truth.tsv has the transform",
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument(
         "--visits",
@@ -335,13 +361,14 @@ def _synth(options: Namespace) -> int:
     spec = CohortSpec(
         subjects=options.subjects,
         resolution_mm=options.resolution,
-        difficulty=options.difficulty,
+        difficulty="L2" if options.raw else options.difficulty,
         seed=options.seed,
         visits=options.visits,
         site_bias=options.site_bias,
         layout=options.layout,
         courses=options.courses,
         elsewhere=options.elsewhere,
+        raw=options.raw,
     )
     with progress_bar("scans") as advance:
         summary = generate(options.out, spec, workers=options.workers, progress=advance)
@@ -349,6 +376,44 @@ def _synth(options: Namespace) -> int:
     size = summary.total_bytes / 1e6
     show(f"{summary.folder}: {state}, {summary.files} files, {size:.1f} MB; truth in truth/")
     return 0
+
+
+def _prepare(options: Namespace) -> int:
+    from .prepare.cohort import TABLE, find, prepare  # imports matplotlib, which takes a second
+    from .prepare.one_scan import Settings
+
+    if options.root.is_dir():
+        refuse_inside(options.root, options.out, "OUT")
+    found = find(
+        options.root,
+        None if options.layout == "auto" else options.layout,
+        Names(options.subject_pattern, options.label_column, options.label_map),
+        collection_csv=options.collection_csv,
+        diagnosis_csv=options.diagnosis_csv,
+    )
+    show(f"{len(found.records)} scans to prepare, {found.left_out} not wanted")
+    leniency = Leniency(nan=options.nan, assume=options.assume)
+    with progress_bar("scans") as advance:
+        done = prepare(
+            options.out,
+            found.records,
+            Settings(options.resolution, options.strip, leniency),
+            workers=options.workers,
+            progress=advance,
+        )
+    problems = [
+        Problem(p.code, p.detail, p.action, p.record.path, p.record.subject, p.record.image_id)
+        for p in done
+        if p.code
+    ]
+    if problems or found.problems:
+        show(listing([*found.problems, *problems]))
+    again = sum(one.again for one in done)
+    show(f"prepared {len(done) - len(problems)} ({again} of them before), failed {len(problems)}")
+    show(f"look at: {options.out / 'quality.html'}; table: {options.out / TABLE}")
+    if found.diagnoses is not None:
+        show(f"give the diagnoses again: --diagnosis-csv {found.diagnoses}")
+    return 1 if problems or found.problems else 0
 
 
 def _check(options: Namespace) -> int:

@@ -73,6 +73,8 @@ def detect_layout(root: Path) -> Layout:
         "csv": len(_plain_tables(root)) == 1,
         "ida": find_ida(root),
     }
+    if fits["csv"] and fits["caps"]:  # as `prepare` writes: the table knows more of the same scans
+        return "csv"
     found = [layout for layout, fit in fits.items() if fit]
     if len(found) == 1:
         return found[0]

@@ -86,7 +86,7 @@ def build_anatomy(resolution_mm: float) -> Anatomy:
     """Read the template and prepare every field for images of the given voxel size."""
     grid_mm = min(resolution_mm, _COARSEST_MM)
     grid = centred_grid(template_box_mm(), np.full(3, grid_mm))
-    t1, grey, white = (_template(kind, grid, grid_mm) for kind in ("t1", "gm", "wm"))
+    t1, grey, white = (template_volume(kind, grid, grid_mm) for kind in ("t1", "gm", "wm"))
     brain = t1 > 0.12
     xyz = grid.coordinates()
     shrink, rim, hippocampi = _hippocampal_effect(grid, xyz, grey)
@@ -96,7 +96,7 @@ def build_anatomy(resolution_mm: float) -> Anatomy:
         ndimage.gaussian_filter(field, 2.0 / grid_mm, output=field)
     return Anatomy(
         grid=grid,
-        t1=_template("t1", grid, resolution_mm),
+        t1=template_volume("t1", grid, resolution_mm),
         brain=brain.astype(np.float32),
         hippocampi=hippocampi,
         ventricles=ventricles.astype(np.float32),
@@ -112,7 +112,7 @@ def _template_path(kind: str) -> Path:
     return data / f"mni_icbm152_{kind}_tal_nlin_sym_09a_converted.nii.gz"
 
 
-def _template(kind: str, grid: Grid, resolution_mm: float) -> Array:
+def template_volume(kind: str, grid: Grid, resolution_mm: float) -> Array:
     image = nib.Nifti1Image.from_filename(_template_path(kind))
     volume = np.asarray(image.dataobj).astype(np.float32) / 255.0
     if resolution_mm > 1.0:  # or thin structures would alias

@@ -56,6 +56,8 @@ class CohortSpec:
             that ``caps`` has registered ones at every level.
         elsewhere: another hospital: a site of its own, older people, and scanners that differ in
             contrast, blur, bias field, noise and gain, also where a level has one scanner only.
+        raw: to try a preparation on: scans of L2 with face and neck, that lie tilted and shifted in
+            a known way in a scanner with a stronger bias field.
         courses: add one subject with MCI for each course over time in ``courses.COURSES``.
     """
 
@@ -68,8 +70,15 @@ class CohortSpec:
     layout: Layout = "ida"
     courses: bool = False
     elsewhere: bool = False
+    raw: bool = False
 
     def __post_init__(self) -> None:
+        if self.raw and (self.difficulty != "L2" or self.layout == "caps"):
+            raise DataError(
+                "BAD_COHORT",
+                f"raw scans of {self.difficulty} in the layout {self.layout}",
+                action="raw scans are of L2, in any layout but caps, which holds prepared ones",
+            )
         unknown = [name for name, _ in self.subjects if name not in GROUPS]
         if unknown or not any(count > 0 for _, count in self.subjects):
             raise DataError(

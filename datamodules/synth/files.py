@@ -23,6 +23,8 @@ from .subject import rotation
 _SPACINGS = ((1.0, 1.0, 1.0), (0.94, 0.94, 1.2), (1.25, 1.25, 1.2), (1.05, 1.05, 1.2))
 _ORIENTATIONS = ("RAS", "LAS", "LPI", "PIR", "ASL", "LPS")
 _MARGIN_MM = 18.0  # room for the head shell
+# what a scanner sees of a head with face and neck, around the template's origin
+_VIEW_MM = ((-100.0, 100.0), (-140.0, 116.0), (-140.0, 108.0))
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,14 @@ class FileForm:
     suffix: str = ".nii.gz"
 
 
-def draw_form(rng: np.random.Generator, spec: CohortSpec) -> FileForm:
-    """Registered files all lie on one grid; raw ones vary as scanners and converters do."""
+def draw_form(rng: np.random.Generator, spec: CohortSpec, shift_mm: Array) -> FileForm:
+    """Registered files all lie on one grid; raw ones vary as scanners and converters do.
+
+    Args:
+        rng: draws what varies.
+        spec: of the cohort.
+        shift_mm: (3,) where the head lies; the field of view of a raw cohort goes with it.
+    """
     box = template_box_mm()
     if spec.difficulty != "L2" or spec.layout == "caps":
         room = _MARGIN_MM if spec.difficulty == "L2" else 0.0
@@ -54,6 +62,8 @@ def draw_form(rng: np.random.Generator, spec: CohortSpec) -> FileForm:
     spacing = np.array(_SPACINGS[rng.integers(len(_SPACINGS))]) * spec.resolution_mm
     jitter = rng.normal(0, 3.0, 3)
     wide = tuple((a - _MARGIN_MM + j, b + _MARGIN_MM + j) for (a, b), j in zip(box, jitter))
+    if spec.raw:
+        wide = tuple((a + j, b + j) for (a, b), j in zip(_VIEW_MM, jitter + shift_mm))
     grid = centred_grid(wide, spacing)
     angles = np.deg2rad(rng.uniform(-15, 15, 3)) * (rng.random() < 0.15)
     return FileForm(

@@ -23,10 +23,11 @@ from .files import FileForm, draw_form, table_bytes, write_volume
 from .layouts import LAYOUTS, scan_name
 from .levels import LEVELS, Level
 from .render import Rendered, render
-from .subject import draw_head, draw_scanner
+from .subject import draw_head, draw_scanner, tilted
 
 FORMAT_VERSION = 3  # raise it whenever the same spec gives other bytes than before
 TRUTH_FOLDER = "truth"
+_COIL = 0.1  # what the receiver coil of a raw scan adds to the amplitude of the bias field
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,11 @@ def _existing(folder: Path, spec: CohortSpec) -> dict[str, int] | None:
         )
     content = json.loads(marker.read_text())
     wanted = json.loads(_marker_bytes(spec, None))
-    its = {"elsewhere": False, **content["spec"]}  # older cohorts have no such entry
+    its = {
+        "elsewhere": False,
+        "raw": False,
+        **content["spec"],
+    }  # older cohorts have no such entries
     if (content["format"], its) != (wanted["format"], wanted["spec"]):
         raise FolderError(
             "OTHER_COHORT",
@@ -183,15 +188,21 @@ def render_plan(
     head_rng = np.random.default_rng([spec.seed, number, 0])
     repeat = 1 if plan.kind == "repeat" else 0
     scan_rng = np.random.default_rng([spec.seed, number, 3, plan.months, repeat])
-    form = draw_form(scan_rng, spec)
+    head, scanner = draw_head(head_rng, level), draw_scanner(plan.subject.scanner, level)
+    if spec.raw:
+        lying = np.random.default_rng([spec.seed, number, 5, plan.months, repeat])
+        head = tilted(head, lying)
+        scanner = replace(scanner, bias=scanner.bias + _COIL)
+    form = draw_form(scan_rng, spec, head.shift_mm)
     rendered = render(
         _anatomy(spec.resolution_mm),
         level,
         form.grid,
-        draw_head(head_rng, level),
+        head,
         plan.severity if severity is None else severity,
-        draw_scanner(plan.subject.scanner, level),
+        scanner,
         scan_rng,
+        face=spec.raw,
     )
     return rendered, form
 
@@ -212,6 +223,8 @@ def _write_scan(folder: Path, spec: CohortSpec, plan: ScanPlan) -> _Written:
     }
     paths = {"path": scan, "planted": planted, "effect": effect}
     truth = {"subject": plan.subject.ptid, "image_id": name, **_truth_row(plan, rendered, form)}
+    if spec.raw:
+        truth["to_template"] = " ".join(f"{x:.5f}" for x in rendered.to_template.ravel())
     return _Written(
         scan.as_posix(), files, truth | {key: path.as_posix() for key, path in paths.items()}
     )

@@ -24,6 +24,8 @@ class Rendered:
         brain: brain mask.
         hippocampus_ml: volumes (left, right).
         ventricles_ml: volume of the lateral ventricles.
+        to_template: (3, 4) the affine from millimetres of the scan to those of the template that
+            comes nearest to where each voxel of the brain was read.
     """
 
     image: Array
@@ -32,6 +34,7 @@ class Rendered:
     brain: Array
     hippocampus_ml: tuple[float, float]
     ventricles_ml: float
+    to_template: Array
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,13 @@ def render(
     severity: float,
     scanner: Scanner,
     rng: np.random.Generator,
+    *,
+    face: bool = False,
 ) -> Rendered:
-    """Image one head on ``grid``; ``rng`` draws what differs from scan to scan."""
+    """Image one head on ``grid``; ``rng`` draws what differs from scan to scan.
+
+    A raw head has a ``face`` and a neck if they are asked for.
+    """
     xyz = grid.coordinates()
     points = head.to_template(xyz)
     healthy = _tissue(anatomy, points, head, 0.0)
@@ -67,7 +75,7 @@ def render(
     )
     effect = np.abs(ill.t1 - healthy.t1)
     brain = anatomy.grid.sample(anatomy.brain, ill.points) > 0.5
-    image = _with_shell(ill.t1, xyz, grid, rng) if level.raw else ill.t1
+    image = _with_shell(ill.t1, xyz, grid, rng, points if face else None) if level.raw else ill.t1
     image = _scan(image, xyz, scanner, rng)
     if not level.raw:
         image *= brain
@@ -77,7 +85,15 @@ def render(
         for mask in anatomy.hippocampi
     )
     ventricles = float(anatomy.grid.sample(anatomy.ventricles, ill.points).sum()) * grid.voxel_ml
-    return Rendered(image, effect, _planted(effect), brain, (left, right), ventricles)
+    placed = _affine(xyz[:, brain], points[:, brain])
+    return Rendered(image, effect, _planted(effect), brain, (left, right), ventricles, placed)
+
+
+def _affine(xyz: Array, points: Array) -> Array:
+    """The affine (3, 4) that brings ``xyz`` nearest to ``points``, (3, N) both."""
+    every = max(1, xyz.shape[1] // 10_000)
+    given = np.vstack([xyz[:, ::every], np.ones_like(xyz[:1, ::every])]).astype(float)
+    return np.asarray(np.linalg.lstsq(given.T, points[:, ::every].T.astype(float))[0].T)
 
 
 def _tissue(anatomy: Anatomy, points: Array, head: Head, severity: float) -> _Tissue:
@@ -118,8 +134,13 @@ def _planted(effect: Array) -> Array:
     return np.asarray(effect > 0.12 * np.percentile(changed, 99))
 
 
-def _with_shell(t1: Array, xyz: Array, grid: Grid, rng: np.random.Generator) -> Array:
-    """Put fluid (3 mm), bone (5 mm) and scalp (6 mm) around the stripped brain."""
+def _with_shell(
+    t1: Array, xyz: Array, grid: Grid, rng: np.random.Generator, points: Array | None
+) -> Array:
+    """Put fluid (3 mm), bone (5 mm) and scalp (6 mm) around the stripped brain.
+
+    With ``points`` (3, X, Y, Z), the places of the voxels in the template, face and neck as well.
+    """
     texture = 1.0 + 0.1 * SmoothField.random(rng, 10.0).at(xyz)[0]
     closing = max(1, round(4.0 / float(grid.spacing_mm.mean())))
     brain = ndimage.binary_closing(t1 > 0.1, iterations=closing)
@@ -130,7 +151,27 @@ def _with_shell(t1: Array, xyz: Array, grid: Grid, rng: np.random.Generator) -> 
         [0.0, 0.18, 0.05, 0.75 * texture],
         0.0,
     )
+    if points is not None:
+        shell = np.where(distance > 8, np.maximum(shell, _face(points) * texture), shell)
     return np.asarray(t1 + shell, np.float32)
+
+
+def _face(points: Array) -> Array:
+    """Intensity of face and neck, of the crudest form: muscle with eyes, air and a spine."""
+
+    def inside(middle: tuple[float, ...], radii: tuple[float, ...]) -> Array:
+        far = sum(((p - m) / r) ** 2 for p, m, r in zip(points, middle, radii))
+        return np.asarray(far < 1)
+
+    values = np.zeros(points.shape[1:], np.float32)
+    values[inside((0, -30, -130), (58, 62, 95))] = 0.5  # neck and base of the skull
+    values[inside((0, -48, -130), (22, 22, 90))] = 0.2  # spine
+    values[inside((0, 52, -62), (60, 56, 60))] = 0.6
+    for side in (-32, 32):
+        values[inside((side, 66, -36), (18, 20, 18))] = 0.95  # fat of the orbit
+        values[inside((side, 68, -36), (12, 12, 12))] = 0.15
+    values[inside((0, 62, -70), (20, 34, 32))] = 0.03  # sinuses, nose and throat
+    return values
 
 
 def _scan(image: Array, xyz: Array, scanner: Scanner, rng: np.random.Generator) -> Array:

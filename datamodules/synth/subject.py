@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -79,6 +79,13 @@ def draw_head(rng: np.random.Generator, level: Level) -> Head:
         ventricular=float(np.clip(ventricular, 0, 0.6)),
         hippocampal=float(np.clip(hippocampal, -0.08, 0.15)),
     )
+
+
+def tilted(head: Head, rng: np.random.Generator) -> Head:
+    """The same head as it lies in one scan: turned by about 8 degrees and moved by 2 cm."""
+    turn = rotation(np.deg2rad(np.clip(rng.normal(0, [8.0, 5.0, 5.0]), -20, 20)))
+    shift = np.clip(rng.normal(0, [8.0, 15.0, 20.0]), -40, 40)
+    return replace(head, matrix=turn @ head.matrix, shift_mm=head.shift_mm + shift)
 
 
 def draw_scanner(number: int, level: Level) -> Scanner:

@@ -160,7 +160,7 @@ def _on_common_grid(spec, plan):
 
 
 def test_raw_cohort_varies_in_orientation_spacing_and_storage():
-    forms = [draw_form(np.random.default_rng(seed), SMALL) for seed in range(60)]
+    forms = [draw_form(np.random.default_rng(seed), SMALL, np.zeros(3)) for seed in range(60)]
     assert len({form.orientation for form in forms}) == 6
     assert {form.storage for form in forms} == {"int16", "float32", "scaled"}
     assert len({tuple(form.grid.spacing_mm.round(3)) for form in forms}) >= 4
