@@ -28,7 +28,8 @@ DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has 
 With `test --cohort ROOT` all people of another cohort are tested on, with `predict --scans WHAT`
 scans are classified that nobody has labelled. More commands work on runs: `report RUN` writes one
 HTML page about a run, `folds --config FILE --folds K` trains and tests K of them and sums them up,
-`compare RUN RUN` tests whether two differ, `export --ckpt_path BEST` makes a MONAI bundle."""
+`compare RUN RUN` tests whether two differ, `groups RUN` where the maps of two classes do,
+`export --ckpt_path BEST` makes a MONAI bundle."""
 
 
 class ExplainingTrainer(Trainer):
@@ -46,6 +47,7 @@ class ExplainingTrainer(Trainer):
         subjects: int = 4,
         truth: Path | None = None,
         shuffled_ckpt: str | None = None,
+        keep_maps: bool = False,
     ) -> None:
         """Explain held-out scans: Grad-CAM and other maps, overlays, localisation scores.
 
@@ -65,6 +67,7 @@ class ExplainingTrainer(Trainer):
                 a synthetic cohort truth/planted.
             shuffled_ckpt: Checkpoint of a run with --data.shuffle_labels true: scored beside this
                 one, as a check of the method.
+            keep_maps: Whether to keep the map of every scan, in ``maps``, for `groups`.
         """
         # plotting libraries are slow to import, and only this command needs them
         from models.explain import explain, make_explainer
@@ -92,7 +95,8 @@ class ExplainingTrainer(Trainer):
             datamodule.refuse_other_images(state_of(datamodule, read_checkpoint(shuffled_ckpt)))
         _refuse_no_truth(truth, [record.image_id for record in datamodule.scans("test")])
         loader = datamodule.test_dataloader()
-        findings = explain(networks, lambda: loader, methods, layer, subjects, truth)
+        keep = folder / "maps" if keep_maps else None
+        findings = explain(networks, lambda: loader, methods, layer, subjects, truth, keep)
         files = {record.image_id: record.path for record in datamodule.records}
         Writer(folder, model.class_names, layer, files).write(findings)
         save_environment(folder)
@@ -306,6 +310,10 @@ def main() -> None:
             from models.compare import main as compare
 
             compare(sys.argv[2:])
+        elif sys.argv[1:2] == ["groups"]:
+            from models.commands.groups import main as groups
+
+            groups(sys.argv[2:])
         elif sys.argv[1:2] == ["export"]:
             from models.commands.export import main as export
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from models.maps import (
     SmoothGrad3D,
 )
 from models.maps.common import evaluation, named_layer
-from models.maps.native import Array, head_mask
+from models.maps.native import Array, head_mask, volume
 
 Explainer = Callable[[Tensor, int], Tensor]
 
@@ -104,6 +105,7 @@ def explain(
     layer: str,
     count: int,
     truth: Path | None = None,
+    keep: Path | None = None,
 ) -> Findings:
     """Explain the last class for the scans of a data loader.
 
@@ -117,12 +119,14 @@ def explain(
         truth: Folder with one mask per scan, ``<image_id>.nii.gz``; scans without one are not
             scored. A folder ``effect`` beside it, with files of the same names, says how strong the
             change is in each voxel.
+        keep: Folder for the trained network's map of every scan, ``METHOD/SUBJECT_IMAGE.nii.gz``
+            on the grid of the prepared scan; None: only those of drawn scans are kept.
     """
     network = networks["trained"]
     labels, verdicts, classes = _verdicts(network, batches())
     scores = [verdict.probability for verdict in verdicts]
     drawn = set(choose_cases(labels, scores, count, classes - 1))
-    study = _Study(networks, methods, layer, classes - 1)
+    study = _Study(networks, methods, layer, classes - 1, keep)
     device = next(network.parameters()).device
     number = 0
     for batch in batches():
@@ -157,8 +161,9 @@ class _Study:
         methods: Sequence[MethodName],
         layer: str,
         explained: int,
+        keep: Path | None,
     ) -> None:
-        self._network = networks["trained"]
+        self._network, self._keep = networks["trained"], keep
         self._methods, self._layer, self._explained = methods, layer, explained
         self._explainers = {
             (name, method): make_explainer(method, network, layer)
@@ -215,6 +220,10 @@ class _Study:
         for method in self._methods:
             key, values = (scan.label, method), found["trained", method].values
             self._maps[key] = self._maps.get(key, 0) + values
+            if self._keep is not None:
+                path = self._keep / method / f"{scan.subject}_{scan.image_id}.nii.gz"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                nib.save(volume(values, scan.affine), path)
         if drawn:
             maps = [found["trained", method] for method in self._methods]
             self._cases.append(scan.case(verdict, maps))

@@ -1,7 +1,8 @@
-"""What a report after TRIPOD+AI asks for (Collins et al., BMJ 2024), and what a run has recorded.
+"""What reports after TRIPOD+AI and CLAIM ask for, and what a run has recorded.
 
-Numbers are those of its items; what only the authors can say is left to them, by name. The items on
-data, preparation, reference standard and evaluation are also those of CLAIM (Tejani et al. 2024).
+Numbers are those of the items (Collins et al., BMJ 2024; Mongan, Moy and Kahn, Radiology: AI 2020,
+the 42 items that journals still ask for by these numbers). What only the authors can say is left to
+them, by name.
 """
 
 import json
@@ -13,6 +14,7 @@ import yaml
 
 from models.card import card
 from models.report import html
+from models.tables import read_table
 
 _AUTHORS = "(for the authors)"
 _TITLES = {
@@ -67,10 +69,73 @@ def checklist(run: Path) -> str:
     rows += [(number, name.lower(), known[name]) for name, number in _TITLES.items()]
     rows.sort(key=lambda row: int(row[0].split(",")[0].split()[0].rstrip("abcdef")))
     shown = [{"item": n, "what is asked": what, "this run": text} for n, what, text in rows]
-    return html.table(shown) + html.note(
-        "Item numbers of TRIPOD+AI. CLAIM asks for the same facts on data, preparation, reference "
-        "standard, model and evaluation."
-    )
+    return html.table(shown) + html.note("Item numbers of TRIPOD+AI.")
+
+
+def claim(run: Path) -> str:
+    """The items of CLAIM, with what is known; nothing for a run without a checkpoint."""
+    best = run / "checkpoints" / "best.ckpt"
+    if not best.is_file():
+        return ""
+    known = dict(card(best))
+    tested = known["Evaluation: the run's own held-out people"]
+    rows = [
+        ("1, 2", "title and abstract name the method", f"3D convolutional network; {_AUTHORS}"),
+        ("3, 4", "background, objectives", _AUTHORS),
+        ("5, 6", "prospective or retrospective; goal", _AUTHORS),
+        ("7", "sources of the data", _sources(run)),
+        ("8", "eligibility", _flow(run)),
+        ("9", "preprocessing", known["Input"]),
+        ("10", "selection of subsets", "one series a visit, by the rule in docs/adni.md"),
+        ("11", "definition of data elements", _outcome(run)),
+        ("12", "de-identification", f"hashes of people in the checkpoint; of the data {_AUTHORS}"),
+        ("13", "missing data", "scans without a label are excluded; see the flow of participants"),
+        ("14, 15", "reference standard and its rationale", _outcome(run)),
+        ("16 to 18", "who gave it, with what tools, how reliably", _AUTHORS),
+        ("19", "sample size", f"{known['Training data']} How it was arrived at: {_AUTHORS}"),
+        ("20, 21", "partitions, and the level at which they are disjoint", _divided(run)),
+        ("22", "the model", known["Model"]),
+        ("23", "software", _software(run)),
+        ("24", "initial weights", _setting(run, "model", "transfer_from", "transferred from")),
+        ("25", "training", f"{known['Model']} All settings: config.yaml"),
+        ("26", "how the final model was chosen", "best epoch on the validation people"),
+        ("27", "ensembles", "none"),
+        ("28, 29", "metrics and their uncertainty", "the table of the test, with intervals"),
+        ("30", "robustness", f"{known['Groups']} Of training runs: `python -m models folds`"),
+        ("31", "explainability", _explained(run)),
+        ("32", "validation on external data", known["Evaluation: other cohorts"]),
+        ("33", "flow of participants", _flow(run)),
+        ("34", "demographics", "the table of the cohort; for each partition the authors"),
+        ("35, 36", "performance and its precision", tested),
+        (
+            "37",
+            "failures",
+            "wrong predictions: the rows of test_predictions.tsv where class and "
+            f"predicted class differ; their analysis {_AUTHORS}",
+        ),
+        ("38", "limitations", known["Limits"]),
+        ("39", "implications, intended use", known["Intended use"]),
+        ("40 to 42", "registration, protocol, funding", _AUTHORS),
+    ]
+    shown = [{"item": n, "what is asked": what, "this run": text} for n, what, text in rows]
+    return html.table(shown) + html.note("Item numbers of CLAIM 2020.")
+
+
+def _software(run: Path) -> str:
+    path = run / "environment.json"
+    if not path.is_file():
+        return "not recorded"
+    found = json.loads(path.read_text())["environment"]
+    names = ("python", "torch", "lightning", "monai", "nibabel", "numpy")
+    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
+
+
+def _explained(run: Path) -> str:
+    path = run / "explain" / "localisation.tsv"
+    if not path.is_file():
+        return "none: `python -m models explain`"
+    methods = dict.fromkeys(row["method"] for row in read_table(path))
+    return f"{', '.join(methods)}, beside networks that know nothing; see the section on maps"
 
 
 def _settings(run: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from models.figures import FIGURES
 from models.metrics import Array
 from models.report import html
-from models.report.checklist import checklist, model_card
+from models.report.checklist import checklist, claim, model_card
 from models.report.cohorts import external, new_scans
 from models.report.flow import flow_chart
 from models.report.timeline import draw_timeline, why_no_timeline
@@ -270,6 +270,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "Plan": plan,
     "Model card": model_card,
     "What a publication has to say (TRIPOD+AI)": checklist,
+    "What a publication on imaging has to say (CLAIM)": claim,
     "Environment, and how to run it again": again,
 }
 

@@ -19,7 +19,7 @@ from models.commands.export import export, metadata, missing_for_onnx, save_onnx
 from models.commands.predict_scans import load
 from models.errors import UseError
 from models.reference import Reference, to_checkpoint
-from models.report.checklist import checklist, model_card
+from models.report.checklist import checklist, claim, model_card
 
 PREPARED = {
     "profile": "stripped",
@@ -167,6 +167,9 @@ def test_a_report_has_the_card_and_the_list_filled_from_the_run(run) -> None:
     for text in ("COHORT;", "3 found, 2 excluded", "tested on site=7", "(for the authors)"):
         assert text in shown
     assert "/x/" not in shown
+    shown = claim(run)
+    for text in ("40 to 42", "(for the authors)", "24 x 28 x 24 voxels of 8 mm", "3 found"):
+        assert text in shown
 
 
 def test_nothing_is_replaced_and_onnx_is_there_where_its_packages_are(run) -> None:
