@@ -151,7 +151,7 @@ def set_loaders(trainer: Trainer, loaders: list[Any], load: Callable[[], None]) 
 
 
 def load_as_ever(trainer: Trainer) -> None:
-    """A run begins, in which this rank may be no worker."""
+    """Have Lightning load data in this run, also where this rank was a worker in the last."""
     vars(trainer.fit_loop).pop("setup_data", None)
 
 

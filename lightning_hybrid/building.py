@@ -170,13 +170,13 @@ class BetweenRuns:
         return state if here else {}
 
     def fail(self, failure: Failure, error: BaseException) -> None:
-        """No worker waits for this rank."""
+        """Do nothing: no worker waits for this rank."""
 
     def abort(self) -> None:
-        """No worker waits for this rank."""
+        """Do nothing: no worker waits for this rank."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def move_module(module: LightningModule, device: torch.device, *, all_of_it: bool) -> None:

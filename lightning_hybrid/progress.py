@@ -190,4 +190,4 @@ class _Line:
             self._say = None
 
     def close(self) -> None:
-        """A line stays."""
+        """Do nothing: a line that was written stays."""

@@ -48,7 +48,7 @@ copies of the loaders."""
 
 
 class CannotRehearse(HybridError):
-    """Nothing can be known of the network before the run; the message says why."""
+    """Raised where a training step cannot be tried before the run; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ def _copied(module: LightningModule, trainer: Trainer, stand_in: Trainer) -> Lig
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What is not done in a rehearsal."""
+    """Stands for `log`, `step` and the like on the copy that is rehearsed: does nothing."""
 
 
 # ---------------------------------------------------------------- what is run
@@ -262,7 +262,7 @@ def _shared_copy(thing: Any) -> Any:
 
 
 class _Sharing(pickle.Pickler):
-    """Leaves out what a copy may share."""
+    """Pickles an object without its large tensors, classes and modules, which a copy may share."""
 
     def __init__(self, kept: list[Any], *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)

@@ -38,7 +38,7 @@ class Launched:
 
     @classmethod
     def by(cls, environment: ClusterEnvironment | None, per_host: int) -> "Launched":
-        """What the environment says, while it speaks of all processes.
+        """The place of this process, from the environment that the launcher has set.
 
         Args:
             environment: Lightning's.
@@ -82,7 +82,7 @@ class ReplicaWorld:
     def of(
         cls, coordinates: Coordinates, launched: Launched, hosts: int, per_host: int
     ) -> "ReplicaWorld":
-        """That of a process.
+        """The world of the replicas, as one process of the launcher sees it.
 
         Args:
             coordinates: where it stands.

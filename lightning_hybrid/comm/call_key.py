@@ -27,14 +27,14 @@ class Precision:
 
     @classmethod
     def current(cls, device: torch.device) -> "Precision":
-        """What is in force here."""
+        """The precision that this process computes with now."""
         kind = device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         return cls(kind, dtype, enabled, torch.get_default_dtype())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, it is in force."""
+        """Inside, this process computes with this precision."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
         try:

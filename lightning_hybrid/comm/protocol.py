@@ -233,7 +233,7 @@ class HoldHooks(Command):
 
 @dataclass(frozen=True)
 class ReleaseHooks(Command):
-    """It is over: put them back and call them.
+    """After a backward pass: put the hooks on weights back and call them.
 
     Attributes:
         network: number of the network.

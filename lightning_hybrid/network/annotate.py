@@ -176,7 +176,7 @@ class _Run:
 
 
 def _why(error: Exception) -> str:
-    """What follows on "what the operation does"."""
+    """Why an operation's effects are unknown, as the end of "what the operation does ..."."""
     if type(error).__name__ in OF_VALUES:
         return "depends on values"
     text = str(error).strip().partition("\n")[0]
@@ -233,7 +233,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _fixed(modes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those of the modes that code outside of a region cannot switch."""
+    """The modes that code outside of a region cannot switch."""
     return modes[1:5]
 
 

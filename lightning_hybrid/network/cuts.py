@@ -94,7 +94,7 @@ class Cuts:
         return sorted(nodes, key=self._order.__getitem__)
 
     def parts_weights(self, position: int) -> bool:
-        """Whether something that is made of weights alone would cross."""
+        """Whether a value that is made of weights alone would cross a cut."""
         return any(made < position <= last for made, last in self._made_weights)
 
     def bytes(self, position: int) -> int:

@@ -232,7 +232,7 @@ class _Way:
         return _union(each.reaches for each in ahead if each.leads)
 
     def _aside(self, record: _Node) -> list[Node]:
-        """What leads from an operation on the way to weights alone."""
+        """Operations behind this one that lead to weights and not to the inputs."""
         children = ((child, self._nodes[child]) for child, _ in record.children)
         return [child for child, each in children if each.reaches and not each.leads]
 

@@ -183,7 +183,7 @@ class GraphCode:
         )
 
     def check(self) -> None:
-        """See to it that the code can travel.
+        """Check that every argument in the code can be pickled for another rank.
 
         Raises:
             NetworkError: it holds something that cannot be pickled.

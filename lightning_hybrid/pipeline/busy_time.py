@@ -32,7 +32,7 @@ class Stopwatch:
         return time.perf_counter() if self._events is None else _passing()
 
     def stop(self, mark: Mark) -> None:
-        """It ends."""
+        """End the span that began with this mark."""
         if isinstance(mark, float):
             self._seconds += time.perf_counter() - mark
         elif self._events is not None:

@@ -33,7 +33,7 @@ from lightning_hybrid.schedules import DelayedWeights
 
 
 class EarlyForwards:
-    """Those of one stage.
+    """Forward passes of one stage that run before their batch has its turn.
 
     Args:
         weights: what their backward computes with; ``None``: no optimizer steps in between.
@@ -89,7 +89,7 @@ class EarlyForwards:
                 places[name].copy_(value)
 
     def drop(self, call: int) -> None:
-        """A call is not wanted."""
+        """Forget a call that ran ahead and will not have its turn."""
         self._written.pop(call, None)
 
     def refuse_kept_weights(self, stage: Stage, outputs: Sequence[Any]) -> None:

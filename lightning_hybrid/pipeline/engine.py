@@ -119,7 +119,7 @@ class Engine(RankStages):
             own.early.commit(call.number, self.stage_for(own, call.key))
 
     def drop(self, call: Call) -> None:
-        """A call that ran ahead is not wanted."""
+        """Forget a call that ran ahead and will not have its turn."""
         for own in self.owned:
             own.early.drop(call.number)
 

@@ -55,7 +55,7 @@ def random_state(device: torch.device) -> list[Tensor]:
 
 @cache
 def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
-    """What :func:`random_state` gives, as far as a receiver must know it."""
+    """Shapes and types of what :func:`random_state` gives, for a receiver."""
     return tuple(TensorSpec.of(state) for state in random_state(device))
 
 

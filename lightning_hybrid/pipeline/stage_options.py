@@ -54,7 +54,7 @@ class OwnedStage:
 
     @contextmanager
     def looks_for_hooks(self) -> Iterator[None]:
-        """Around a forward whose backward may be split."""
+        """Inside, hooks are looked for in a forward whose backward may be split."""
         if not self.splits:
             yield
             return

@@ -25,7 +25,7 @@ from lightning_hybrid._torch.tensors import (
 
 @dataclass(frozen=True)
 class _Held:
-    """What was taken off one weight.
+    """The hooks and the gradient that were taken off one weight for a backward pass.
 
     Attributes:
         name: its dotted name in the network.
@@ -41,7 +41,7 @@ class _Held:
 
 
 class WeightHooks:
-    """Those of the user's on the weights of one network, on one rank.
+    """The user's hooks on the weights of one network, on one rank.
 
     Args:
         module: the network.
@@ -56,7 +56,7 @@ class WeightHooks:
         self.held = False
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether a weight has a hook of the user's."""
         with as_they_are():
             return any(True for _ in self._hooked())
 
@@ -67,7 +67,7 @@ class WeightHooks:
         return [name for name, hooks in found if any(map(is_of_the_user, hooks))]
 
     def hold(self) -> None:
-        """A backward pass begins."""
+        """Take the hooks off for a backward pass, and the gradients that were there before."""
         self.held = True
         with as_they_are():
             for name, weight in self._hooked():
@@ -75,13 +75,13 @@ class WeightHooks:
                 weight.grad = None
 
     def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights that have any."""
+        """The weights that have hooks of the user's, with their names."""
         for name, weight in self._weights:
             if (hooks := gradient_hooks(weight)) and any(map(is_of_the_user, hooks)):
                 yield name, weight
 
     def release(self, chosen: Collection[str] | None = None, *, late: bool = True) -> None:
-        """It is over, and all pieces of its gradients are here.
+        """Put the hooks back after a backward pass, and call them on its summed gradients.
 
         Args:
             chosen: names of the weights that the pass was for; ``None``: all.

@@ -27,7 +27,7 @@ from lightning_hybrid.planning.shapes import CostsOf, PartitionCosts
 
 
 class _Seen(Exception):
-    """The graph is known, so the call need not be computed."""
+    """Leaves the call once its graph is captured, so that nothing is computed."""
 
 
 def capture_call(

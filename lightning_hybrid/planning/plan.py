@@ -224,6 +224,7 @@ class Plan:
             raise PlanError(f"the plan has a value of the wrong type: {error}") from error
 
     def save(self, path: str | Path) -> None:
+        """Write the plan to a file, as JSON, for `load` and `HybridGabraStrategy(plan=path)`."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod

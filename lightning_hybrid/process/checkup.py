@@ -298,5 +298,5 @@ def _memory(device: Device, devices: Sequence[Device]) -> float | None:
 
 
 def _rounded(value: float) -> float:
-    """To three digits."""
+    """A number rounded to three digits."""
     return float(f"{value:.3g}")

@@ -19,7 +19,7 @@ class Children:
 
 
 def not_caught() -> str:
-    """Why a process ends with a run whose error this one has caught."""
+    """The text for a process that ends because it did not catch an error that others caught."""
     return (
         f"it did not catch the {Children.failed} of an earlier run, which this process has caught. "
         "`except` holds on every rank if the class of the error stands at the top of a module; one "

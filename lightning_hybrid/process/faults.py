@@ -152,7 +152,7 @@ class Watch:
         self._serves = True
 
     def close(self) -> None:
-        """This rank ends by itself, or is told by others."""
+        """Stop the watch: this rank ends by itself, or was told by others."""
         self._over.set()
         self._thread.join(_STORE_S)  # longer only where the store does not answer
 

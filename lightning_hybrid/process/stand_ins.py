@@ -54,13 +54,13 @@ class StandIn:
         return self._length != 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The driver's."""
+        """The state that the driver's scheduler or loader had at the end of the run."""
         if self._state is None:
             raise self._refusal(".state_dict")
         return dict(self._state)
 
     def get_last_lr(self) -> list[float]:
-        """Of a scheduler."""
+        """The last learning rates of a scheduler, as the driver had them."""
         return list(self.__getattr__("_last_lr"))
 
     def _refusal(self, asked: str) -> HybridError:
@@ -83,5 +83,5 @@ class LoadersElsewhere:
         self.iterables = iterables
 
     def _state_dicts(self) -> list[Any]:
-        """In a checkpoint of a worker's, which nobody writes."""
+        """Nothing: only drivers write checkpoints, and a worker has no loaders."""
         return []

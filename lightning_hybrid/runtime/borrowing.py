@@ -45,7 +45,7 @@ class Borrowing:
                 self._workers.setdefault(worker, []).extend(borrowed)
 
     def refresh(self, *, grad: bool) -> None:
-        """A forward follows: the borrowers need the owners' values.
+        """Before a forward: send the values of shared parameters from their owners to borrowers.
 
         Args:
             grad: it is differentiable, so that gradients will arise here.
@@ -65,7 +65,7 @@ class Borrowing:
         self._current = remote.state(Kind.PARAMETER)
 
     def settle(self) -> None:
-        """Gradients are about to be used: the owners need those of the borrowers."""
+        """Before gradients are used: add those of the borrowers to the owners'."""
         if self._workers and self._unsettled.borrowed:
             self._ownership.take(Kind.GRADIENT, self._collect(), add=True)
             self._commands.remote.outdate(Kind.GRADIENT)

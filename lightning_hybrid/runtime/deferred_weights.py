@@ -140,7 +140,7 @@ class Takeover:
             occupy(tensors[name])
 
     def settle(self, arrived: Iterable[str]) -> None:
-        """All that comes has come.
+        """Check that this rank has a value for each of its weights, after all transfers.
 
         Raises:
             DeferredError: a weight is on another rank still.

@@ -258,7 +258,7 @@ class Discovery:
         watched: Mapping[str, nn.Module],
         call: Callable[[], Any],
     ) -> Any:
-        """A call of a kind that stages cannot do; the next one may be of another."""
+        """Run a call that stages cannot compute on the driver; later calls are looked at again."""
         self._called_aside[name] = reason
         try:
             return call()
@@ -319,7 +319,7 @@ class Discovery:
             watch(module, name, self._called)
 
     def _adopt_whole(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """One stage: only micro-batches are left to do."""
+        """Adopt a network as one stage: its batches are split, and nothing is cut."""
         chunks = self._options.microbatches or 1
         self._cut.add(name)
         if self._options.compiled:

@@ -214,7 +214,7 @@ class Driver:
             self._replicated.rest.broadcast_weights()
 
     def settle(self) -> None:
-        """No network is cut: all that waited for one is the driver's own."""
+        """No network will be cut: treat all parameters as the driver's own."""
         self._replicated.settle()
 
     def expect_optimizers(self) -> None:

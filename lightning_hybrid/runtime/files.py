@@ -82,7 +82,7 @@ class FilesOfWorker:
         return True
 
     def close(self) -> None:
-        """All others have opened what they want to read."""
+        """Close the file; all other ranks have opened it by now."""
         if self._file is not None:
             self._file.close()
             self._file = None

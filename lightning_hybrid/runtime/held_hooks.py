@@ -17,7 +17,7 @@ from lightning_hybrid.schedules import STREAMED
 
 
 class HeldHooks:
-    """Those of one driver.
+    """Takes the user's hooks off weights during a backward, and calls each of them once after it.
 
     Args:
         networks: that are cut; more may come.

@@ -165,7 +165,7 @@ def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None
 
 
 def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence[Any]) -> None:
-    """What the network has changed in place, in tensors that are not its own."""
+    """Write what the network has changed in place back into the caller's tensors."""
     found = dict(zip(graph.tensor_outputs, outputs))
     for leaf, tensor in zip(graph.leaves, leaves):
         if leaf in graph.written_leaves:

@@ -129,7 +129,7 @@ class OptimizerLink:
             optimizer.state = states
 
     def ship_quietly(self) -> None:
-        """Until :meth:`shipped`, it is as the workers need it.
+        """Put the optimizer into the state that workers need, until :meth:`shipped`.
 
         ``optimizer.state`` is what this rank has, and in a step nothing has counted yet.
         """
@@ -137,7 +137,7 @@ class OptimizerLink:
         self._entered.enter_context(self._own.undone())
 
     def leave(self, parameters: Iterable[Parameter]) -> None:
-        """Workers have the states of these parameters."""
+        """Drop the states of these parameters here: workers have them."""
         for parameter in () if self.whole else parameters:
             self.optimizer.state.pop(parameter, None)
 

@@ -48,7 +48,7 @@ class Replicated:
         self.renew_rest()
 
     def settle(self) -> None:
-        """No network is cut: all that waited for one is the driver's own."""
+        """No network will be cut: average all parameters as the driver's own."""
         if not self.here:
             self.here = True
             self.renew_rest()

@@ -30,7 +30,7 @@ class Specialization:
         return self.graph.split(leaves, parts), numbers
 
     def samples(self, leaves: Sequence[Tensor]) -> list[int]:
-        """How many samples each micro-batch of a call has."""
+        """The number of samples of each micro-batch of a call."""
         return self._known(leaves)[2]
 
     def _known(self, leaves: Sequence[Tensor]) -> tuple[int, Numbers, list[int]]:

@@ -113,7 +113,7 @@ class _Region:
         self._place = 0
 
     def enter(self, number: int | None) -> None:
-        """A call follows.
+        """Begin with the first number again where another backward pass runs the region again.
 
         Args:
             number: of the backward pass that runs the region again; ``None``: it runs first.

@@ -132,7 +132,7 @@ class Launched:
     told: int = 0
 
     def other(self, leaves: Sequence[Tensor]) -> list[int]:
-        """Which of these inputs are not what was sent."""
+        """The numbers of inputs that differ from what was sent when the call was launched."""
         return [
             number
             for number, (mine, theirs, version) in enumerate(
@@ -196,7 +196,7 @@ class Stream:
         self._called: Batch | None = None  # the network was called on
 
     def due(self, key: CallKey, leaves: Sequence[Tensor]) -> Launched | None:
-        """A call begins.
+        """Collect a call that was launched before its turn, if there is one.
 
         Args:
             key: of the call.

@@ -101,7 +101,7 @@ class TensorFile:
         return lambda: bytes_in(kept.file, begin, nbytes)
 
     def close(self) -> None:
-        """All that are to read it have opened it."""
+        """Close the file; all processes that read it have opened it by now."""
         self._file.close()
 
     def _store(self, tensor: Tensor) -> _Stored:

@@ -66,7 +66,7 @@ def undone(root: nn.Module, module: nn.Module) -> Iterator[None]:
 
 
 class _Noted:
-    """What was where."""
+    """Notes values that a check of the network may change, so that they can be put back."""
 
     def __init__(self) -> None:
         self._containers: dict[int, tuple[Any, Any]] = {}
@@ -75,7 +75,7 @@ class _Noted:
         self._seen = set[int]()
 
     def container(self, value: Any) -> None:
-        """A container, and those in it."""
+        """Note what a container holds, and what the containers in it hold."""
         waiting = [value]
         while waiting:
             one = waiting.pop()
@@ -85,12 +85,12 @@ class _Noted:
             waiting += one.values() if isinstance(one, dict) else one
 
     def numbers(self, buffers: Iterable[Any]) -> None:
-        """Tensors that are written to in place."""
+        """Note the numbers of tensors that may be written to in place."""
         with as_they_are():
             self._numbers += [(b, b.detach().clone()) for b in buffers if b is not None]
 
     def function(self, function: Any) -> None:
-        """What a function reaches: its closure, its globals, the object that it is a method of."""
+        """Note what a function can change: its closure, its globals, the object of a method."""
         waiting = [function]
         while waiting:
             one = waiting.pop()
@@ -109,7 +109,7 @@ class _Noted:
                 self.container(vars(one))
 
     def attributes_of_class(self, kind: Any) -> None:
-        """Those that are no code."""
+        """Note the attributes of a class that are values and containers, not code."""
         for name, value in [*vars(kind).items()]:
             if isinstance(value, (*_VALUES, *_CONTAINERS)) and not name.startswith("__"):
                 self.container(value)

@@ -14,7 +14,7 @@ class Unsettled:
         self.borrowed = False
 
     def note(self, network: int, *, averaged: bool) -> None:
-        """Gradients of a network were added to.
+        """Note that a backward pass has added to the gradients of a network.
 
         Args:
             network: its number.

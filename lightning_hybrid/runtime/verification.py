@@ -124,7 +124,7 @@ class Verification:
         return (number - 1) % self._verify == 0
 
     def count(self, check: "Check") -> None:
-        """A call was one of a network that is cut."""
+        """Count a call of a network that is cut."""
         self._counts[check.kind] = check.number
 
     def give_up(self, check: "Check", reason: str) -> None:
@@ -196,7 +196,7 @@ class Check:
         self._run(draws=False)
 
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
-        """The stages of a network are about to run.
+        """Run the network's own Python, before the stages run.
 
         Args:
             call: calls them.
@@ -300,7 +300,7 @@ class Check:
     # ------------------------------------------------------------------ after
 
     def compare(self, result: Any) -> None:
-        """The call is over.
+        """Compare what the stages have given with what the network's own Python gave.
 
         Args:
             result: what it has returned.

@@ -297,11 +297,11 @@ def restore(tensor: Any, other: Tensor, kind: type, attributes: Mapping[str, Any
 
 
 class _Computes(BaseException):
-    """An operation is more than a look."""
+    """Raised by `_OnlyLooks` where an operation needs numbers or writes to a tensor."""
 
 
 class _OnlyLooks(TorchDispatchMode):
-    """Lets pass what reads no numbers."""
+    """Runs operations that only make views of deferred tensors; others raise `_Computes`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

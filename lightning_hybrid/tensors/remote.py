@@ -292,7 +292,7 @@ class RemoteTensors:
         self._owners.clear_gradients([*self._brought])  # the next run brings them from here
 
     def _keep_shown(self) -> None:
-        """Who has a proxy of a gradient keeps it."""
+        """Fetch gradients into the same tensors that user code already has proxies of."""
         with torch.no_grad(), as_they_are():
             for remote in self.gradients.kept(self._brought):
                 if self._brought[remote.name].layout is torch.strided:
@@ -362,12 +362,12 @@ class RemoteTensors:
         return self._age[kind], self._writes
 
     def touch(self, remote: Remote) -> None:
-        """It was written to."""
+        """Note that a remote tensor was written to here."""
         remote.written = True
         self._touched[remote.kind, remote.name] = remote
 
     def enter_graph(self, remote: Remote) -> None:
-        """It takes part in a computation that autograd records."""
+        """Note that a remote tensor takes part in a computation that autograd records."""
         self.in_graph = True
         self.gradients.in_graph[remote.name] = remote
 

@@ -33,7 +33,7 @@ class Table(Protocol):
         """Fetch what the owner has, unless that is here already."""
 
     def touch(self, remote: "Remote") -> None:
-        """It was written to."""
+        """Note that a remote tensor was written to here."""
 
     def enter_graph(self, remote: "Remote") -> None:
         """It takes part in a computation that autograd records."""
@@ -70,7 +70,7 @@ class Remote:
         self.table.read(self)
 
     def touch(self) -> None:
-        """It was written to in a way that only the proxy has seen."""
+        """Note that this tensor was written to in a way that only the proxy has seen."""
         self.table.touch(self)
 
     def enter_graph(self) -> None:
