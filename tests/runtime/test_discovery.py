@@ -217,7 +217,10 @@ def refusal(network: nn.Module, call: Callable[[nn.Module], Any]) -> str:
     ("keeps", "causes"),
     [
         # (torch 2.15 follows Python's generator, up to the branch)
-        (keeps_by_python, ("TorchDynamo does not follow 'Random.random'", "Data-dependent branching")),
+        (
+            keeps_by_python,
+            ("TorchDynamo does not follow 'Random.random'", "Data-dependent branching"),
+        ),
         (keeps_by_torch, ("Data-dependent branching",)),
     ],
 )
