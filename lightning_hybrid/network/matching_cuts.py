@@ -10,11 +10,11 @@ from lightning_hybrid.network.partition import best_place
 
 
 class CannotFollow(Exception):
-    """A graph needs tensors in other places than those where they are."""
+    """Raised where a graph needs tensors in another order than the stages have them."""
 
 
 def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
-    """Positions of cuts, so that each stage uses tensors that it has.
+    """Positions of cuts at which each stage uses only tensors that it already has.
 
     Args:
         graph: of the same network, captured for another value or mode.

@@ -124,7 +124,7 @@ def _once(
 
 
 def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The same leaves; copies of those that the network writes to."""
+    """The inputs of a graph, those that the network writes to as copies."""
     written = {leaf.node for leaf in graph.written_leaves}
     return [
         tensor.detach().clone() if leaf.node in written else tensor

@@ -216,7 +216,7 @@ class _Dividing:
         return frozenset() if layer is None else layer.effects.results
 
     def behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-        """Nodes and all that they are made of."""
+        """These nodes and all nodes that their values are computed from, as far as ``stop``."""
         found: set[fx.Node] = set()
         waiting = list(nodes)
         while waiting:
@@ -372,7 +372,7 @@ class _Parts:
 
 
 class _Beside:
-    """A part that the driver computes, like code around the network.
+    """The prologue or the tail, which the driver computes like code around the network.
 
     Args:
         graph: the network.

@@ -130,7 +130,7 @@ def borrowed_parameters(
 
 
 def own_parameters(stages: Sequence[Stage], borrowed: frozenset[str]) -> list[nn.Parameter]:
-    """Those that the stages of a rank have to themselves."""
+    """The parameters that no stage of another rank uses."""
     named = {name: value for stage in stages for name, value in stage.named_parameters()}
     return [value for name, value in named.items() if name not in borrowed]
 

@@ -77,7 +77,7 @@ class Fit:
 
     @property
     def _held(self) -> list[float]:
-        """What each partition holds."""
+        """Bytes that each partition keeps in training."""
         way, footprint = self.way, self.footprint
         # one stage goes backward with each micro-batch before it begins with the next
         share = 1 / way.microbatches if way.recompute or way.stages == 1 else 1.0
@@ -85,7 +85,7 @@ class Fit:
 
     @property
     def _room(self) -> list[float]:
-        """What each device has beside the inputs that its stage keeps."""
+        """Bytes that each device has left beside the inputs that its stage keeps."""
         kept_inputs = self.footprint.crossing_bytes if self.way.recompute else 0.0
         return [limit - kept_inputs for limit in self.limits]
 

@@ -186,7 +186,7 @@ def _scheduler(config: LRSchedulerConfig, index: int) -> dict[str, Any]:
 
 
 def _numbers(thing: Any) -> dict[str, Any]:
-    """Public attributes that are plain."""
+    """The public attributes of an object that are numbers, texts or None."""
     plain = (int, float, str, type(None))
     attributes = getattr(thing, "__dict__", {})
     return {k: v for k, v in attributes.items() if isinstance(v, plain) and not k.startswith("_")}
@@ -321,7 +321,7 @@ def _is_of_interest(owner: Any, name: str, value: Any) -> bool:
 
 
 def _pickled(value: Any) -> bytes | None:
-    """``None``: not plain data, or too much of it."""
+    """A pickle of plain data; ``None``: it is not plain data, or too much of it."""
     file = _LimitedFile()
     try:
         _PlainPickler(file, protocol=5).dump(value)

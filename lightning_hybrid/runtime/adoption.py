@@ -346,7 +346,7 @@ def why_not_cut(graph: NetworkGraph) -> str | None:
 
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
-    """What surrounds a call is not about looking at the network.
+    """Inside, the modes and hooks around a call do not change how its network is looked at.
 
     The first call may be a validation's, and what is learned from it is for training too; or it
     may be inside of activation checkpointing, which counts the tensors that are saved.

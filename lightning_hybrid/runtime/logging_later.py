@@ -51,7 +51,7 @@ class LoggingLater:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """Inside of such a context, calls are not kept."""
+        """Inside, calls of `log` are dropped, and not kept for later."""
         count = len(self._kept)
         try:
             yield

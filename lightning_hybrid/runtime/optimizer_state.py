@@ -34,7 +34,7 @@ class DriverState(defaultdict[Any, Any]):
         self._fetch, self._quiet, self.away = fetch, False, True
 
     def arrive(self) -> None:
-        """Have all states here."""
+        """Fetch the states that the workers have, if that was not done yet."""
         if self.away and not self._quiet:
             found = self._fetch(self.own())
             self.away = False
@@ -43,7 +43,7 @@ class DriverState(defaultdict[Any, Any]):
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Inside, this is what this rank has."""
+        """Inside, a look at the states fetches nothing from the workers."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -51,7 +51,7 @@ class DriverState(defaultdict[Any, Any]):
             self._quiet = before
 
     def own(self) -> defaultdict[Any, Any]:
-        """What this rank has, as an ordinary mapping."""
+        """The states that this rank has, as an ordinary mapping."""
         with self.quietly():
             return defaultdict(dict, self)
 

@@ -49,7 +49,7 @@ class Hollow:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, they are what they were."""
+        """Inside, the tensors have the memory that they had before."""
         self.__exit__()
         try:
             yield
@@ -57,7 +57,7 @@ class Hollow:
             self.__enter__()
 
     def shown_of(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of those that have no memory here now."""
+        """The names of the tensors that have no memory here now."""
         shown = {id(tensor) for tensor, *_ in self._shown}
         return [name for name, tensor in tensors.items() if id(tensor) in shown]
 
