@@ -166,10 +166,15 @@ def make_plan(
     )
     if optimizers is None or not profile.is_measured:
         return plan
+    sizes = {name: p.nbytes for name, p in graph.network.named_parameters()}
     life = Life(
         start_bytes=max(present_bytes, max(row.parameter_bytes for row in profile.partitions)),
-        kept_bytes={row.name: row.memory_bytes(0) for row in profile.partitions},
+        largest_bytes={
+            partition.name: max((sizes[name] for name in partition.parameters), default=0)
+            for partition in partitions
+        },
         batch_bytes=batch_bytes,
+        on_cpu=device.type == "cpu",
     )
     return with_peaks(plan, life, limits)
 
