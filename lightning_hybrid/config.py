@@ -14,6 +14,8 @@ ScheduleName = Literal[
     "auto", "gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye"
 ]
 
+Rng = Literal["microbatch", "device"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -33,6 +35,7 @@ class Config:
         log_performance: whether the loggers get step times and the plan.
         gradient_shrinking: what gradients are multiplied with at every cut that they cross.
         verify: which calls of a network are compared with what its own Python gives.
+        rng: whose random numbers networks draw.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -47,6 +50,7 @@ class Config:
     log_performance: bool
     gradient_shrinking: float
     verify: int | Literal["auto", False]
+    rng: Rng
     chosen: bool = False
 
     @classmethod
@@ -69,6 +73,7 @@ class Config:
         plan: Plan | str | Path | None = None,
         log_performance: bool = False,
         verify: int | Literal["auto", False] = "auto",
+        rng: Rng = "microbatch",
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -94,6 +99,7 @@ class Config:
         if num_microbatches == "auto" and chosen in STREAMED:
             num_microbatches = 1  # its micro-batches are the batches
         _check_verify(verify)
+        _check_rng(rng, chosen)
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -116,6 +122,7 @@ class Config:
             log_performance=log_performance,
             gradient_shrinking=float(gradient_shrinking),
             verify=verify,
+            rng=rng,
         )
 
     @property
@@ -227,6 +234,17 @@ def _check_verify(verify: int | str) -> None:
         raise PlanError(
             f"verify={verify!r} is none of 'auto' (calls 1, 2, 4, 8, ...), False and a number of "
             "calls of at least 1."
+        )
+
+
+def _check_rng(rng: str, schedule: str) -> None:
+    """Complain about random numbers that a schedule cannot draw."""
+    if rng not in get_args(Rng):
+        raise PlanError(f"rng={rng!r} is none of {', '.join(map(repr, get_args(Rng)))}.")
+    if rng == "device" and schedule in STREAMED:
+        raise PlanError(
+            f"rng='device' draws in the order of one device, and schedule={schedule!r} begins with "
+            "later batches early. Leave one of them out."
         )
 
 

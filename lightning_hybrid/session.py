@@ -97,6 +97,7 @@ class DriverSession:
             trains=run.fitting,
             folder=run.trainer.default_root_dir,
             say=rank_zero_info,
+            follows=config.rng == "device",
             first_failure=lambda: read_fault(mesh).exception(),
         )
         network_options = NetworkOptions(

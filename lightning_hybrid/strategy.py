@@ -31,7 +31,7 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_as_ever
 from lightning_hybrid.building import move_module
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
-from lightning_hybrid.config import Config, Count, ScheduleName
+from lightning_hybrid.config import Config, Count, Rng, ScheduleName
 from lightning_hybrid.planning import Plan, free_of_host
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
@@ -123,6 +123,12 @@ class HybridGabraStrategy(SavingStrategy):
             it, so that a captured value that has changed unseen ends the run and not its numbers:
             ``"auto"``: calls 1, 2, 4, 8, ... of each kind (with gradients or not, in training mode
             or not); ``n``: the first call and every ``n``-th after it; ``False``: none.
+        rng: whose random numbers a network draws (dropout): ``"microbatch"``: each micro-batch has
+            generators of its own, so that the numbers are the same for every number of stages;
+            ``"device"``: those of one device, whatever the stages and micro-batches. The driver
+            then draws the masks of dropout for the whole batch, and sends each micro-batch its
+            rows: a byte for each element, across each cut before the layer. What draws in another
+            way (attention with ``dropout_p``) takes its batches whole, with a line that names it.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -160,6 +166,7 @@ class HybridGabraStrategy(SavingStrategy):
         plan: Plan | str | Path | None = None,
         log_performance: bool = False,
         verify: int | Literal["auto", False] = "auto",
+        rng: Rng = "microbatch",
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -187,6 +194,7 @@ class HybridGabraStrategy(SavingStrategy):
             plan=plan,
             log_performance=log_performance,
             verify=verify,
+            rng=rng,
             seed=seed,
         )
         super().__init__(

@@ -71,6 +71,7 @@ class Driver:
         trains: whether parameters that other ranks own give their memory back.
         folder: where ranks write what others map, if possible.
         say: tells the user something, in one line.
+        follows: see `StepCalls`.
         first_failure: gives what the rank that failed first has raised; asked where a driver of
             another replica has failed.
 
@@ -101,6 +102,7 @@ class Driver:
         trains: bool = False,
         folder: str = "",
         say: Callable[[str], None] = lambda _: None,
+        follows: bool = False,
         first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
     ) -> None:
         here = mesh.coordinates
@@ -119,7 +121,7 @@ class Driver:
         files = FilesOfWorkers(self.commands, folder)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
-        self.calls = StepCalls(seed, here.dp_rank, device)
+        self.calls = StepCalls(seed, here.dp_rank, device, follows=follows)
         self.distribution = Distribution(
             module, mesh, device, seed, options, self.commands, self._trace, vacates=trains
         )
