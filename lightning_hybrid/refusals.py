@@ -214,11 +214,12 @@ def _unknown_batches(run: Run) -> Iterator[str]:
             "stages are done with it. Use precision='bf16-mixed'"
         )
     for owner in (module, getattr(run.trainer, "datamodule", None)):
-        if owner is not None and is_overridden("on_before_batch_transfer", owner):
-            yield (
-                f"{type(owner).__name__}.on_before_batch_transfer would be called in another "
-                "order. Move its work to the dataset or to on_after_batch_transfer"
-            )
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if owner is not None and is_overridden(hook, owner):
+                yield (
+                    f"{type(owner).__name__}.{hook} would be called before the steps of earlier "
+                    "batches. Move its work to the dataset, or into the network"
+                )
     if "dataloader_iter" in signature(module.training_step).parameters:
         yield ("training_step(dataloader_iter) fetches its batches itself. Let it take a batch")
 

@@ -33,7 +33,6 @@ OUTERMOST = {
     "lightning_hybrid/building.py",
     "lightning_hybrid/checkpoints.py",
     "lightning_hybrid/coming_batches.py",
-    "lightning_hybrid/loader_attributes.py",
     "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/performance_log.py",
     "lightning_hybrid/ranks.py",

@@ -150,13 +150,12 @@ class Launched:
         if version_of(self.leaves[number]) == self.versions[number]:
             return (
                 f"input {given.name!r} of the network is another tensor than the one of the batch "
-                "that it was in earlier steps. Choose or compute it in the dataset, in "
-                "on_after_batch_transfer, or inside the network"
+                "that it was in earlier steps. Choose or compute it in the dataset "
+                "or inside the network"
             )
         return (
             "training_step has changed the inputs of the network, as augmentation does, after "
-            "their batch was sent to the first stage. Do it in the dataset or in "
-            "on_after_batch_transfer"
+            "their batch was sent to the first stage. Do it in the dataset"
         )
 
 
@@ -334,7 +333,7 @@ class Stream:
         raise self._refused(
             f"input {given.name!r} of the network is no tensor of the batch, "
             "but computed in training_step, so that it is not known of later batches. Compute it "
-            "in the dataset, in on_after_batch_transfer, or inside the network"
+            "in the dataset or inside the network"
         )
 
     def _refuse_several(self, batch: Batch, key: CallKey) -> None:

@@ -287,6 +287,7 @@ class Conformance:
         options: arguments of the Trainer in all rows that say nothing else.
         also_refused: words that may stand in the refusal of any row, before its first step.
         settled: whether `Row.works` says which rows are refused.
+        loader_processes: that loaders have where a row says nothing of them.
     """
 
     replicas: ClassVar[int] = 1
@@ -299,6 +300,7 @@ class Conformance:
     options: ClassVar[dict[str, Any]] = {}
     also_refused: ClassVar[str] = ""
     settled: ClassVar[bool] = False
+    loader_processes: ClassVar[int] = 0
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Strategy | str:
