@@ -187,23 +187,10 @@ def _table(
     replicas: int,
 ) -> PartitionTable:
     """What the search knows of each partition; with rates, what follows the backward too."""
-    sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
-    rows = profile.partitions
-    table = PartitionTable(
-        names=[partition.name for partition in partitions],
-        forward_s=[row.forward for row in rows],
-        backward_s=[row.backward for row in rows],
-        cut_bytes=[row.output_bytes for row in rows[:-1]],
-        parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
-        layers=[len(partition.layers) for partition in partitions],
-        gradient_bytes=[row.gradient_bytes for row in rows],
-        input_part_s=[row.parts[0] for row in rows],
-        weight_part_s=[row.parts[1] for row in rows],
-    )
+    table = PartitionTable.of(graph, partitions, profile)
     if rates is None:
         return table
-    gradient_bytes = [float(row.gradient_bytes) for row in rows]
-    reduce_s, step_s = rates.after_backward(gradient_bytes, replicas)
+    reduce_s, step_s = rates.after_backward(table.gradient_bytes, replicas)
     return replace(table, reduce_s=reduce_s, step_s=step_s)
 
 
@@ -221,7 +208,7 @@ def _plan(
     if recompute:
         table = table.recomputed()
     elif settings.compiled:  # which cannot be gone back through in parts
-        table = replace(table, weight_part_s=[None] * len(table.names))
+        table = table.joint()
     plan = plan_by_schedule(
         settings.schedule,
         lambda name: make(table, memory_limits=limits, schedule=name),
