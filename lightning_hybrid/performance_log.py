@@ -30,7 +30,23 @@ from lightning_hybrid.pipeline import bubble, serial_s
 from lightning_hybrid.planning import Plan, speedup
 
 
-class PerformanceLog:
+class StepWatcher:
+    """Looks at the training steps of the driver of replica 0."""
+
+    def batch_starts(self, batch: Any) -> None:
+        """A training batch is about to be trained on."""
+
+    def pause(self) -> None:
+        """Validation starts."""
+
+    def resume(self) -> None:
+        """Validation is over."""
+
+    def end(self) -> None:
+        """Training is over."""
+
+
+class PerformanceLog(StepWatcher):
     """Measures windows of training steps and logs each.
 
     Args:
@@ -103,7 +119,7 @@ class PerformanceLog:
             logger.log_metrics(values, step=step - 1)  # the number of the last of these steps
 
 
-class PlanLog:
+class PlanLog(StepWatcher):
     """Gives the loggers each plan as hyper-parameters, once.
 
     Args:
@@ -127,12 +143,6 @@ class PlanLog:
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         self._log_plans()
-
-    def pause(self) -> None:
-        """Validation starts."""
-
-    def resume(self) -> None:
-        """Validation is over."""
 
     def end(self) -> None:
         """Training is over."""
