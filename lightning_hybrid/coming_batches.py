@@ -20,7 +20,7 @@ from lightning_hybrid._lightning import Trainer
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network import plain
-from lightning_hybrid.runtime import NoBatches
+from lightning_hybrid.runtime import Batches
 
 
 class ComingBatch:
@@ -176,7 +176,7 @@ class ResumableLoader(ComingLoader):
         return self.users_loader.state_dict()
 
 
-class InOrder(NoBatches):
+class InOrder(Batches):
     """The batches of a run whose schedule looks at none before its turn."""
 
     def wrap(self, loader: Any) -> Any:
@@ -192,7 +192,7 @@ class InOrder(NoBatches):
         return nullcontext()
 
 
-class ComingBatches:
+class ComingBatches(Batches):
     """The batches of one run; see :class:`lightning_hybrid.runtime.streamed_calls.Batches`.
 
     Args:

@@ -13,7 +13,7 @@ from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
-from lightning_hybrid.runtime.streamed_calls import NoBatches
+from lightning_hybrid.runtime.streamed_calls import Batches
 from lightning_hybrid.runtime.tensor_file import PIECE_BYTES, let_go, may_be_mapped
 from lightning_hybrid.runtime.unread_checkpoint import load_unread
 from lightning_hybrid.runtime.weights import present_bytes
@@ -21,11 +21,11 @@ from lightning_hybrid.runtime.worker import Worker
 
 __all__ = [
     "PIECE_BYTES",
+    "Batches",
     "Discovery",
     "Driver",
     "LookAhead",
     "NetworkOptions",
-    "NoBatches",
     "Planner",
     "Seen",
     "Unfilled",

@@ -47,7 +47,7 @@ from lightning_hybrid.runtime.held_hooks import HeldHooks
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.step_calls import StepCalls
-from lightning_hybrid.runtime.streamed_calls import Batches, NoBatches
+from lightning_hybrid.runtime.streamed_calls import Batches
 from lightning_hybrid.runtime.unsettled_gradients import Unsettled
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
@@ -111,7 +111,7 @@ class Driver:
         self._say, self._first_failure = say, first_failure
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
-        self._batches = batches or NoBatches()
+        self._batches = batches or Batches()
         known = frozenset(tensors_of(module) if shared is None else shared)
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
         self._workers, unsettled = Workers(mesh), Unsettled()

@@ -50,8 +50,8 @@ class Batch(Protocol):
         """All tensors in it, in a fixed order."""
 
 
-class Batches(Protocol):
-    """The training batches."""
+class Batches:
+    """The training batches; this one knows of no later ones."""
 
     def ahead(self, count: int) -> Batch | None:
         """The batch so many after the one that is trained on.
@@ -62,21 +62,15 @@ class Batches(Protocol):
         Returns:
             ``None``: none is trained on now; or it is behind the barrier of the schedule.
         """
-
-
-class NoBatches:
-    """Nothing is known of later batches."""
-
-    def ahead(self, count: int) -> Batch | None:
-        """See :class:`Batches`."""
         return None
 
 
-class Calls(Protocol):
-    """What decides which calls of a network run ahead."""
+class Calls:
+    """What decides which calls of a network run ahead; here none does."""
 
     def due(self, key: CallKey, leaves: Sequence[Tensor]) -> "Launched | None":
         """A call begins. Returns it, if it was launched before."""
+        return None
 
     def launch(
         self,
@@ -88,25 +82,6 @@ class Calls(Protocol):
 
     def drop(self) -> None:
         """Give up all that is under way."""
-
-
-class EachInTurn:
-    """No call runs ahead."""
-
-    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> "Launched | None":
-        """See :class:`Calls`."""
-        return None
-
-    def launch(
-        self,
-        graph: NetworkGraph,
-        leaves: Sequence[Tensor],
-        split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
-    ) -> None:
-        """See :class:`Calls`."""
-
-    def drop(self) -> None:
-        """See :class:`Calls`."""
 
 
 @dataclass(eq=False)
@@ -159,7 +134,7 @@ class Launched:
         )
 
 
-class Stream:
+class Stream(Calls):
     """The calls of one network that run ahead.
 
     Args:
