@@ -30,23 +30,7 @@ from lightning_hybrid.pipeline import bubble, serial_s
 from lightning_hybrid.planning import Plan, speedup
 
 
-class StepWatcher:
-    """Looks at the training steps of the driver of replica 0."""
-
-    def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
-
-    def pause(self) -> None:
-        """Validation starts."""
-
-    def resume(self) -> None:
-        """Validation is over."""
-
-    def end(self) -> None:
-        """Training is over."""
-
-
-class PerformanceLog(StepWatcher):
+class PerformanceLog:
     """Measures windows of training steps and logs each.
 
     Args:
@@ -119,7 +103,7 @@ class PerformanceLog(StepWatcher):
             logger.log_metrics(values, step=step - 1)  # the number of the last of these steps
 
 
-class PlanLog(StepWatcher):
+class PlanLog:
     """Gives the loggers each plan as hyper-parameters, once.
 
     Args:
@@ -143,6 +127,12 @@ class PlanLog(StepWatcher):
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         self._log_plans()
+
+    def pause(self) -> None:
+        """Validation starts."""
+
+    def resume(self) -> None:
+        """Validation is over."""
 
     def end(self) -> None:
         """Training is over."""

@@ -19,8 +19,9 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.building import DeferredModule, WholeModule
 from lightning_hybrid.config import Config
+from lightning_hybrid.device_times import Measurement
 from lightning_hybrid.network import NetworkGraph, NetworkPartition
-from lightning_hybrid.pipeline import StageOptions, Stopwatch, broadcast_module
+from lightning_hybrid.pipeline import StageOptions, broadcast_module
 from lightning_hybrid.planning import Plan, make_plan
 from lightning_hybrid.process import Snapshot
 from lightning_hybrid.progress import StartProgress, display_of
@@ -43,7 +44,7 @@ class Run:
         fitting: whether the run trains.
         synchronised: whether batch statistics are taken over the replicas.
         building: who has the weights of the module.
-        stopwatch: adds up the time of forwards and backwards; ``None`` if nobody reads it.
+        measurement: of this rank, for the log and for the check of the plan.
         shared: names of the parameters and buffers that all ranks have.
         before: plain data of the script before drivers and workers part.
         plans: the plans in force, by name of the network; networks that are cut add theirs.
@@ -60,7 +61,7 @@ class Run:
     fitting: bool
     synchronised: bool
     building: WholeModule | DeferredModule
-    stopwatch: Stopwatch | None
+    measurement: Measurement
     shared: frozenset[str]
     before: Snapshot
     plans: dict[str, Plan]
@@ -101,7 +102,9 @@ class Run:
             fitting=fitting,
             synchronised=fitting and synchronise and world.coordinates.replicas > 1,
             building=building,
-            stopwatch=Stopwatch(device) if config.log_performance else None,
+            measurement=Measurement(
+                device, wanted=config.log_performance or (fitting and device.type == "cpu")
+            ),
             shared=world.shared_names(trainer.lightning_module),
             before=Snapshot(trainer),
             plans=plans,

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_hybrid._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.performance_log import StepWatcher, first_size
+from lightning_hybrid.performance_log import first_size
 from lightning_hybrid.planning import Plan
 
 FILE_NAME = "hybrid_runs.csv"
@@ -69,7 +69,7 @@ class TimedRun:
             table.writerow(astuple(self))  # (None is an empty cell)
 
 
-class RunTable(StepWatcher):
+class RunTable:
     """Measures the steps of a fit, and adds a line to the table at its end.
 
     Args:

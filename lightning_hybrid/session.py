@@ -22,15 +22,17 @@ from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.comm import Failure, broadcast_object, run_pending
-from lightning_hybrid.performance_log import PerformanceLog, PlanLog, StepWatcher
+from lightning_hybrid.device_times import StepWatcher
+from lightning_hybrid.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.pipeline import Synchronised
+from lightning_hybrid.plan_check import PlanCheck
 from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.run_table import RunTable
 from lightning_hybrid.runtime import Discovery, Driver, NetworkOptions, Planner, Worker
 from lightning_hybrid.world import Phase
 
-_DEVICE, _BUSY = "device", "busy_s"  # names of a worker's reports
+_DEVICE = "device"  # name of a worker's report
 
 T = TypeVar("T")
 
@@ -88,7 +90,7 @@ class DriverSession:
             run.device,
             broadcast_object(mesh.drivers, seed),
             options,
-            run.stopwatch,
+            run.measurement.stopwatch,
             shared=run.shared,
             share=run.building.deferred,
             batches=batches,
@@ -360,10 +362,8 @@ class WorkerSession:
     @classmethod
     def begin(cls, run: Run) -> "WorkerSession":
         """Get ready to serve."""
-        options, watch = run.stage_options(), run.stopwatch
-        reports: dict[str, Callable[[], Any]] = {_DEVICE: run.device_stats}
-        if watch is not None:
-            reports[_BUSY] = watch.read
+        reports = {_DEVICE: run.device_stats, **run.measurement.reports}
+        options, watch = run.stage_options(), run.measurement.stopwatch
         return cls(run, Worker(run.module, run.world.mesh, run.device, options, watch, reports))
 
     @property
@@ -409,12 +409,16 @@ def _watchers(run: Run, driver: Driver) -> list[StepWatcher]:
     if config.log_performance or delayed:
         names = None if config.log_performance else ("schedule", "delays")
         watchers.append(PlanLog(run.trainer, run.plans, names, options if delayed else None))
-    watch, coordinates = run.stopwatch, run.world.mesh.coordinates
-    if watch is not None:
-        replicas = coordinates.replicas
-        watchers.append(
-            PerformanceLog(run.trainer, replicas, lambda: [*driver.reports(_BUSY), watch.read()])
-        )
+    if run.measurement.stopwatch is None:
+        return watchers
+    coordinates, meter = run.world.mesh.coordinates, run.measurement.meter(driver.reports)
+    replicas = coordinates.replicas
+    if config.log_performance:
+        watchers.append(PerformanceLog(run.trainer, replicas, meter.reader()))
         devices = replicas * coordinates.ranks_per_replica
         watchers.append(RunTable(run.trainer, run.plans, replicas, devices))
+    cluster = run.world.cluster
+    if cluster is not None and run.device.type == "cpu" and config.streamed is None:
+        chain = cluster.order[: coordinates.ranks_per_replica]
+        watchers.append(PlanCheck(run.plans, meter.reader(), chain, rank_zero_info))
     return watchers

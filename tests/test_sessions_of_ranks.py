@@ -20,6 +20,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.config import Config
+from lightning_hybrid.device_times import Measurement
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.process.run_results import Snapshot, collect_results
 from lightning_hybrid.progress import StartProgress
@@ -84,7 +85,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "fitting": True,
         "synchronised": False,
         "building": WholeModule(),
-        "stopwatch": None,
+        "measurement": Measurement(torch.device("cpu"), wanted=False),
         "shared": frozenset(module.state_dict()),
         "before": Snapshot(trainer),
         "plans": {"net": PLAN},
