@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from _block_partition import block_partition
-from literal_gabra import literal_gabra
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from lightning_hybrid.allocation.chromosomes import Settings
 from lightning_hybrid.allocation.exact import solve_exactly
 from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.allocation.knapsack import Floats, Objective, Problem, make_problem
+from lightning_hybrid.allocation.literal import literal_gabra
 from lightning_hybrid.errors import AllocationError
 
 Rng = np.random.Generator

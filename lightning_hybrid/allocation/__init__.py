@@ -15,6 +15,7 @@ from lightning_hybrid.allocation.knapsack import (
     Objective,
     make_problem,
 )
+from lightning_hybrid.allocation.literal import literal_gabra
 from lightning_hybrid.allocation.merging import merge
 from lightning_hybrid.errors import AllocationError
 
@@ -43,7 +44,7 @@ def allocate(
     cut_costs: Numbers | None = None,
     memory: Numbers | None = None,
     memory_limits: Numbers | None = None,
-    method: Literal["gabra", "exact"] = "gabra",
+    method: Literal["gabra", "gabra-literal", "exact"] = "gabra",
     objective: Objective = "makespan",
     contiguous: bool = True,
     last_device: int | None = None,
@@ -60,7 +61,8 @@ def allocate(
             in the unit of load / capacity. They are no part of `profit` (Eq. 5).
         memory: n sizes; together with `memory_limits`, m sizes, a hard limit of every device.
         memory_limits: See `memory`.
-        method: `gabra`, the genetic algorithm, or `exact`.
+        method: `gabra`, the genetic algorithm; `exact`; or `gabra-literal`, the paper's algorithm
+            as it is printed (see `literal` for what had to be added), for free placements only.
         objective: `makespan`, the time of the slowest device, or `profit`, the paper's Eq. 5; see
             `knapsack` for the difference.
         contiguous: Whether each device gets one run of partitions, the devices in any order.
@@ -90,7 +92,9 @@ def allocate(
         costs: tuple[float, ...] = (float(problem.costs(assignment[None])[0]),)
     elif method == "gabra":
         assignment, costs = gabra(problem, seed)
+    elif method == "gabra-literal":
+        assignment, costs = literal_gabra(problem, seed)
     else:
-        raise AllocationError(f"method {method!r} is none of 'gabra', 'exact'")
+        raise AllocationError(f"method {method!r} is none of 'gabra', 'gabra-literal', 'exact'")
     values = tuple(-cost if objective == "profit" else cost for cost in costs)
     return Allocation(tuple(assignment.tolist()), values[-1], values)

@@ -1,7 +1,7 @@
 """GABRA, the genetic algorithm of Akintoye et al. 2022 (Algorithms 1-3), repaired.
 
-`benchmarks/literal_gabra.py` holds the algorithm as it is printed. Changed here is what keeps that
-one from good answers:
+`literal` holds the algorithm as it is printed. Changed here is what keeps that one from good
+answers:
 
 * both children of a crossover keep every gene where it was;
 * contiguous problems use chromosomes of runs, on which the operators make sense;

@@ -10,18 +10,45 @@ than its fair share of the whole, and a slack.
 GABRA. Loads and cut costs are in the same unit, such as seconds; a cut is crossed there and back.
 """
 
-from itertools import pairwise
+import itertools
+from dataclasses import dataclass
 
-from lightning_hybrid.allocation.knapsack import SLACK, Numbers, numbers
+from lightning_hybrid.allocation.knapsack import SLACK, Floats, Numbers, numbers
 from lightning_hybrid.errors import AllocationError
 
 
-def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25) -> list[int]:
+@dataclass(frozen=True)
+class Merging:
+    """Runs of partitions, merged.
+
+    Attributes:
+        ends: for each run the number after that of its last partition.
+        loads: computation of each run.
+        cut_cost: sum over the cuts that are left.
+        history: sum over the cuts before the first merge and after each.
+        limit: what the load of a run was to keep to.
+        exceeded: why a run is above the limit; empty if none is.
+    """
+
+    ends: tuple[int, ...]
+    loads: tuple[float, ...]
+    cut_cost: float
+    history: tuple[float, ...]
+    limit: float
+    exceeded: str = ""
+
+    @property
+    def value(self) -> float:
+        """Largest load plus the cost of all cuts."""
+        return max(self.loads) + self.cut_cost
+
+
+def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25) -> Merging:
     """Merge neighbours across the most expensive cut, again and again, until `count` are left.
 
     A merge is allowed while the merged load is at most (1 + slack) of the fair share, the total
     load over `count`. When no allowed one is left, the two neighbours with the least load together
-    are merged.
+    are merged, and the result says so.
 
     Args:
         loads: n computation loads, one per layer or residual block.
@@ -29,25 +56,39 @@ def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25
         count: K, how many runs are wanted.
         slack: How far above the fair share a run may go.
 
-    Returns:
-        For each run the number after that of its last partition.
-
     Raises:
         AllocationError: wrong numbers, or a count that is not between 1 and n.
     """
-    runs = numbers("loads", loads).tolist()
-    cuts = numbers("cut_costs", cut_costs, count=len(runs) - 1).tolist()
-    if not 1 <= count <= len(runs):
-        raise AllocationError(f"{len(runs)} partitions cannot be merged into {count}")
-    limit = (1 + slack) * sum(runs) / count * (1 + SLACK)
+    p, k = _checked(loads, cut_costs, count)
+    if not slack >= 0:
+        raise AllocationError(f"slack is {slack}: a number of 0 or more is needed")
+    share = p.sum() / count
+    limit = (1 + slack) * share
+    runs, cuts, history, exceeded = p.tolist(), k.tolist(), [float(k.sum())], ""
     ends = list(range(1, len(runs) + 1))
     while len(runs) > count:
-        merged = [a + b for a, b in pairwise(runs)]
-        allowed = [i for i, load in enumerate(merged) if load <= limit]
+        merged = [a + b for a, b in itertools.pairwise(runs)]
+        allowed = [i for i, load in enumerate(merged) if load <= limit * (1 + SLACK)]
         if allowed:
             place = max(allowed, key=lambda i: (cuts[i], -merged[i]))
         else:
             place = min(range(len(merged)), key=lambda i: (merged[i], -cuts[i]))
+            exceeded = (
+                f"with {len(runs)} runs left and {count} wanted, no two neighbours stay within "
+                f"{limit:g} ({1 + slack:g} of the fair share {share:g}); the lightest two have "
+                f"{merged[place]:g} together"
+            )
         runs[place : place + 2] = [merged[place]]
         del cuts[place], ends[place]
-    return ends
+        history.append(sum(cuts))
+    if not exceeded and max(runs) > limit * (1 + SLACK):
+        exceeded = f"one partition alone has {max(runs):g}, more than the limit {limit:g}"
+    return Merging(tuple(ends), tuple(runs), history[-1], tuple(history), limit, exceeded)
+
+
+def _checked(loads: Numbers, cut_costs: Numbers, count: int) -> tuple[Floats, Floats]:
+    p = numbers("loads", loads)
+    k = numbers("cut_costs", cut_costs, count=len(p) - 1)
+    if not 1 <= count <= len(p):
+        raise AllocationError(f"{len(p)} partitions cannot be merged into {count}")
+    return p, k

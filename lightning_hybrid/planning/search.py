@@ -255,7 +255,7 @@ def _merged(problem: StepProblem, bandwidth_bytes_per_s: float, contiguous: bool
         )
     loads = [f + b for f, b in zip(problem.forward_s, problem.backward_s)]
     cut_costs = [2 * size / bandwidth_bytes_per_s for size in problem.cut_bytes]
-    ends = merge(loads, cut_costs, problem.m)
+    ends = list(merge(loads, cut_costs, problem.m).ends)
     if not problem.fits(ends, _order(problem.m)):
         raise PlanError(
             f"allocation='merging' knows no limits of memory, and with its cuts {problem.m} stages "

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.literal_gabra import literal_gabra, printed_children
+from lightning_hybrid.allocation import allocate
 from lightning_hybrid.allocation.chromosomes import Settings
 from lightning_hybrid.allocation.knapsack import Problem, make_problem
+from lightning_hybrid.allocation.literal import literal_gabra, printed_children
 from lightning_hybrid.errors import AllocationError
 
 
@@ -22,19 +23,16 @@ def instance(seed: int, n: int, m: int, objective: Any = "profit") -> Problem:
     return make_problem(loads, capacities, objective=objective, contiguous=False)
 
 
-def literal(
-    loads: Any, capacities: Any, objective: Any = "profit", seed: int = 0
-) -> tuple[list[int], tuple[float, ...]]:
-    problem = make_problem(loads, capacities, objective=objective, contiguous=False)
-    found, history = literal_gabra(problem, seed)
-    return found.tolist(), history
+def literal(loads: Any, capacities: Any, **kwargs: Any) -> Any:
+    arguments: dict[str, Any] = {"objective": "profit", "contiguous": False} | kwargs
+    return allocate(loads, capacities, method="gabra-literal", **arguments)
 
 
 def test_the_profit_is_equation_5_and_the_capacities_hold() -> None:
-    found, history = literal([1, 2, 3, 2], [4, 8])
-    profit = sum(p / (4, 8)[j] for p, j in zip([1, 2, 3, 2], found))
-    assert -history[-1] == pytest.approx(profit)
-    loads = [sum(p for p, k in zip([1, 2, 3, 2], found) if k == j) for j in (0, 1)]
+    found = literal([1, 2, 3, 2], [4, 8])
+    profit = sum(p / (4, 8)[j] for p, j in zip([1, 2, 3, 2], found.assignment))
+    assert found.value == pytest.approx(profit)
+    loads = [sum(p for p, k in zip([1, 2, 3, 2], found.assignment) if k == j) for j in (0, 1)]
     assert loads == [4, 4]  # the most of what counts more fits exactly
 
 
@@ -67,17 +65,17 @@ def test_the_best_value_never_gets_worse_and_is_feasible(seed: int, objective: A
 
 
 def test_every_assignment_is_optimal_on_equal_devices_so_it_stops_at_once() -> None:
-    assert len(literal([1, 2, 3, 4], [9, 9])[1]) == 1
+    assert len(literal([1, 2, 3, 4], [9, 9]).history) == 1
 
 
 def test_few_possible_children_do_not_make_it_loop_for_ever() -> None:
-    assert sorted(literal([1, 1], [1, 2], objective="makespan")[0]) == [0, 1]
+    assert sorted(literal([1, 1], [1, 2], objective="makespan").assignment) == [0, 1]
 
 
 def test_dead_ends_of_the_initial_placement_are_left() -> None:
     # the heavy partitions come last: placed in order, they seldom find room
-    found, _ = literal([1, 1, 1, 1, 6, 6], [8, 8])
-    assert found[4] != found[5]
+    found = literal([1, 1, 1, 1, 6, 6], [8, 8])
+    assert found.assignment[4] != found.assignment[5]
 
 
 def test_the_second_child_as_printed_has_its_halves_exchanged() -> None:
@@ -90,3 +88,8 @@ def test_the_second_child_as_printed_has_its_halves_exchanged() -> None:
 def test_the_same_seed_gives_the_same_allocation() -> None:
     loads = np.random.default_rng(3).uniform(0.1, 1.0, 12).tolist()
     assert literal(loads, [3, 9], seed=5) == literal(loads, [3, 9], seed=5)
+
+
+def test_it_is_refused_for_chains() -> None:
+    with pytest.raises(AllocationError, match="contiguous=False"):
+        literal([1, 1, 1], [9, 9], contiguous=True)

@@ -1,6 +1,6 @@
 """Layer-wise partitioning and merging (a reconstruction)."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,32 +17,59 @@ def chain(seed: int, n: int) -> tuple[list[float], list[float]]:
     return rng.uniform(0.1, 1.0, n).tolist(), rng.uniform(0.0, 0.2, n - 1).tolist()
 
 
+def brute_force(loads: list[float], cuts: list[float], count: int) -> float:
+    n = len(loads)
+    return min(
+        max(sum(loads[a:b]) for a, b in pairwise([0, *inner, n])) + sum(cuts[i - 1] for i in inner)
+        for inner in combinations(range(1, n), count - 1)
+    )
+
+
 def test_the_most_expensive_cut_is_closed_first() -> None:
-    assert merge([1, 1, 1, 1], [1, 9, 1], 3) == [1, 3, 4]
+    merged = merge([1, 1, 1, 1], [1, 9, 1], 3)
+    assert merged.ends == (1, 3, 4)
+    assert merged.history == (11, 2)
 
 
 def test_a_merge_that_would_be_too_heavy_is_left_out() -> None:
-    assert merge([3, 3, 1, 1], [9, 1, 1], 2, slack=0.25) == [1, 4]  # 6 > 1.25 * 8 / 2
+    merged = merge([3, 3, 1, 1], [9, 1, 1], 2, slack=0.25)  # 6 > 1.25 * 8 / 2
+    assert merged.ends == (1, 4)
+    assert not merged.exceeded
 
 
-def test_where_no_merge_keeps_to_the_limit_the_lightest_two_are_merged() -> None:
-    assert merge([2, 2, 1], [9, 1], 2, slack=0.0) == [1, 3]
+def test_a_limit_that_cannot_be_kept_is_reported_with_its_reason() -> None:
+    merged = merge([2, 2, 2], [1, 1], 2, slack=0.2)
+    assert max(merged.loads) == 4 > merged.limit
+    assert "3 runs left and 2 wanted" in merged.exceeded
+    assert "one partition alone has 9" in merge([9, 1, 1], [1, 1], 2).exceeded
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 20), st.data())
-def test_merging_ends_with_k_runs(seed: int, n: int, data: Any) -> None:
+def test_merging_ends_with_k_runs_and_cuts_never_cost_more(seed: int, n: int, data: Any) -> None:
     count = data.draw(st.integers(1, n))
-    ends = merge(*chain(seed, n), count)
-    assert len(ends) == count
-    assert ends[-1] == n
-    assert all(a < b for a, b in pairwise([0, *ends]))
+    loads, cuts = chain(seed, n)
+    merged = merge(loads, cuts, count)
+    assert len(merged.ends) == count == len(merged.loads)
+    assert merged.ends[-1] == n
+    assert sum(merged.loads) == pytest.approx(sum(loads))
+    assert all(b <= a + 1e-12 for a, b in pairwise(merged.history))
+    assert len(merged.history) == n - count + 1
+    assert bool(merged.exceeded) == (max(merged.loads) > merged.limit * (1 + 1e-9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 8), st.data())
+def test_merging_is_no_better_than_the_best_cuts(seed: int, n: int, data: Any) -> None:
+    count = data.draw(st.integers(1, n))
+    loads, cuts = chain(seed, n)
+    assert merge(loads, cuts, count).value >= brute_force(loads, cuts, count) - 1e-9
 
 
 def test_merging_one_and_all() -> None:
     loads, cuts = chain(0, 6)
-    assert merge(loads, cuts, 1) == [6]
-    assert merge(loads, cuts, 6) == [1, 2, 3, 4, 5, 6]
+    assert merge(loads, cuts, 1).ends == (6,)
+    assert merge(loads, cuts, 6).ends == (1, 2, 3, 4, 5, 6)
 
 
 @pytest.mark.parametrize(

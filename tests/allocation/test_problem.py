@@ -79,7 +79,7 @@ def test_the_makespan_separates_placements_between_which_profit_ties() -> None:
         ({"memory": [1, 3, 3], "memory_limits": [2, 2, 9]}, "device 1 takes memory 2, .* has 3"),
         ({"objective": "speed"}, "'speed' is neither 'makespan' nor 'profit'"),
         ({"last_device": 3}, r"last_device\(3\) is none of the devices 0..2"),
-        ({"method": "guess"}, "'guess' is none of 'gabra', 'exact'"),
+        ({"method": "guess"}, "'guess' is none of 'gabra', 'gabra-literal', 'exact'"),
     ],
 )
 def test_wrong_numbers_are_refused_with_the_numbers(

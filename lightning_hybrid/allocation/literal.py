@@ -1,4 +1,4 @@
-"""GABRA as it is printed (Akintoye et al. 2022, Algorithms 1-3), for comparison.
+"""GABRA as it is printed (Akintoye et al. 2022, Algorithms 1-3), for comparison: `gabra-literal`.
 
 The text alone cannot be run. What follows it and what was added to it are kept apart: the comments
 in the code name the number of the addition.
@@ -39,6 +39,7 @@ import numpy as np
 from lightning_hybrid.allocation.chromosomes import Settings, roulette, stretch
 from lightning_hybrid.allocation.free_chromosomes import Labels
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
+from lightning_hybrid.errors import AllocationError
 
 _RESTARTS = 50
 _GENERATIONS = 600
@@ -47,15 +48,20 @@ _GENERATIONS = 600
 def literal_gabra(
     problem: Problem, seed: int = 0, settings: Settings | None = None
 ) -> tuple[Ints, tuple[float, ...]]:
-    """Search for an assignment of least cost as the paper says, which is for free placements.
+    """Search for an assignment of least cost as the paper says.
 
     Returns:
         The best assignment, shape (n,), and the best cost after each generation, the initial
         population first; it never rises.
 
     Raises:
-        AllocationError: no feasible assignment was found.
+        AllocationError: the problem is contiguous, or no feasible assignment was found.
     """
+    if problem.contiguous:
+        raise AllocationError(
+            "method='gabra-literal' places partitions freely, as the paper does: use it with "
+            "contiguous=False"
+        )
     settings = settings or Settings(generations=_GENERATIONS)
     rng = np.random.default_rng(seed)
     members = _initial_population(problem, settings, rng)
