@@ -30,7 +30,7 @@ from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import plan_stages
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules.orders import one_f_one_b
 from models import ResAttNet3D
 
 BATCH = 12
@@ -103,13 +103,13 @@ class Measured:
         if schedule != "1f1b":
             return plan.step_s
         rows = plan.rows
-        done_s = time_orders(
-            STREAMED["1f1b"].orders(devices, WINDOW),
+        window_s = time_orders(
+            one_f_one_b(devices, WINDOW),
             [row.forward_s or 0.0 for row in rows],
             [row.backward_s or 0.0 for row in rows],
             send_s=[(row.send_s or 0.0) + (row.latency_s or 0.0) for row in rows[:-1]],
-        )
-        return (max(done_s.values()) + max(row.step_s or 0.0 for row in rows)) / WINDOW
+        ).makespan_s
+        return (window_s + max(row.step_s or 0.0 for row in rows)) / WINDOW
 
     def closed_s(self, schedule: str, devices: int, microbatches: int) -> float:
         """Seconds of a batch by docs/schedules.md: equal stages, nothing but their work."""

@@ -117,7 +117,7 @@ def _done_s(
         [microbatches * f for f in costs.forward_s],
         [sum(_after_forward_s(costs, microbatches, stage)) for stage in range(stages)],
         send_s=send[: stages - 1],
-    )
+    ).done_s
 
 
 def _after_forward_s(costs: StepCosts, microbatches: int, stage: int) -> tuple[float, float, float]:

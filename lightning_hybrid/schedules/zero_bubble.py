@@ -8,8 +8,8 @@ from the first gradient that it gets, S - 1 B after the drain began. Of equal st
 (S - 1) W less than fill-drain, and no more memory.
 
 A split backward may take longer than a joint one, so each stage is split only where that pays.
-(The orders of arXiv 2401.10241 alternate forwards and backwards: here the driver has no loss to go
-back from before all outputs are there.)
+(`orders.zero_bubble` are the orders of the literature, which alternate forwards and backwards: the
+driver has no loss to go back from before all outputs are there.)
 """
 
 from collections.abc import Collection

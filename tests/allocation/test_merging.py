@@ -1,4 +1,4 @@
-"""Layer-wise partitioning and merging (a reconstruction)."""
+"""Layer-wise partitioning and merging (a reconstruction) against its exact counterpart."""
 
 from itertools import combinations, pairwise
 from typing import Any
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import merge
+from lightning_hybrid.allocation.merging import merge_exactly
 from lightning_hybrid.errors import AllocationError
 
 
@@ -60,16 +61,19 @@ def test_merging_ends_with_k_runs_and_cuts_never_cost_more(seed: int, n: int, da
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 8), st.data())
-def test_merging_is_no_better_than_the_best_cuts(seed: int, n: int, data: Any) -> None:
+def test_exact_merging_equals_brute_force(seed: int, n: int, data: Any) -> None:
     count = data.draw(st.integers(1, n))
     loads, cuts = chain(seed, n)
-    assert merge(loads, cuts, count).value >= brute_force(loads, cuts, count) - 1e-9
+    exact = merge_exactly(loads, cuts, count)
+    assert exact.value == pytest.approx(brute_force(loads, cuts, count))
+    assert exact.value <= merge(loads, cuts, count).value + 1e-9
 
 
 def test_merging_one_and_all() -> None:
     loads, cuts = chain(0, 6)
-    assert merge(loads, cuts, 1).ends == (6,)
-    assert merge(loads, cuts, 6).ends == (1, 2, 3, 4, 5, 6)
+    for solve in (merge, merge_exactly):
+        assert solve(loads, cuts, 1).ends == (6,)
+        assert solve(loads, cuts, 6).ends == (1, 2, 3, 4, 5, 6)
 
 
 @pytest.mark.parametrize(
