@@ -184,7 +184,7 @@ class TestFdg(_Streamed):
 
     schedule = "fdg"
     reference: ClassVar[Any] = DelayedOnOneDevice
-    files = ("rows_callbacks", "rows_loggers", "rows_trainer")
+    files = ("rows_callbacks", "rows_loggers", "rows_samples", "rows_trainer")
 
 
 class TestFdgOfThreeStages(TestFdg):
