@@ -273,7 +273,7 @@ class TakesTimeFirstInAnyNumber(TakesTimeFirst):
 
 
 class DropsAsOnOneDevice(Row):
-    """Dropout with `rng="device"`: its masks are one device's, between random numbers of the user's own."""
+    """Dropout with `rng="device"`: one device's masks, between draws of the user's own."""
 
     control = False  # random numbers
     arguments: ClassVar = {"rng": "device"}
@@ -294,19 +294,19 @@ class DropsAsOnOneDeviceInThree(_InThree, DropsAsOnOneDevice):
 
 
 class DropsAsOnOneDeviceWhole(DropsAsOnOneDevice):
-    """Dropout with `rng="device"` in one micro-batch: the generators' state goes through the stages."""
+    """Dropout with `rng="device"` in one micro-batch: the generator's state travels."""
 
     microbatches = 1
 
 
 class DropsAsOnOneDeviceAndRecomputes(DropsAsOnOneDevice):
-    """Dropout with `rng="device"` and `recompute=True`: what runs again has the masks that it had."""
+    """Dropout with `rng="device"` and `recompute=True`: what runs again has the same masks."""
 
     arguments: ClassVar = {"rng": "device", "recompute": True}
 
 
 class DropsInAttentionAsOnOneDevice(DropsAsOnOneDevice):
-    """Attention that drops out, with `rng="device"`: batches go whole, with one device's numbers."""
+    """Attention that drops out, with `rng="device"`: batches go whole, as on one device."""
 
     cuts: ClassVar = Row.cuts
 
