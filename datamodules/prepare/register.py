@@ -94,12 +94,12 @@ def register(values: Array, affine: Array, stripped: bool) -> Registration:
     place = _place(values, affine, stripped)
     brain = template(4.0).brain_mm()
     starts = _best_and_different(_starts(place), coarse.information, brain)
-    ends = [middle.improved(start, itk.Similarity3DTransform(), 2.0) for start in starts]
-    ends = [middle.improved(end, itk.AffineTransform(3), 0.5) for end in ends]
+    ends = [middle.improved(start, itk.Similarity3DTransform, 2.0) for start in starts]
+    ends = [middle.improved(end, _affine, 0.2) for end in ends]
     worth = {id(end): middle.information(end) for end in ends}
     ends.sort(key=lambda end: worth[id(end)], reverse=True)
     rivals = [end for end in ends[1:] if worth[id(end)] > _RIVAL * worth[id(ends[0])]]
-    best = fine.improved(ends[0], itk.AffineTransform(3), 0.3)
+    best = fine.improved(ends[0], _affine, 0.1)
     there = resampled(to_itk(values, affine), fine.template.grid, best, cubic=False)
     inside = fine.template.brain
     return Registration(
@@ -108,6 +108,10 @@ def register(values: Array, affine: Array, stripped: bool) -> Registration:
         correlation=float(np.corrcoef(there[inside], fine.template.t1[inside])[0, 1]),
         scales=np.sort(np.linalg.svd(best[:3, :3], compute_uv=False)),
     )
+
+
+def _affine() -> Any:
+    return simple_itk().AffineTransform(3)
 
 
 def _best_and_different(
@@ -185,11 +189,21 @@ class _Scale:
     def improved(self, to_scan: Array, kind: Any, step_mm: float) -> Array:
         """Follow the gradient of mutual information from an affine (4, 4), and give the end.
 
+        An end that is worse than the start is tried again with shorter steps.
+
         Args:
             to_scan: where to start.
-            kind: transform of SimpleITK that says what may change.
+            kind: class of transforms of SimpleITK that says what may change.
             step_mm: length of the first step; an affine runs away from long ones.
         """
+        worth = self.information(to_scan)
+        for shorter in (1.0, 0.3, 0.1):
+            end = self._followed(to_scan, kind(), step_mm * shorter)
+            if self.information(end) > worth:
+                return end
+        return to_scan
+
+    def _followed(self, to_scan: Array, kind: Any, step_mm: float) -> Array:
         itk = simple_itk()
         method = itk.ImageRegistrationMethod()
         method.SetNumberOfThreads(1)  # sums of several threads differ in their last digits

@@ -157,12 +157,14 @@ def draw(found: Difference, affine: Array, path: Path, title: str) -> None:
             display_mode=axis,
             cut_coords=cuts,
             vmax=top,
+            symmetric_cbar=True,
+            cmap="cold_hot",
             threshold=1e-6,
             draw_cross=False,
             black_bg=True,
             colorbar=row == 0,
             figure=figure,
-            axes=(0, 0.57 - 0.285 * row, 1, 0.28),
+            axes=(0, 0.64 - 0.32 * row, 0.96, 0.3),
         )
         if significant.any():
             display.add_contours(
