@@ -10,6 +10,7 @@ from lightning_hybrid.planning import AUTO, Method, Plan, PlanSettings, Sizes, g
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, LookAhead
 
 Count = int | Literal["auto"]
+Checkpoint = Literal["full", "sharded", "sharded_async"]
 ScheduleName = Literal[
     "auto", "gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye"
 ]
@@ -36,6 +37,7 @@ class Config:
         gradient_shrinking: what gradients are multiplied with at every cut that they cross.
         verify: which calls of a network are compared with what its own Python gives.
         rng: whose random numbers networks draw.
+        checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -51,6 +53,7 @@ class Config:
     gradient_shrinking: float
     verify: int | Literal["auto", False]
     rng: Rng
+    checkpoint: Checkpoint = "full"
     chosen: bool = False
 
     @classmethod
@@ -74,6 +77,7 @@ class Config:
         log_performance: bool = False,
         verify: int | Literal["auto", False] = "auto",
         rng: Rng = "microbatch",
+        checkpoint: Checkpoint = "full",
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -100,6 +104,9 @@ class Config:
             num_microbatches = 1  # its micro-batches are the batches
         _check_verify(verify)
         _check_rng(rng, chosen)
+        if checkpoint not in get_args(Checkpoint):
+            kinds = ", ".join(map(repr, get_args(Checkpoint)))
+            raise PlanError(f"checkpoint={checkpoint!r} is none of {kinds}.")
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -123,6 +130,7 @@ class Config:
             gradient_shrinking=float(gradient_shrinking),
             verify=verify,
             rng=rng,
+            checkpoint=checkpoint,
         )
 
     @property

@@ -14,6 +14,7 @@ from lightning_hybrid._lightning import (
     Accelerator,
     BatchSizeFinder,
     Callback,
+    CheckpointIO,
     CPUAccelerator,
     CUDAAccelerator,
     LayerSync,
@@ -26,6 +27,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._torch.optimizers import unscales_by_itself
 from lightning_hybrid._torch.private_names import lacking, lost
+from lightning_hybrid.config import Checkpoint
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.pipeline import state_buffers
 from lightning_hybrid.planning import gigabytes
@@ -150,6 +152,15 @@ def callbacks_allow(trainer: Trainer, replicas: int, stages: int) -> bool:
     except PlanError:
         return False
     return True
+
+
+def refuse_checkpoint_io(io: CheckpointIO | None, checkpoint: Checkpoint) -> None:
+    """A sharded checkpoint goes through no plugin, which would need all of it on one rank."""
+    if io is not None and checkpoint != "full":
+        raise PlanError(
+            f"checkpoint={checkpoint!r} uses no CheckpointIO, and {type(io).__name__} was given: "
+            "each rank writes its own part. Leave one of them out."
+        )
 
 
 def refuse_optimizers(

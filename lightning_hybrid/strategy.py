@@ -31,7 +31,7 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_as_ever
 from lightning_hybrid.building import move_module
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
-from lightning_hybrid.config import Config, Count, Rng, ScheduleName
+from lightning_hybrid.config import Checkpoint, Config, Count, Rng, ScheduleName
 from lightning_hybrid.planning import Plan, free_of_host
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
@@ -129,6 +129,12 @@ class HybridGabraStrategy(SavingStrategy):
             then draws the masks of dropout for the whole batch, and sends each micro-batch its
             rows: a byte for each element, across each cut before the layer. What draws in another
             way (attention with ``dropout_p``) takes its batches whole, with a line that names it.
+        checkpoint: ``"full"``: a checkpoint is Lightning's ordinary file. ``"sharded"``: it is a
+            folder to which each rank writes what it owns, as of Lightning's ``FSDPStrategy`` and
+            in the format of `torch.distributed.checkpoint`; any number of replicas and stages goes
+            on with it, and `lightning-hybrid consolidate` makes the ordinary file of it.
+            ``"sharded_async"``: likewise, from copies that each rank makes of what it owns, while
+            training goes on.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -167,6 +173,7 @@ class HybridGabraStrategy(SavingStrategy):
         log_performance: bool = False,
         verify: int | Literal["auto", False] = "auto",
         rng: Rng = "microbatch",
+        checkpoint: Checkpoint = "full",
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -195,6 +202,7 @@ class HybridGabraStrategy(SavingStrategy):
             log_performance=log_performance,
             verify=verify,
             rng=rng,
+            checkpoint=checkpoint,
             seed=seed,
         )
         super().__init__(
@@ -361,6 +369,7 @@ class HybridGabraStrategy(SavingStrategy):
 
     def _abort(self) -> None:
         self._session.abort()
+        self._saves.give_up()
         self._world.leave()
 
     def teardown(self) -> None:

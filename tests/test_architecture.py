@@ -79,7 +79,9 @@ LAYERS = {
         *("errors", "_torch", "_trees", "schedules", "tensors"),
         *("network", "planning", "comm", "pipeline"),
     },
-    "commands": {*("errors", "_trees", "network", "planning", "report", "comm", "process")},
+    "commands": {
+        *("errors", "_trees", "network", "planning", "report", "comm", "process", "checkpoints")
+    },
     "cli": {"errors", "commands"},
 }
 # folders whose files are imported one by one: by subject, and by command

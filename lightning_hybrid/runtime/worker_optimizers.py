@@ -79,10 +79,13 @@ class WorkerOptimizers:
     def _give_optimizer(self, command: GiveOptimizer) -> Answer:
         return Answer(value=state_of(self.all[command.optimizer], self.names))
 
+    def states(self, index: int) -> dict[str, dict[str, Any]]:
+        """The states of an optimizer, by name of the parameter."""
+        states = self.all[index].state.items()
+        return {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
+
     def _keep_states(self, command: KeepStates) -> Answer:
-        states = self.all[command.optimizer].state.items()
-        named = {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
-        return Answer(value=self._files.write(named, command.folder))
+        return Answer(value=self._files.write(self.states(command.optimizer), command.folder))
 
     def _zero_grad(self, command: ZeroGrad) -> None:
         self.all[command.optimizer].zero_grad(command.set_to_none)

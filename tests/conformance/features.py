@@ -67,7 +67,10 @@ WORKS = {
         "tests/strategy/test_streamed.py": "*",
     },
     "Precision, compiled stages, batch statistics": {"tests/strategy/test_stages.py": "*"},
-    "Checkpoints": {"tests/strategy/test_checkpoints.py": "*"},
+    "Checkpoints": {
+        "tests/strategy/test_checkpoints.py": "*",
+        "tests/strategy/test_sharded_checkpoints.py": "*",
+    },
     "Launchers and the command line": {
         "tests/strategy/test_launchers.py": "*",
         "tests/strategy/test_cli.py": "*",

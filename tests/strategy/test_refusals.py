@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
@@ -197,3 +198,20 @@ def test_a_layer_without_a_size_is_refused_by_name() -> None:
     module = nn.ModuleDict({"net": nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))})
     with pytest.raises(PlanError, match=r"'net\.0\.weight' has no size before the first call"):
         refuse_lazy(module)
+
+
+def test_a_sharded_checkpoint_refuses_what_passes_through_one_rank() -> None:
+    """`checkpoint="sharded"` with a `CheckpointIO`, or saved to a URL."""
+    with pytest.raises(PlanError, match="AsyncCheckpointIO was given"):
+        HybridGabraStrategy(checkpoint="sharded_async", checkpoint_io=AsyncCheckpointIO())
+    strategy = HybridGabraStrategy(checkpoint="sharded")
+    with pytest.raises(PlanError, match="AsyncCheckpointIO was given"):
+        Trainer(strategy=strategy, accelerator="cpu", devices=2, plugins=[AsyncCheckpointIO()])
+    with pytest.raises(PlanError, match=r"'s3://there/x\.ckpt'"):
+        strategy.save_checkpoint({}, "s3://there/x.ckpt")
+
+
+def test_an_unknown_kind_of_checkpoint_is_refused() -> None:
+    """Another value of `checkpoint`."""
+    with pytest.raises(PlanError, match="checkpoint='folder' is none of 'full'"):
+        HybridGabraStrategy(checkpoint="folder")  # type: ignore[arg-type]
