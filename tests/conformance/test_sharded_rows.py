@@ -48,7 +48,13 @@ class TestTwoStages(_Sharded):
 
 
 class TestReplicasOfTwoStagesBesideTraining(_Sharded):
+    """After an exception the other ranks do not wait for what is written: no such rows."""
+
     replicas: ClassVar = 2
     stages: ClassVar = 2
     reference = TwoDevices
     kind = "sharded_async"
+
+    @classmethod
+    def rows(cls) -> list[type[Row]]:
+        return [row for row in super().rows() if "Exception" not in row.__name__]
