@@ -32,7 +32,7 @@ from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_a
 from lightning_hybrid.building import move_module
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
 from lightning_hybrid.config import Checkpoint, Config, Count, Rng, ScheduleName
-from lightning_hybrid.planning import Plan, free_of_host
+from lightning_hybrid.planning import Plan, free_bytes, free_of_host
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
     Parted,
@@ -49,6 +49,7 @@ from lightning_hybrid.refusals import (
     refuse_interactive,
     refuse_layer_sync,
     refuse_lazy,
+    refuse_no_room,
     refuse_optimizers,
     refuse_streaming,
     refuse_version,
@@ -235,11 +236,17 @@ class HybridGabraStrategy(SavingStrategy):
             self._launcher.before_start = self._refuse_copies
 
     def _refuse_copies(self) -> None:
+        self._refuse_no_room()
         refuse_copies(self._module, self._per_host - 1, free_of_host())
+
+    def _refuse_no_room(self) -> None:
+        if self._shape()[1] > 1:
+            refuse_no_room(self._module, free_bytes())
 
     def setup_distributed(self) -> None:
         refuse_accelerator(given(self.accelerator, "accelerator"))
         load_as_ever(self._module.trainer)
+        self._refuse_no_room()
         super().setup_distributed()
         self._rest()
         if self._joined.has_coordinates:

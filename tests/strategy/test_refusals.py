@@ -14,13 +14,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
-from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid import HybridGabraStrategy, Plan, refusals
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.refusals import refuse_copies, refuse_lazy
+from lightning_hybrid.refusals import refuse_copies, refuse_lazy, refuse_no_room
 from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.network_options import NetworkOptions
 
@@ -99,6 +99,18 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
     ]
     refuse_copies(Model(1000), 2, 9_000_000)
     refuse_copies(Model(1000), 3, None)
+
+
+def test_a_rank_whose_weights_leave_no_room_to_begin_names_configure_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+    monkeypatch.setattr(refusals, "_BEGIN_BYTES", 9_000_000)
+    with pytest.raises(PlanError, match=r"leaves 0.005 GB .* takes 0.009 GB to begin") as error:
+        refuse_no_room(module, 5_000_000)
+    assert "    def configure_model(self):" in str(error.value)
+    for left in (None, 9_000_000, 4_000_000):  # the last one would lack room without them, too
+        refuse_no_room(module, left)
 
 
 @pytest.mark.parametrize(
