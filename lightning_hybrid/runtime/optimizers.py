@@ -83,7 +83,8 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, key: Any) -> Tensor:
         if isinstance(key, str):
             return self._parameters[key]
-        number, spec = key
+        number: int = key[0]
+        spec: TensorSpec = key[1]
         if number == len(self._taken):
             _, tensor = next(self._apart)
             self._taken.append(spec.laid_out(tensor))
