@@ -31,8 +31,9 @@ class Repeated(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.inputs[index % len(self.inputs)], index % 2
 
-    def loader(self) -> DataLoader[Any]:
-        return DataLoader(self, batch_size=len(self.inputs))
+    def loader(self, workers: int = 0) -> DataLoader[Any]:
+        """Streamed schedules want worker processes."""
+        return DataLoader(self, batch_size=len(self.inputs), num_workers=workers)
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:

@@ -22,6 +22,11 @@ Encoders of eight layers, like BERT with a padding mask and like Llama, in four 
 
     python benchmarks/against_ddp.py --networks bert,llama \\
         --peers "one thread;ddp;hybrid 1x2, 1;hybrid 1x2, 4;pipelining, 4" --rounds 5
+
+The latter with dropout, drawn by each micro-batch and as on one device:
+
+    python benchmarks/against_ddp.py --networks dropout \
+        --peers "one thread;hybrid 1x2, 4;hybrid 1x2, 4, rng=device" --rounds 5
 """
 
 import argparse
@@ -88,8 +93,9 @@ class LikeBert(nn.Module):
 class LlamaLayer(nn.Module):
     """Root-mean-square norms, rotated keys and queries, causal attention, gated perceptron."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout)
         self.norms = nn.ModuleList(nn.RMSNorm(256) for _ in range(2))
         self.qkv, self.out = nn.Linear(256, 768, bias=False), nn.Linear(256, 256, bias=False)
         self.gate, self.up = (nn.Linear(256, 688, bias=False) for _ in range(2))
@@ -99,17 +105,17 @@ class LlamaLayer(nn.Module):
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
         q, k = (h * cos + torch.cat((-h[..., 32:], h[..., :32]), -1) * sin for h in heads[:2])
         mixed = nn.functional.scaled_dot_product_attention(q, k, heads[2], is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
         y = self.norms[1](x)
-        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return x + self.down(self.drop(nn.functional.silu(self.gate(y)) * self.up(y)))
 
 
 class LikeLlama(nn.Module):
     """Eight of these layers; the last token is classified."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LlamaLayer() for _ in range(8))
+        self.layers = nn.ModuleList(LlamaLayer(dropout) for _ in range(8))
         self.norm, self.head = nn.RMSNorm(256), nn.Linear(256, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,13 +168,19 @@ CASES = {
     "transformer": Case(Encoder, (128, 256), 12),
     "bert": Case(LikeBert, (128, 256), 8),
     "llama": Case(LikeLlama, (128, 256), 8),
+    "dropout": Case(lambda: LikeLlama(0.1), (128, 256), 8),
     "tiny": Case(lambda: perceptron(32, 40), (32,), 32),
 }
 
 
-def fixed(replicas: int, stages: int, microbatches: int) -> Callable[[], HybridGabraStrategy]:
+def fixed(
+    replicas: int, stages: int, microbatches: int, **more: Any
+) -> Callable[[], HybridGabraStrategy]:
     return lambda: HybridGabraStrategy(
-        data_parallel_size=replicas, pipeline_parallel_size=stages, num_microbatches=microbatches
+        data_parallel_size=replicas,
+        pipeline_parallel_size=stages,
+        num_microbatches=microbatches,
+        **more,
     )
 
 
@@ -180,6 +192,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "hybrid 1x2, 2": fixed(1, 2, 2),
     "hybrid 1x2, 3": fixed(1, 2, 3),
     "hybrid 1x2, 4": fixed(1, 2, 4),
+    "hybrid 1x2, 4, rng=device": fixed(1, 2, 4, rng="device"),
     "hybrid 2x1, 1": fixed(2, 1, 1),
     "automatic": HybridGabraStrategy,
 }

@@ -51,7 +51,7 @@ def run(root: Path, epochs: int, learning_rate: float, schedule: str, seed: int)
         weight_decay=0.0,
         learning_rate=learning_rate,
     )
-    data = cohort(root)
+    data = cohort(root, num_workers=1)  # streamed schedules want one
     trainer.fit(model, datamodule=data)
     [metrics] = trainer.test(model, datamodule=data, verbose=False)
     return metrics["test/accuracy"] if trainer.is_global_zero else None

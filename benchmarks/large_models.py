@@ -1,10 +1,10 @@
 """How much memory each rank needs at most, phase by phase, where a model is large.
 
-Three steps with Adam, a checkpoint in the middle of the fit, the end of the fit. Counted is the
-most that a process has in memory (`VmHWM`, which is set back between phases; Linux), without what
-it had before the model was made. Beside it stands its ratio to the aim, which is
-1.15 x (one device's peak of the steps / stages) + 64 MiB, and what the plan says. A worker's figure
-is that of the whole fit.
+Three steps with Adam, a checkpoint in the middle of the fit, the end of the fit; and another run,
+which goes on from that checkpoint. Counted is the most that a process has in memory (`VmHWM`, which
+is set back between phases; Linux), without what it had before the model was made. Beside it stands
+its ratio to the aim, which is 1.15 x (one device's peak of the steps / stages) + 64 MiB, and what
+the plan says. A worker's figure is that of the whole fit.
 
     python benchmarks/large_models.py --width 4096 --layers 24
     python benchmarks/large_models.py --model gpt --width 1024 --layers 24
@@ -209,6 +209,20 @@ class Saves(Callback):
         self._phases.over("steps")
 
 
+def numbers_after(module: Model, trainer: Any) -> dict[str, float]:
+    """Norms of each weight, gradient and state, which a script reads one after the other."""
+    [optimizer] = trainer.optimizers
+    found = {}
+    for name, parameter in module.named_parameters():
+        found[name] = parameter.detach().double().norm().item()
+        if trainer.is_global_zero:
+            assert parameter.grad is not None
+            found[f"{name}.grad"] = parameter.grad.double().norm().item()
+            for key, value in optimizer.state[parameter].items():
+                found[f"{name}.{key}"] = value.double().norm().item()
+    return found
+
+
 def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -> None:
     """One rank."""
     phases, folder = Phases(), arguments.out
@@ -226,7 +240,7 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
         strategy = HybridGabraStrategy(
             pipeline_parallel_size=int(count),
             num_microbatches=2,
-            verify=False,
+            verify="auto" if again == "verify" else False,
             recompute=again == "recompute",
         )
     module = Model(where, arguments.model, sizes)
@@ -235,23 +249,25 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
         strategy=strategy, devices=int(count), max_epochs=1, callbacks=[saves],
         default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=arguments.resume)
     phases.over("end" if module.losses else "all")  # workers have no hooks
+    after = numbers_after(module, trainer) if arguments.read else {}
     plan = getattr(trainer.strategy, "plan", None)
     result = {
         "peaks": phases.peaks,
         "times": phases.times,
         "losses": module.losses,
+        "after": after,
         "planned": {row.device: row.peak_bytes / MIB for row in plan.rows} if plan else {},
     }
     (folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(result))
 
 
-def show(peer: str, path: Path, alone: float | None) -> float:
+def show(peer: str, path: Path, alone: float | None, how: str) -> float:
     """Print the line of one rank. Returns the peak of its steps."""
     seen = json.loads(path.read_text())
     highest = max(seen["peaks"].values())
-    text = f"{peer}, {path.stem}: {seen['peaks']} s: {seen['times']}"
+    text = f"{peer}{how}, {path.stem}: {seen['peaks']} s: {seen['times']}"
     if alone is not None and peer != "one device":
         aim = 1.15 * alone / int(peer.split()[1]) + 64
         text += f", {highest / aim:.2f} of the aim of {aim:.0f}"
@@ -270,8 +286,10 @@ def main() -> None:
     parser.add_argument("--size", type=int, help="tokens of a text, or edge of a volume")
     parser.add_argument("--peers", default=";".join(PEERS))
     parser.add_argument("--limit-mib", type=int, default=0, help="of each rank (RLIMIT_AS)")
-    parser.add_argument("--run")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--run", metavar="PEER", help="one of them, here")
+    parser.add_argument("--out", type=Path, help="folder of its results and checkpoint")
+    parser.add_argument("--resume", help="checkpoint that it goes on from")
+    parser.add_argument("--read", action="store_true", help="all that it finds afterwards")
     arguments = parser.parse_args()
     _, width, layers, size = NETWORKS[arguments.model]
     sizes = arguments.width or width, arguments.layers or layers, arguments.size or size
@@ -290,14 +308,19 @@ def main() -> None:
             for name, value in zip(("--width", "--layers", "--size"), sizes):
                 command += [name, f"{value}"]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            found = sorted(folder.glob("rank*.json"))
-            if done.returncode or not found:
-                print(f"{peer}: failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
-                continue
-            for path in found:
-                steps = show(peer, path, alone)
-                alone = steps if peer == "one device" else alone
+            for how, more in ("", []), (", resumed", ["--resume", str(folder / "saved.ckpt")]):
+                done = subprocess.run(
+                    [*command, *more], env=environment, capture_output=True, text=True
+                )
+                found = sorted(folder.glob("rank*.json"))
+                if done.returncode or not found:
+                    last = done.stderr.strip().splitlines()[-1:]
+                    print(f"{peer}{how}: failed: {last}", flush=True)
+                    break
+                for path in found:
+                    steps = show(peer, path, alone, how)
+                    alone = steps if peer == "one device" and not how else alone
+                    path.unlink()
 
 
 if __name__ == "__main__":

@@ -552,7 +552,7 @@ def divide(
 ) -> tuple[list[StageCode], tuple[float, float] | None, float]:
     """Two stages whose counted loads differ least, their shares of it, and the load."""
     partitions = network_partitions(graph)
-    loads = count(graph, partitions).loads
+    loads = [p.forward + p.backward for p in count(graph, partitions).partitions]
     if len(partitions) < 2:
         return cut(graph, partitions, []), None, sum(loads)
     devices = allocate(loads, [1.0, 1.0], method="exact").assignment

@@ -20,7 +20,8 @@ from lightning_hybrid.network import network_partitions
 from lightning_hybrid.planning import optimizer_bytes
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_costs import capture_call, counted_parts
-from lightning_hybrid.planning.shapes import CostsOf, PartitionCosts, rank_shapes
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.shapes import CostsOf, rank_shapes
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules.gpipe import gpipe
 from models import ResAttNet3D
@@ -53,16 +54,15 @@ def chain(partitions: int) -> CostsOf:
     crossing = rng.uniform(1e4, 1e6, partitions)
     gradients = tuple(rng.integers(10**5, 10**7, partitions).tolist())
 
-    def costs_of(samples: int) -> PartitionCosts:
+    def costs_of(samples: int) -> PartitionTable:
         crossing_bytes = tuple((samples * crossing).astype(int).tolist())
-        return PartitionCosts(
+        return PartitionTable(
             names=tuple(f"layer{k}" for k in range(partitions)),
             layers=(1,) * partitions,
             parameters=tuple(size // 4 for size in gradients),
             forward_s=tuple((samples * forward_s).tolist()),
             backward_s=tuple((2 * samples * forward_s).tolist()),
-            step_s=(),
-            output_bytes=crossing_bytes,
+            cut_bytes=crossing_bytes[:-1],
             gradient_bytes=gradients,
             kept_bytes=tuple(4 * size for size in gradients),
             activation_bytes=crossing_bytes,

@@ -70,7 +70,7 @@ def digits(batch: int, seed: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     test = TensorDataset(tensors[1].float(), tensors[3])
     order = torch.Generator().manual_seed(seed)
     return (
-        DataLoader(train, batch, shuffle=True, generator=order),
+        DataLoader(train, batch, shuffle=True, generator=order, num_workers=1),
         DataLoader(test, 90),
     )
 

@@ -62,7 +62,7 @@ def train(schedule: str) -> None:
         max_epochs=1,
         accumulate_grad_batches=WINDOW if schedule == "1f1b" else 1,
     )
-    trainer.fit(Plain(ResAttNet3D(18)), inputs.loader())
+    trainer.fit(Plain(ResAttNet3D(18)), inputs.loader(workers=1))
 
 
 def recorded(schedule: str) -> list[Work]:

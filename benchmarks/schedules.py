@@ -67,7 +67,7 @@ def run(name: str, config: dict[str, Any]) -> None:
         accumulate_grad_batches=WINDOW if name == "1f1b" else 1,
         callbacks=[clock],
     )
-    trainer.fit(Plain(network), inputs.loader())
+    trainer.fit(Plain(network), inputs.loader(workers=1))
     if trainer.is_global_zero:
         starts = clock.starts[WARM_UP:]
         print(f"seconds {(starts[-1] - starts[0]) / (len(starts) - 1)}")

@@ -1,7 +1,6 @@
 """The private names of Lightning that this package uses, each with its reason, all in this file."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import device
@@ -211,17 +210,3 @@ def ask_strategy_whether_distributed(kind: type[Any]) -> None:
 def set_module_device(module: LightningModule, root_device: device) -> None:
     """``LightningModule.device`` is the driver's, though only a part of it has moved there."""
     module._device = root_device
-
-
-@contextmanager
-def same_hook(module: LightningModule) -> Iterator[None]:
-    """Inside, hooks of the module are called that may fail.
-
-    Lightning then takes the hook for the one that still runs, and refuses what ``training_step``
-    logs.
-    """
-    current = module._current_fx_name
-    try:
-        yield
-    finally:
-        module._current_fx_name = current

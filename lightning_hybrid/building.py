@@ -8,6 +8,7 @@ the other ranks get an outline of it.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_hybrid._lightning import Callback, LightningModule, Trainer, WeightAveraging
 from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm import Failure
-from lightning_hybrid.runtime import Unfilled, outline, whole
+from lightning_hybrid.runtime import Unfilled, outline, save_alone, whole
 from lightning_hybrid.tensors import Deferral
 from lightning_hybrid.world import NoWorld, Phase, World
 
@@ -168,6 +169,10 @@ class BetweenRuns:
         """The state dict of one device, with what other ranks hold; all ranks call it together."""
         state = self._ranks.optimizer_state(module, optimizer)
         return state if here else {}
+
+    def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        """Write a sharded checkpoint: what other ranks have is mapped here, or was gathered."""
+        save_alone(checkpoint, folder)
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """Do nothing: no worker waits for this rank."""

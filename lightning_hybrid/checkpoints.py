@@ -1,16 +1,31 @@
 """How a checkpoint reaches the disk: a kill in the middle of it leaves the previous file whole."""
 
+import errno
 import os
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from threading import Event
+from typing import Any, BinaryIO, Protocol, cast
 from zipfile import is_zipfile
 
 import torch
 
 from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
 from lightning_hybrid._lightning_private import WrappingCheckpointIO
-from lightning_hybrid.runtime import PIECE_BYTES, let_go, load_unread
+from lightning_hybrid.file_exchange import exchange
+from lightning_hybrid.runtime import (
+    LAST_S,
+    PIECE_BYTES,
+    Background,
+    is_sharded,
+    let_go,
+    load_unread,
+    may_be_mapped,
+    read_sharded,
+)
 from lightning_hybrid.tensors import streaming
 
 
@@ -54,23 +69,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint: a file of this host is read where its numbers are needed.
+        """Load a checkpoint: on this host it is read where its numbers are needed.
 
         Args:
-            path: of the file, or a URL.
+            path: of the file, of the folder of a sharded checkpoint, or a URL.
             map_location: as in Lightning.
             weights_only: likewise.
         """
+        if "://" not in str(path) and Path(path).is_dir():
+            return read_sharded(path, weights_only)
         if "://" in str(path) or not is_zipfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
-        try:
-            loaded: dict[str, Any] = torch.load(
-                path, map_location=map_location, weights_only=weights_only, mmap=True
-            )
-        except RuntimeError as error:
-            if "unable to mmap" not in str(error):
-                raise
-            return load_unread(path, weights_only)
+        with Path(path).open("rb") as file:
+            if not may_be_mapped(file):
+                return load_unread(path, weights_only)
+        loaded: dict[str, Any] = torch.load(
+            path, map_location=map_location, weights_only=weights_only, mmap=True
+        )
         return loaded
 
 
@@ -108,7 +123,8 @@ class _Beside:
                 os.fsync(self._file.fileno())
                 if not self._has_name:
                     self._give_name()
-                self._named.replace(self._target)
+                _refuse_other_folder(self._target)
+                _put_in_place(self._named, self._target)
         finally:
             with suppress(OSError):  # what could not be written before cannot now
                 self._file.close()
@@ -118,6 +134,155 @@ class _Beside:
         self._named.unlink(missing_ok=True)
         # (the number of a folder, which is not used, makes Python follow the link)
         os.link(f"/proc/self/fd/{self._file.fileno()}", self._named, src_dir_fd=0)
+
+
+class Stager(Protocol):
+    """A session, as far as it writes sharded checkpoints while it trains."""
+
+    def stage_shards(
+        self, checkpoint: dict[str, Any], folder: Path, given_up: Event
+    ) -> Callable[[], None]: ...
+    def await_shards(self) -> None: ...
+
+
+class ShardedSaves:
+    """Sharded checkpoints on their way to the disk, and from it, in the order in which they go.
+
+    A checkpoint is removed when all that were saved before are there: else a kill would leave none.
+    """
+
+    def __init__(self) -> None:
+        self._background, self._given_up = Background(), Event()
+
+    def __reduce__(self) -> Any:
+        """A copy of the strategy has none under way."""
+        return ShardedSaves, ()
+
+    def save(self, write: Callable[[Path], None], target: Path) -> None:
+        """Save, and return when that is done.
+
+        Args:
+            write: fills a folder.
+            target: that it becomes.
+        """
+        with _becoming(_new_folder(target), target) as folder:
+            write(folder)
+
+    def begin(self, stager: Stager, checkpoint: dict[str, Any], target: Path) -> None:
+        """Save, and return when copies are made.
+
+        Args:
+            stager: the session.
+            checkpoint: what to save.
+            target: the folder.
+
+        Raises:
+            OSError: of the save before.
+        """
+        self.finish(stager)  # there are copies of one checkpoint at most
+        folder, self._given_up = _new_folder(target), Event()
+        try:
+            write = stager.stage_shards(checkpoint, folder, self._given_up)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+        def become() -> None:
+            with _becoming(folder, target):
+                write()
+
+        self._background.submit(become)
+
+    def remove(self, target: Path) -> None:
+        """Remove a checkpoint, unless one that was saved after it fails."""
+        if self._background.busy:
+            self._background.submit(partial(_remove_checkpoint, target))
+        else:
+            _remove_checkpoint(target)
+
+    def finish(self, stager: Stager) -> None:
+        """Wait until all is done.
+
+        Raises:
+            OSError: of a save that has failed.
+        """
+        if self._background.busy:
+            stager.await_shards()
+        self._background.wait()
+
+    def give_up(self) -> None:
+        """The run has failed: what workers still write is waited for, but not for long."""
+        with suppress(Exception):  # the first error is what counts
+            self._background.wait(LAST_S)
+        self._given_up.set()
+
+
+def _new_folder(target: Path) -> Path:
+    _refuse_other_folder(target)
+    folder = _beside(target, "part")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+@contextmanager
+def _becoming(folder: Path, target: Path) -> Iterator[Path]:
+    """Inside, a folder is filled. Then it takes the place of ``target``; after an error it goes.
+
+    A kill leaves it, under a name that begins with a dot; the next attempt removes it.
+    """
+    try:
+        yield folder
+        _put_in_place(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _remove_checkpoint(target: Path) -> None:
+    if is_sharded(target):  # a kill must not leave a part that looks like it
+        gone = _beside(target, "gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        target.rename(gone)
+        _remove(gone)
+    elif target.is_file():
+        target.unlink()
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}")
+
+
+def _refuse_other_folder(target: Path) -> None:
+    if target.is_dir() and not is_sharded(target):
+        raise IsADirectoryError(
+            errno.EISDIR, "a checkpoint cannot take the place of a folder", str(target)
+        )
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    """Let a file or folder take the place of what is there, which is removed."""
+    if not (target.is_dir() or (new.is_dir() and target.exists())):
+        new.replace(target)
+    elif exchange(new, target):
+        _remove(new)
+    else:  # a kill in here leaves what was there, under this name
+        before = _beside(target, "before")
+        _remove(before)
+        target.rename(before)
+        new.rename(target)
+        _remove(before)
+    folder = os.open(target.parent, os.O_RDONLY)
+    with suppress(OSError):  # not every file system can
+        os.fsync(folder)
+    os.close(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class _LettingGo:

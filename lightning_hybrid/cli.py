@@ -1,16 +1,17 @@
-"""`lightning-hybrid`, or `python -m lightning_hybrid`: what can be asked before a run."""
+"""`lightning-hybrid`, or `python -m lightning_hybrid`: what is asked before a run, or after it."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hybrid.commands import doctor, fit_model, plan, simulate
+from lightning_hybrid.commands import consolidate, doctor, fit_model, plan, simulate
 from lightning_hybrid.errors import HybridError
 
 COMMANDS = {
     "plan": (plan, "the fastest plan for a network on a cluster, as a table and a page"),
     "simulate": (simulate, "how fast a network is on 1, 2, 3 ... devices: how many do I need?"),
     "doctor": (doctor, "measure devices and links, look for what disagrees, describe the cluster"),
+    "consolidate": (consolidate, "make the ordinary checkpoint of Lightning's of a sharded one"),
     "fit-model": (fit_model, "learn from timings what a step takes, and which factor matters"),
 }
 

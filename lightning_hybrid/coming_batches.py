@@ -3,6 +3,10 @@
 The train loader is wrapped: batches are fetched when a forward is launched, made ready as Lightning
 would (precision, transfer), and handed out in their order when the Trainer asks. Everything is done
 once per batch, only earlier. An error of the loader is raised where it would have been.
+
+On one device, batch t + 1 is fetched when step t is over: it sees what that step has changed in the
+data set, and draws its random numbers after it. Worker processes have a copy of the data set and
+generators of their own, so they make the same batch at any time. Loaders without them are refused.
 """
 
 from collections import deque
@@ -10,22 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from lightning_hybrid._lightning import Trainer
-from lightning_hybrid._lightning_private import same_hook
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm import Precision
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.loader_attributes import (
-    LoaderAttributes,
-    own_generators,
-    plain_attributes,
-)
 from lightning_hybrid.network import plain
-from lightning_hybrid.random_draws import Draws
-from lightning_hybrid.runtime import NoBatches
+from lightning_hybrid.runtime import Batches
 
 
 class ComingBatch:
@@ -33,7 +28,7 @@ class ComingBatch:
 
     Attributes:
         raw: as the loader gave it.
-        error: what the loader, or what makes it ready, has raised instead.
+        error: what the loader has raised instead.
         state: of a resumable loader after it.
         handed: whether the Trainer has it.
         tensors: once it is ready, what is in it, as the network gets it.
@@ -66,18 +61,12 @@ class Iteration:
         loader: what is passed over.
         state: gives the state of a resumable one.
         asked: called whenever the next batch is asked for.
-        loading: what a batch is loaded in that Lightning asks for.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        state: Callable[[], Any],
-        asked: Callable[["Iteration"], None],
-        loading: Callable[["Iteration"], AbstractContextManager[None]],
+        self, loader: Any, state: Callable[[], Any], asked: Callable[["Iteration"], None]
     ) -> None:
         self._source, self._state, self._asked = iter(loader), state, asked
-        self._loading = loading
         self._batches: deque[ComingBatch] = deque()  # that were not begun
         self.handed_state: Any = None
 
@@ -88,9 +77,7 @@ class Iteration:
         self._asked(self)
         batch = next((each for each in self._batches if not each.handed), None)
         if batch is None:
-            with self._loading(self):
-                found = self._fetch()
-            if not found:
+            if not self._fetch():
                 raise StopIteration
             batch = self._batches[-1]
         batch.handed, self.handed_state = True, batch.state
@@ -103,11 +90,6 @@ class Iteration:
         if self._batches and self._batches[0].handed:
             return self._batches.popleft()
         return None
-
-    @property
-    def has_early_ones(self) -> bool:
-        """Whether a batch that was not begun is ready."""
-        return any(batch.is_ready for batch in self._batches)
 
     def look(self, number: int) -> ComingBatch | None:
         """The batch of this number, from 0, of those that were not begun; ``None``: the last."""
@@ -140,17 +122,14 @@ class ComingLoader:
         users_loader: that one.
         iteration: that was asked for a batch last. (Users look at their loaders in callbacks, too:
             the Trainer has a batch moved right after it has asked for one.)
-        loading: what a batch is loaded in that Lightning asks for.
     """
 
-    _own = frozenset({"users_loader", "iteration", "loading"})
+    _own = frozenset({"users_loader", "iteration"})
     users_loader: Any
     iteration: Iteration | None
-    loading: Callable[[Iteration], AbstractContextManager[None]]
 
     def __init__(self, loader: Any) -> None:
         self.users_loader, self.iteration = loader, None
-        self.loading = lambda _: nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         if name in self._own:  # of one that is being made
@@ -171,7 +150,7 @@ class ComingLoader:
         return len(self.users_loader)
 
     def __iter__(self) -> Iteration:
-        return Iteration(self.users_loader, self._state, self._ask, self.loading)
+        return Iteration(self.users_loader, self._state, self._ask)
 
     def _ask(self, iteration: Iteration) -> None:
         self.iteration = iteration
@@ -197,7 +176,7 @@ class ResumableLoader(ComingLoader):
         return self.users_loader.state_dict()
 
 
-class InOrder(NoBatches):
+class InOrder(Batches):
     """The batches of a run whose schedule looks at none before its turn."""
 
     def wrap(self, loader: Any) -> Any:
@@ -213,7 +192,7 @@ class InOrder(NoBatches):
         return nullcontext()
 
 
-class ComingBatches:
+class ComingBatches(Batches):
     """The batches of one run; see :class:`lightning_hybrid.runtime.streamed_calls.Batches`.
 
     Args:
@@ -223,16 +202,10 @@ class ComingBatches:
 
     def __init__(self, trainer: Trainer, barrier: Literal["step", "epoch"]) -> None:
         self._trainer, self._barrier = trainer, barrier
-        self._known: ComingLoader | None = None  # whose attributes and generators are watched
         self._move: Callable[[Any], Any] = lambda batch: batch
         self._begun: ComingBatch | None = None
         self._iteration: Iteration | None = None
         self._in_step = False
-        self._draws = Draws()
-        self._attributes = LoaderAttributes(None)
-        # in which batches are loaded in their turn
-        self._precision = Precision.current(torch.device("cpu"))
-        self._grad = True
 
     def wrap(self, loader: Any) -> Any:
         """The loader that takes the place of the user's, if it may be that of the training.
@@ -242,9 +215,7 @@ class ComingBatches:
         if not self._trainer.training:
             return loader
         resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        wrapped = (ResumableLoader if resumable else ComingLoader)(loader)
-        wrapped.loading = self._loading
-        return wrapped
+        return (ResumableLoader if resumable else ComingLoader)(loader)
 
     def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """What the training step gets for a batch.
@@ -255,31 +226,18 @@ class ComingBatches:
         """
         if not self._trainer.training:
             return move(batch)
-        self._precision = Precision.current(self._trainer.strategy.root_device)
-        self._grad = torch.is_grad_enabled()
         self._iteration, self._move = self._the_loader().iteration, move
         self._begun = self._iteration.begin() if self._iteration else None
-        if self._begun is not None and self._begun.is_ready:  # it came early
-            self._draws.look()
-            self._attributes.check()
-            return self._begun.make_ready(move, batch)
-        ready = move(batch) if self._begun is None else self._begun.make_ready(move, batch)
-        self._draws.begin()
-        return ready
+        return move(batch) if self._begun is None else self._begun.make_ready(move, batch)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, the batch that has arrived last is trained on.
-
-        Raises:
-            NetworkError: see :class:`lightning_hybrid.random_draws.Draws`.
-        """
+        """Inside, the batch that has arrived last is trained on."""
         self._in_step = True
         try:
             yield
         finally:
             self._in_step = False
-        self._draws.look()
 
     def ahead(self, count: int) -> ComingBatch | None:
         """See :class:`lightning_hybrid.runtime.streamed_calls.Batches`."""
@@ -287,59 +245,10 @@ class ComingBatches:
             return self._begun if self._in_step else None
         if count > self._room() or self._iteration is None:
             return None
-        if self._iteration.has_early_ones:
-            self._attributes.check()
-        module = self._trainer.lightning_module
-        before = plain_attributes(module)
-        # training_step has a precision of its own, and inside of the call no gradients are wanted
-        with (
-            self._precision.applied(),
-            torch.set_grad_enabled(self._grad),
-            same_hook(module),
-            self._draws.early(),
-        ):
-            batch = self._look(self._iteration, count)
-        self._attributes.look()
-        after = plain_attributes(module)
-        changed = sorted(name for name in after if str(after[name]) != str(before.get(name)))
-        if changed and batch is not None:  # else loading has failed, which is said in its turn
-            raise NetworkError(
-                "This schedule begins with later batches early, and loading one (or "
-                f"on_after_batch_transfer) changes {changed[0]!r} of {type(module).__name__}, "
-                "which on one device changes after the step before. Keep it elsewhere, or use "
-                "schedule='gpipe'."
-            )
-        return batch
-
-    @contextmanager
-    def _loading(self, iteration: Iteration) -> Iterator[None]:
-        """Inside, Lightning has a batch loaded, as it would on one device."""
-        if iteration is not self._iteration:  # a callback's; or a first batch
-            yield
-            return
-        if iteration.has_early_ones:
-            self._attributes.check()
-        with self._draws.in_turn():
-            yield
-        self._attributes.look()
-
-    def _generators(self, loader: Any) -> dict[str, Any]:
-        """Those of the user's that steps, hooks or batches may draw from."""
-        module = self._trainer.lightning_module
-        name, datamodule = type(module).__name__, getattr(self._trainer, "datamodule", None)
-        roots = {name: module, "datamodule": datamodule, "the train loader": loader}
-        return {f"the generator {each}": own for each, own in own_generators(roots).items()}
-
-    def _look(self, iteration: Iteration, count: int) -> ComingBatch | None:
-        batch = iteration.look(count - 1)
+        batch = self._iteration.look(count - 1)
         if batch is None or batch.error is not None:
             return None
-        if not batch.is_ready:
-            try:
-                batch.make_ready(self._convert_and_move, batch.raw)
-            except Exception as error:
-                batch.error = error
-                return None
+        batch.make_ready(self._convert_and_move, batch.raw)
         return batch
 
     def _convert_and_move(self, raw: Any) -> Any:
@@ -361,7 +270,7 @@ class ComingBatches:
         """The train loader.
 
         Raises:
-            NetworkError: there are several.
+            NetworkError: there are several, or it has no worker processes.
         """
         loader = self._trainer.train_dataloader
         if not isinstance(loader, ComingLoader):
@@ -370,8 +279,11 @@ class ComingBatches:
                 "loader, not of several or of a collection of loaders. Let train_dataloader return "
                 "one loader, or use schedule='gpipe'."
             )
-        if loader is not self._known:
-            self._known, users = loader, loader.users_loader
-            self._attributes = LoaderAttributes(users)
-            self._draws.know(self._generators(users))
+        if not getattr(loader.users_loader, "num_workers", 0):
+            raise NetworkError(
+                "This schedule begins with later batches early, and the train loader makes them "
+                "in this process, where training_step may change what they read, or draw from the "
+                "same random numbers. Use DataLoader(num_workers=1) or more (as a copy of the data "
+                "set makes them then), or schedule='gpipe'."
+            )
         return loader

@@ -10,9 +10,12 @@ from lightning_hybrid.planning import AUTO, Method, Plan, PlanSettings, Sizes, g
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, LookAhead
 
 Count = int | Literal["auto"]
+Checkpoint = Literal["full", "sharded", "sharded_async"]
 ScheduleName = Literal[
     "auto", "gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye"
 ]
+
+Rng = Literal["microbatch", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Config:
         log_performance: whether the loggers get step times and the plan.
         gradient_shrinking: what gradients are multiplied with at every cut that they cross.
         verify: which calls of a network are compared with what its own Python gives.
+        rng: whose random numbers networks draw.
+        checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -47,6 +52,8 @@ class Config:
     log_performance: bool
     gradient_shrinking: float
     verify: int | Literal["auto", False]
+    rng: Rng
+    checkpoint: Checkpoint = "full"
     chosen: bool = False
 
     @classmethod
@@ -69,6 +76,8 @@ class Config:
         plan: Plan | str | Path | None = None,
         log_performance: bool = False,
         verify: int | Literal["auto", False] = "auto",
+        rng: Rng = "microbatch",
+        checkpoint: Checkpoint = "full",
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -94,6 +103,10 @@ class Config:
         if num_microbatches == "auto" and chosen in STREAMED:
             num_microbatches = 1  # its micro-batches are the batches
         _check_verify(verify)
+        _check_rng(rng, chosen)
+        if checkpoint not in get_args(Checkpoint):
+            kinds = ", ".join(map(repr, get_args(Checkpoint)))
+            raise PlanError(f"checkpoint={checkpoint!r} is none of {kinds}.")
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -116,6 +129,8 @@ class Config:
             log_performance=log_performance,
             gradient_shrinking=float(gradient_shrinking),
             verify=verify,
+            rng=rng,
+            checkpoint=checkpoint,
         )
 
     @property
@@ -227,6 +242,17 @@ def _check_verify(verify: int | str) -> None:
         raise PlanError(
             f"verify={verify!r} is none of 'auto' (calls 1, 2, 4, 8, ...), False and a number of "
             "calls of at least 1."
+        )
+
+
+def _check_rng(rng: str, schedule: str) -> None:
+    """Complain about random numbers that a schedule cannot draw."""
+    if rng not in get_args(Rng):
+        raise PlanError(f"rng={rng!r} is none of {', '.join(map(repr, get_args(Rng)))}.")
+    if rng == "device" and schedule in STREAMED:
+        raise PlanError(
+            f"rng='device' draws in the order of one device, and schedule={schedule!r} begins with "
+            "later batches early. Leave one of them out."
         )
 
 

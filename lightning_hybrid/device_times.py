@@ -1,7 +1,7 @@
 """How long each device of a replica computes while a run trains, and who wants to know."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,7 +11,7 @@ _BUSY = "busy_s"
 """Name of a worker's report: the seconds that it has computed since the last one."""
 
 
-class StepWatcher(Protocol):
+class StepWatcher:
     """Looks at the training steps of the driver of replica 0."""
 
     def batch_starts(self, batch: Any) -> None:

@@ -26,11 +26,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid._lightning import TensorBoardLogger, Trainer
+from lightning_hybrid.device_times import StepWatcher
 from lightning_hybrid.pipeline import bubble, serial_s
 from lightning_hybrid.planning import Plan, speedup
 
 
-class PerformanceLog:
+class PerformanceLog(StepWatcher):
     """Measures windows of training steps and logs each.
 
     Args:
@@ -103,7 +104,7 @@ class PerformanceLog:
             logger.log_metrics(values, step=step - 1)  # the number of the last of these steps
 
 
-class PlanLog:
+class PlanLog(StepWatcher):
     """Gives the loggers each plan as hyper-parameters, once.
 
     Args:
@@ -127,12 +128,6 @@ class PlanLog:
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         self._log_plans()
-
-    def pause(self) -> None:
-        """Validation starts."""
-
-    def resume(self) -> None:
-        """Validation is over."""
 
     def end(self) -> None:
         """Training is over."""

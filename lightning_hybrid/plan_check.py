@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning_hybrid.device_times import StepWatcher
 from lightning_hybrid.planning import Plan
 
 FIRST = 3
@@ -23,7 +24,7 @@ OF_A_BATCH = 0.2
 """A device that is behind by a smaller share of a batch's time costs little."""
 
 
-class PlanCheck:
+class PlanCheck(StepWatcher):
     """Says once if a device of replica 0 is persistently slower than planned.
 
     Args:
@@ -66,12 +67,6 @@ class PlanCheck:
         """Validation starts: what it takes is no training."""
         if self._since is not None:
             self._since, self._batches = None, FIRST
-
-    def resume(self) -> None:
-        """Validation is over."""
-
-    def end(self) -> None:
-        """Training is over."""
 
     def _begin(self) -> None:
         self._read_busy_s()

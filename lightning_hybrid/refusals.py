@@ -14,6 +14,7 @@ from lightning_hybrid._lightning import (
     Accelerator,
     BatchSizeFinder,
     Callback,
+    CheckpointIO,
     CPUAccelerator,
     CUDAAccelerator,
     LayerSync,
@@ -26,10 +27,12 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._torch.optimizers import unscales_by_itself
 from lightning_hybrid._torch.private_names import lacking, lost
+from lightning_hybrid.config import Checkpoint
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.pipeline import state_buffers
 from lightning_hybrid.planning import gigabytes
 from lightning_hybrid.run import Run, scalers_of
+from lightning_hybrid.runtime import present_bytes
 from lightning_hybrid.schedules import LookAhead
 
 TRIED = "2.13.0, 2.14.1 and 2.15.0"
@@ -81,12 +84,44 @@ def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
     size = _nbytes(module)
     if free is None or others * size <= free:
         return
-    name, _ = max(module.named_children(), key=lambda child: _nbytes(child[1]), default=("net", 0))
     raise PlanError(
         f"{type(module).__name__} has {gigabytes(size)} of weights, and every rank of this host "
         f"begins with all of them, as they are made in __init__: the other {others} would need "
-        f"{gigabytes(others * size)}, and {gigabytes(free)} is free. Make them in configure_model, "
-        "where each rank makes those of its own stages alone:\n"
+        f"{gigabytes(others * size)}, and {gigabytes(free)} is free. {_made_later(module)}"
+    )
+
+
+def refuse_no_room(module: nn.Module, left: int | None) -> None:
+    """Where a network leaves no room to begin, its run would end in threads and groups.
+
+    Args:
+        module: the LightningModule, as it stands in this process.
+        left: bytes that this process may still take; None: not known.
+
+    Raises:
+        PlanError: there is no room, and there would be without the weights.
+    """
+    if left is None or left >= _BEGIN_BYTES:
+        return
+    size = _nbytes(module)
+    if left + size < _BEGIN_BYTES:
+        return
+    raise PlanError(
+        f"{type(module).__name__} has {gigabytes(size)} of weights, and every rank begins with all "
+        f"of them, as they are made in __init__: that leaves {gigabytes(left)} of what this "
+        f"process may take, and a run takes {gigabytes(_BEGIN_BYTES)} to begin. "
+        f"{_made_later(module)}"
+    )
+
+
+_BEGIN_BYTES = 2**28
+"""Threads, process groups and the capture, before the weights of other ranks are given back."""
+
+
+def _made_later(module: nn.Module) -> str:
+    name, _ = max(module.named_children(), key=lambda child: _nbytes(child[1]), default=("net", 0))
+    return (
+        "Make them in configure_model, where each rank makes those of its own stages alone:\n"
         "    def configure_model(self):\n"
         f"        if self.{name} is None:  # what __init__ sets\n"
         f"            self.{name} = ..."
@@ -94,7 +129,7 @@ def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
+    return present_bytes(module, torch.device("cpu"))
 
 
 def refuse_lazy(module: nn.Module) -> None:
@@ -150,6 +185,15 @@ def callbacks_allow(trainer: Trainer, replicas: int, stages: int) -> bool:
     except PlanError:
         return False
     return True
+
+
+def refuse_checkpoint_io(io: CheckpointIO | None, checkpoint: Checkpoint) -> None:
+    """A sharded checkpoint goes through no plugin, which would need all of it on one rank."""
+    if io is not None and checkpoint != "full":
+        raise PlanError(
+            f"checkpoint={checkpoint!r} uses no CheckpointIO, and {type(io).__name__} was given: "
+            "each rank writes its own part. Leave one of them out."
+        )
 
 
 def refuse_optimizers(
@@ -214,11 +258,12 @@ def _unknown_batches(run: Run) -> Iterator[str]:
             "stages are done with it. Use precision='bf16-mixed'"
         )
     for owner in (module, getattr(run.trainer, "datamodule", None)):
-        if owner is not None and is_overridden("on_before_batch_transfer", owner):
-            yield (
-                f"{type(owner).__name__}.on_before_batch_transfer would be called in another "
-                "order. Move its work to the dataset or to on_after_batch_transfer"
-            )
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if owner is not None and is_overridden(hook, owner):
+                yield (
+                    f"{type(owner).__name__}.{hook} would be called before the steps of earlier "
+                    "batches. Move its work to the dataset, or into the network"
+                )
     if "dataloader_iter" in signature(module.training_step).parameters:
         yield ("training_step(dataloader_iter) fetches its batches itself. Let it take a batch")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
+from lightning_hybrid.device_times import StepWatcher
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.performance_log import first_size
 from lightning_hybrid.planning import Plan
@@ -69,7 +70,7 @@ class TimedRun:
             table.writerow(astuple(self))  # (None is an empty cell)
 
 
-class RunTable:
+class RunTable(StepWatcher):
     """Measures the steps of a fit, and adds a line to the table at its end.
 
     Args:

@@ -9,13 +9,31 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import CheckpointIO, LightningOptimizer
 from lightning_hybrid.building import BetweenRuns, WholeModule
-from lightning_hybrid.checkpoints import with_atomic_writes
+from lightning_hybrid.checkpoints import ShardedSaves, with_atomic_writes
+from lightning_hybrid.config import Config
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.refusals import refuse_checkpoint_io
+from lightning_hybrid.runtime import is_sharded
+from lightning_hybrid.session import DriverSession
 from lightning_hybrid.steps import SteppingStrategy
-from lightning_hybrid.world import NoWorld
+from lightning_hybrid.world import NoWorld, Phase
 
 
 class SavingStrategy(SteppingStrategy):
-    """Weights and states are gathered to be saved, and handed out when they are loaded."""
+    """Weights and states are gathered to be saved, and handed out when they are loaded.
+
+    Args:
+        config: what the user has asked for.
+        checkpoint_io: the user's.
+        lightning: further arguments of ``DDPStrategy``.
+    """
+
+    def __init__(
+        self, config: Config, checkpoint_io: CheckpointIO | None = None, **lightning: Any
+    ) -> None:
+        super().__init__(config, **lightning)
+        self.checkpoint_io = checkpoint_io
+        self._saves = ShardedSaves()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -25,6 +43,7 @@ class SavingStrategy(SteppingStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_checkpoint_io(io, self._config.checkpoint)
         self._checkpoint_io = io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -52,6 +71,42 @@ class SavingStrategy(SteppingStrategy):
         """With a network that is whole on no rank, rank 0 alone reads, and all get the rest."""
         read = partial(super().load_checkpoint, checkpoint_path, weights_only)
         return self._building.read_checkpoint(read, self._world)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """A file from the driver of replica 0, or a folder to which all ranks of it write."""
+        if self._config.checkpoint == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None or "://" in str(filepath):
+            raise PlanError(
+                f"checkpoint={self._config.checkpoint!r} cannot save to {str(filepath)!r}: each "
+                "rank writes to a folder of a file system. Give such a path and no "
+                "storage_options, or use checkpoint='full'."
+            )
+        later = self._config.checkpoint == "sharded_async" and self._world.phase is Phase.RUNNING
+        if not self.is_global_zero:
+            return
+        if later:
+            self._saves.begin(self._driving, checkpoint, Path(filepath))
+        else:
+            self._saves.save(partial(self._session.save_shards, checkpoint), Path(filepath))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """A file or a folder."""
+        if self._config.checkpoint == "full" and not is_sharded(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._saves.remove(Path(filepath))
+
+    def teardown(self) -> None:
+        """Asynchronous checkpoints are there when a run has ended."""
+        try:
+            if isinstance(self._session, DriverSession):
+                self._saves.finish(self._session)
+        finally:
+            super().teardown()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         with self._session.loading(self._module):

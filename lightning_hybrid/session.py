@@ -7,6 +7,8 @@ after each there is :class:`BetweenRuns`.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +31,14 @@ from lightning_hybrid.plan_check import PlanCheck
 from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.run_table import RunTable
-from lightning_hybrid.runtime import Discovery, Driver, NetworkOptions, Planner, Worker
+from lightning_hybrid.runtime import (
+    Discovery,
+    Driver,
+    NetworkOptions,
+    Planner,
+    Worker,
+    save_alone,
+)
 from lightning_hybrid.world import Phase
 
 _DEVICE = "device"  # name of a worker's report
@@ -97,6 +106,7 @@ class DriverSession:
             trains=run.fitting,
             folder=run.trainer.default_root_dir,
             say=rank_zero_info,
+            follows=config.rng == "device",
             first_failure=lambda: read_fault(mesh).exception(),
         )
         network_options = NetworkOptions(
@@ -254,12 +264,15 @@ class DriverSession:
 
     # ------------------------------------------------------------------ states
 
-    def state_dict(self, module: LightningModule, *, here: bool) -> dict[str, Any]:
+    def state_dict(
+        self, module: LightningModule, *, here: bool, gathers: bool = False
+    ) -> dict[str, Any]:
         """The state dict of the whole module (collective over the drivers).
 
         Args:
             module: the LightningModule.
             here: whether this rank is the one that gets it; the others get nothing.
+            gathers: whether numbers of workers are brought here, also for a sharded checkpoint.
         """
         # else a callback saves what is left after a failure
         if self._run.world.phase is Phase.RUNNING:
@@ -268,16 +281,46 @@ class DriverSession:
             self._driver.weights.broadcast_buffers()
         if not here:
             return {}
-        with self._driver.weights.whole():
+        with self._driver.weights.whole(unread=self._saves_shards and not gathers):
             return module.state_dict()
 
-    full_state_dict = state_dict
+    def full_state_dict(self, module: LightningModule, *, here: bool) -> dict[str, Any]:
+        """The same, with the numbers of all ranks."""
+        return self.state_dict(module, here=here, gathers=True)
 
     def optimizer_state(
         self, module: LightningModule, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
-        """The state dict of one device."""
-        return optimizer.state_dict() if here else {}
+        """The state dict of one device; for a sharded checkpoint as :meth:`state_dict`."""
+        if not here:
+            return {}
+        with self._driver.optimizers.unread() if self._saves_shards else nullcontext():
+            return optimizer.state_dict()
+
+    @property
+    def _saves_shards(self) -> bool:
+        return self._run.config.checkpoint != "full" and self._run.world.phase is Phase.RUNNING
+
+    def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        """Write a sharded checkpoint.
+
+        Args:
+            checkpoint: the ordinary one.
+            folder: that all ranks of this replica write to.
+        """
+        save = self._driver.save_shards if self._saves_shards else save_alone
+        save(checkpoint, folder)
+
+    def stage_shards(
+        self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
+    ) -> Callable[[], None]:
+        """See :meth:`lightning_hybrid.runtime.driver.Driver.stage_shards`."""
+        return self._driver.stage_shards(checkpoint, folder, given_up)
+
+    def await_shards(self) -> None:
+        """Wait until workers have written what was staged, if they are still there."""
+        if self._saves_shards:
+            self._driver.await_shards()
 
     @contextmanager
     def loading(self, module: LightningModule) -> Iterator[None]:

@@ -25,7 +25,14 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.network import cached, fits, measure, why_whole
-from lightning_hybrid.planning import ASSUMED_TENSORS, Machine, Parts, Search, Sizes, choose
+from lightning_hybrid.planning import (
+    ASSUMED_TENSORS,
+    Machine,
+    PartitionTable,
+    Search,
+    Sizes,
+    choose,
+)
 from lightning_hybrid.progress import StartProgress, display_of
 from lightning_hybrid.rehearsal import rehearsal
 from lightning_hybrid.runtime import Seen, present_bytes
@@ -190,7 +197,7 @@ class _Measured:
         self._seen, self._device, self._progress = seen, device, progress
         self._compiled = compiled
 
-    def __call__(self, microbatches: int) -> Parts:
+    def __call__(self, microbatches: int) -> PartitionTable:
         graph, partitions = self._seen.graph, self._seen.partitions
         leaves: list[Tensor] = list(self._seen.leaves)
         if microbatches > 1 and not graph.is_static:
@@ -207,21 +214,7 @@ class _Measured:
             leaves,
             self._device,
         )
-        rows = profile.partitions
-        sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
-        return Parts(
-            names=tuple(partition.name for partition in partitions),
-            forward_s=tuple(row.forward for row in rows),
-            backward_s=tuple(row.backward for row in rows),
-            cut_bytes=tuple(float(row.output_bytes) for row in rows[:-1]),
-            parameters=tuple(sum(sizes[n] for n in p.parameters) for p in partitions),
-            gradient_bytes=tuple(float(row.gradient_bytes) for row in rows),
-            kept_bytes=tuple(
-                float(row.parameter_bytes + (1 + ASSUMED_TENSORS) * row.gradient_bytes)
-                for row in rows
-            ),
-            activation_bytes=tuple(float(row.activation_bytes) for row in rows),
-            layers=tuple(len(partition.layers) for partition in partitions),
-            input_part_s=tuple(row.parts[0] for row in rows),
-            weight_part_s=tuple(None if self._compiled else row.parts[1] for row in rows),
-        )
+        weights = graph.network.named_parameters()
+        state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
+        table = PartitionTable.of(graph, partitions, profile.with_optimizer(partitions, state))
+        return table.joint() if self._compiled else table

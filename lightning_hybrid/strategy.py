@@ -31,8 +31,8 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_as_ever
 from lightning_hybrid.building import move_module
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
-from lightning_hybrid.config import Config, Count, ScheduleName
-from lightning_hybrid.planning import Plan, free_of_host
+from lightning_hybrid.config import Checkpoint, Config, Count, Rng, ScheduleName
+from lightning_hybrid.planning import Plan, free_bytes, free_of_host
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
     Parted,
@@ -49,6 +49,7 @@ from lightning_hybrid.refusals import (
     refuse_interactive,
     refuse_layer_sync,
     refuse_lazy,
+    refuse_no_room,
     refuse_optimizers,
     refuse_streaming,
     refuse_version,
@@ -123,6 +124,18 @@ class HybridGabraStrategy(SavingStrategy):
             it, so that a captured value that has changed unseen ends the run and not its numbers:
             ``"auto"``: calls 1, 2, 4, 8, ... of each kind (with gradients or not, in training mode
             or not); ``n``: the first call and every ``n``-th after it; ``False``: none.
+        rng: whose random numbers a network draws (dropout): ``"microbatch"``: each micro-batch has
+            generators of its own, so that the numbers are the same for every number of stages;
+            ``"device"``: those of one device, whatever the stages and micro-batches. The driver
+            then draws the masks of dropout for the whole batch, and sends each micro-batch its
+            rows: a byte for each element, across each cut before the layer. What draws in another
+            way (attention with ``dropout_p``) takes its batches whole, with a line that names it.
+        checkpoint: ``"full"``: a checkpoint is Lightning's ordinary file. ``"sharded"``: it is a
+            folder to which each rank writes what it owns, as of Lightning's ``FSDPStrategy`` and
+            in the format of `torch.distributed.checkpoint`; any number of replicas and stages goes
+            on with it, and `lightning-hybrid consolidate` makes the ordinary file of it.
+            ``"sharded_async"``: likewise, from copies that each rank makes of what it owns, while
+            training goes on.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -160,6 +173,8 @@ class HybridGabraStrategy(SavingStrategy):
         plan: Plan | str | Path | None = None,
         log_performance: bool = False,
         verify: int | Literal["auto", False] = "auto",
+        rng: Rng = "microbatch",
+        checkpoint: Checkpoint = "full",
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -187,6 +202,8 @@ class HybridGabraStrategy(SavingStrategy):
             plan=plan,
             log_performance=log_performance,
             verify=verify,
+            rng=rng,
+            checkpoint=checkpoint,
             seed=seed,
         )
         super().__init__(
@@ -219,11 +236,17 @@ class HybridGabraStrategy(SavingStrategy):
             self._launcher.before_start = self._refuse_copies
 
     def _refuse_copies(self) -> None:
+        self._refuse_no_room()
         refuse_copies(self._module, self._per_host - 1, free_of_host())
+
+    def _refuse_no_room(self) -> None:
+        if self._shape()[1] > 1:
+            refuse_no_room(self._module, free_bytes())
 
     def setup_distributed(self) -> None:
         refuse_accelerator(given(self.accelerator, "accelerator"))
         load_as_ever(self._module.trainer)
+        self._refuse_no_room()
         super().setup_distributed()
         self._rest()
         if self._joined.has_coordinates:
@@ -353,6 +376,7 @@ class HybridGabraStrategy(SavingStrategy):
 
     def _abort(self) -> None:
         self._session.abort()
+        self._saves.give_up()
         self._world.leave()
 
     def teardown(self) -> None:

@@ -33,7 +33,6 @@ OUTERMOST = {
     "lightning_hybrid/building.py",
     "lightning_hybrid/checkpoints.py",
     "lightning_hybrid/coming_batches.py",
-    "lightning_hybrid/loader_attributes.py",
     "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/performance_log.py",
     "lightning_hybrid/ranks.py",
@@ -80,7 +79,9 @@ LAYERS = {
         *("errors", "_torch", "_trees", "schedules", "tensors"),
         *("network", "planning", "comm", "pipeline"),
     },
-    "commands": {*("errors", "_trees", "network", "planning", "report", "comm", "process")},
+    "commands": {
+        *("errors", "_trees", "network", "planning", "report", "comm", "process", "checkpoints")
+    },
     "cli": {"errors", "commands"},
 }
 # folders whose files are imported one by one: by subject, and by command

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.coming_batches import ComingBatch, ComingBatches, ComingLoader
 from lightning_hybrid.errors import NetworkError
@@ -18,7 +18,7 @@ class Loader:
 
     def __init__(self, count: int, fails_at: int | None = None) -> None:
         self.count, self.fails_at, self.given = count, fails_at, 0
-        self.sampler = "mine"
+        self.sampler, self.num_workers = "mine", 1
 
     def __len__(self) -> int:
         return self.count
@@ -38,35 +38,6 @@ class Loader:
         self.given = state["given"]
 
 
-class Counting(Loader):
-    """Counts in each batch."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.loaded = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in super().__iter__():
-            self.loaded += 1
-            yield batch
-
-
-class Curriculum(Loader):
-    """Has more to say later on."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.difficulty = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in super().__iter__():
-            yield batch + 10 * self.difficulty
-
-
-class Module(nn.Module):
-    _current_fx_name = None
-
-
 class Trained:
     """What a Trainer does with its loader."""
 
@@ -79,22 +50,12 @@ class Trained:
             "global_step": 0,
             "precision_plugin": SimpleNamespace(convert_input=lambda batch: batch + 100),
             "fit_loop": SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=-1)),
-            "lightning_module": Module(),
-            "strategy": SimpleNamespace(root_device=torch.device("cpu")),
         }
         self.trainer: Any = SimpleNamespace(**{**usual, **trainer})
         self.coming = ComingBatches(self.trainer, barrier)
         self.loader = self.trainer.train_dataloader = self.coming.wrap(loader)
         self.moved: list[float] = []
         self.batches = iter(self.loader)
-
-    def step_that_draws(self, look: int) -> None:
-        self.coming.arrive(next(self.batches), self.move)
-        self.trainer.fit_loop.epoch_loop.batch_idx += 1
-        with self.coming.step():
-            for count in range(1, look + 1):
-                self.coming.ahead(count)
-            torch.rand(1)
 
     def step(self, look: int) -> tuple[float, list[float]]:
         """A step that looks at later batches. Returns its own, and those."""
@@ -121,94 +82,6 @@ def test_later_batches_are_seen_as_they_will_come_and_each_is_made_once() -> Non
     assert run.moved == [100, 101, 102, 103, 104]
     with pytest.raises(StopIteration):
         next(run.batches)
-
-
-def test_a_loader_that_something_changes_while_a_later_batch_waits_is_refused() -> None:
-    run, in_order = (Trained(Curriculum(5)) for _ in range(2))
-    for _ in range(3):
-        in_order.step(0)
-        in_order.loader.difficulty += 1
-    run.step(1)
-    run.loader.difficulty += 1
-    with pytest.raises(NetworkError, match=r"difficulty of the train loader was changed"):
-        run.step(1)
-
-
-class Drawing(Loader):
-    """Its batches depend on what surrounds their loading."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(self.count):
-            yield torch.rand(1) + (torch.ones(2, 2) @ torch.full((2, 2), 1 / 3)).sum()
-
-
-def test_later_batches_are_loaded_in_the_precision_of_their_turn() -> None:
-    """A step has another one, and inside of a call of the network there are no gradients."""
-    run, in_order = Trained(Drawing(4)), Trained(Drawing(4))
-    for each in (in_order, run):
-        torch.manual_seed(0)
-        batch = next(each.batches)
-        each.coming.arrive(batch, each.move)
-        each.trainer.fit_loop.epoch_loop.batch_idx += 1
-    expected = [next(in_order.batches) + 1100 for _ in range(2)]
-    torch.manual_seed(0)
-    torch.rand(1)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with run.coming.step(), torch.autocast("cpu"), torch.no_grad():
-            found = [run.coming.ahead(count) for count in (1, 2)]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for one, other in zip(found, expected, strict=True):
-        assert one is not None
-        assert torch.equal(one.tensors[0], other)
-
-
-def test_what_loading_itself_changes_is_no_change() -> None:
-    """Also where Lightning loads a batch before the step, as it does without a length."""
-    run, in_order = Trained(Counting(6)), Trained(Counting(6))
-    found = [run.step(2 if number % 2 else 0)[0] for number in range(5)]
-    assert found == [in_order.step(0)[0] for _ in range(5)]
-    assert run.loader.loaded > in_order.loader.loaded == 5  # batches wait
-
-
-def test_a_batch_that_fails_in_a_hook_says_so_in_its_turn() -> None:
-    run = Trained(Loader(4))
-
-    def fails(batch: Tensor) -> Tensor:
-        if batch == 102:  # as Lightning leaves it
-            run.trainer.lightning_module._current_fx_name = "on_after_batch_transfer"
-            raise ValueError("batch 2 is broken")
-        return batch
-
-    run.move = fails  # type: ignore[method-assign]
-    assert run.step(2)[1] == [101]
-    assert run.trainer.lightning_module._current_fx_name is None
-    run.step(2)
-    with pytest.raises(ValueError, match="batch 2 is broken"):
-        run.step(2)
-
-
-def test_a_change_before_later_batches_are_loaded_is_seen_by_them() -> None:
-    run, in_order = (Trained(Curriculum(6), "step", accumulate_grad_batches=2) for _ in range(2))
-    for number in range(6):
-        assert run.step(1)[0] == in_order.step(0)[0]
-        if number % 2:  # none waits across a step
-            run.loader.difficulty += 1
-            in_order.loader.difficulty += 1
-
-
-def test_a_batch_that_changes_the_module_where_it_is_made_ready_is_refused() -> None:
-    run = Trained(Loader(4))
-
-    def counts(batch: Tensor) -> Tensor:
-        run.trainer.lightning_module.count += 1
-        return batch
-
-    run.trainer.lightning_module.count = 0
-    run.move = counts  # type: ignore[method-assign]
-    with pytest.raises(NetworkError, match="changes 'count' of Module"):
-        run.step(1)
 
 
 @pytest.mark.parametrize(
@@ -283,30 +156,18 @@ def test_a_loader_made_for_validation_in_the_middle_of_training_is_not_that_of_t
     assert [run.step(1) for _ in range(3)] == [(1100, [1101]), (1101, [1102]), (1102, [])]
 
 
-def test_several_loaders_are_refused() -> None:
+def test_several_loaders_under_a_streamed_schedule_are_refused() -> None:
     run = Trained(Loader(3))
     run.trainer.train_dataloader = [run.loader, run.loader]
     with pytest.raises(NetworkError, match="one train loader"):
         run.step(0)
 
 
-class Augmenting(Loader):
-    """Draws for each batch."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in super().__iter__():
-            yield batch + torch.rand(())
-
-
-def test_a_loader_and_a_step_that_draw_from_one_generator_are_refused_in_the_first_step() -> None:
-    with pytest.raises(NetworkError, match=r"torch's global generator.*schedule='gpipe'"):
-        Trained(Augmenting(4)).step_that_draws(look=2)
-    in_order = Trained(Augmenting(4))
-    for _ in range(4):
-        in_order.step_that_draws(look=0)
-    other = Trained(Loader(4))
-    for _ in range(4):
-        other.step_that_draws(look=2)
+def test_a_loader_without_worker_processes_under_a_streamed_schedule_is_refused() -> None:
+    run = Trained(Loader(3))
+    run.loader.num_workers = 0
+    with pytest.raises(NetworkError, match=r"num_workers=1.*schedule='gpipe'"):
+        run.step(0)
 
 
 def test_tensors_of_another_class_are_known_as_the_network_gets_them() -> None:

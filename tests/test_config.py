@@ -48,6 +48,13 @@ def test_what_is_no_choice_of_calls_to_verify_is_refused(verify: Any) -> None:
     assert [Config.resolve(verify=v).verify for v in ("auto", False, 3)] == ["auto", False, 3]
 
 
+def test_one_device_s_random_numbers_are_not_for_schedules_that_begin_early() -> None:
+    with pytest.raises(PlanError, match=r"rng='device' draws in the order .* schedule='1f1b'"):
+        Config.resolve(rng="device", schedule="1f1b")
+    with pytest.raises(PlanError, match=r"rng='cpu' is none of 'microbatch', 'device'"):
+        Config.resolve(rng="cpu")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("capacity", [(1.0, 2.0, 3.0), (1.0, -1.0)])
 def test_capacities_are_one_positive_number_per_device(capacity: tuple[float, ...]) -> None:
     config = Config.resolve(device_capacity=capacity)

@@ -52,7 +52,7 @@ class Notes:
 
     def context(self, name: str) -> Any:
         @contextmanager
-        def entered() -> Iterator[None]:
+        def entered(**_: Any) -> Iterator[None]:
             self.notes.append(name)
             yield
             self.notes.append(f"end of {name}")

@@ -22,7 +22,7 @@ from lightning_hybrid.comm.link_probe import (
 from lightning_hybrid.comm.links import Arriving, Links, link_stages
 from lightning_hybrid.comm.lost_peers import is_gone, is_late
 from lightning_hybrid.comm.mesh import GroupHandle, Mesh, backend_on, make_world
-from lightning_hybrid.comm.messages import Answer, Header, Pattern, Status
+from lightning_hybrid.comm.messages import Answer, Header, Pattern, Status, Tensors
 from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
 from lightning_hybrid.comm.signals import (
     make_deferrable,
@@ -67,6 +67,7 @@ __all__ = [
     "Spread",
     "Status",
     "TensorSpec",
+    "Tensors",
     "backend_on",
     "bound_to",
     "broadcast_object",

@@ -282,10 +282,12 @@ class TakeOptimizers(Command):
     Attributes:
         fresh: bit k: forget the state that optimizer k has here.
         data: as written by :func:`lightning_hybrid.runtime.optimizers.ship`.
+        tensors: the large ones of their states, in the order in which they are needed.
     """
 
     fresh: int
     data: bytes
+    tensors: Tensors
 
 
 @dataclass(frozen=True)
@@ -419,6 +421,45 @@ class KeepTensors(Command):
 
 
 @dataclass(frozen=True)
+class OutlineStates(Command):
+    """Answer with the states of an optimizer by parameter name, tensors without their numbers.
+
+    Attributes:
+        optimizer: its number.
+    """
+
+    answered = True
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class SaveShard(Command):
+    """Write tensors of this rank to its file of a sharded checkpoint.
+
+    The answer is what :func:`lightning_hybrid.runtime.sharded_checkpoint.write_shard` gives, or the
+    ``OSError`` that it has raised.
+
+    Attributes:
+        folder: of the checkpoint.
+        part: of each key in it, which tensor of this rank it is.
+        staged: answer when copies are made, and write these later; what would have been the answer
+            is then left in the folder.
+    """
+
+    answered = True
+    folder: str
+    part: Mapping[tuple[str, ...], Any]
+    staged: bool
+
+
+@dataclass(frozen=True)
+class AwaitShards(Command):
+    """Answer when all that was staged is written."""
+
+    answered = True
+
+
+@dataclass(frozen=True)
 class MapTensors(Command):
     """Have here what other ranks own, as it is in their files; answer whether that is possible.
 
@@ -547,6 +588,9 @@ MESSAGES: tuple[type[Message], ...] = (
     Unscale,
     GiveWeights,
     KeepTensors,
+    OutlineStates,
+    SaveShard,
+    AwaitShards,
     MapTensors,
     TakeWeights,
     NameGradients,

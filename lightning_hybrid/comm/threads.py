@@ -1,9 +1,11 @@
 """Threads beside the one of the user's code, which begin or say that they cannot.
 
 ``Thread.start`` waits until the new thread has begun. Where there is memory for its stack and none
-for its first object, Python drops it with a line on the console, and the wait never ends.
+for its first object, Python drops it with a line on the console, and the wait never ends. So that
+wait is left to a thread of its own.
 """
 
+import _thread
 from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
@@ -22,14 +24,33 @@ class BackgroundThread(Thread):
 
     def __init__(self, run: Callable[..., object], name: str, *arguments: Any) -> None:
         super().__init__(target=run, args=arguments, daemon=True, name=name)
-        self._started: Event = _Begun()  # what `start` waits for, in all versions of Python
+        self._begun = Event()
+        self._failures: list[RuntimeError] = []
 
+    def start(self) -> None:
+        """Begin.
 
-class _Begun(Event):
-    def wait(self, timeout: float | None = None) -> bool:
-        if not super().wait(_BEGINS_WITHIN_S if timeout is None else timeout):
+        Raises:
+            RuntimeError: there is no room for the stack of a thread.
+            MemoryError: there is, and for nothing else.
+        """
+        _thread.start_new_thread(self._begin, ())
+        if not self._begun.wait(_BEGINS_WITHIN_S):
             raise MemoryError(
                 f"A thread has not begun within {_BEGINS_WITHIN_S:.0f} s: this process has no "
                 "memory left for it (see `ulimit -v`)"
             )
-        return True
+        if self._failures:
+            raise self._failures[0]
+
+    def run(self) -> None:
+        """What it does."""
+        self._begun.set()
+        super().run()
+
+    def _begin(self) -> None:
+        try:
+            super().start()
+        except RuntimeError as error:
+            self._failures.append(error)
+            self._begun.set()

@@ -36,6 +36,7 @@ from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.cumulative_batchnorm import captured_averages
+from lightning_hybrid.network.dropout_masks import with_masks
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.graph_from_dynamo import describe
 from lightning_hybrid.network.hugging_face import installs_hooks
@@ -114,6 +115,9 @@ class Capture:
             between them run as ever.
         divides: take away from each graph what the driver computes for all samples, where samples
             meet at its beginning or end (:mod:`lightning_hybrid.network.three_parts`).
+        draws: whether each micro-batch may draw random numbers by itself. Else a graph is divided
+            only if all that it draws is drawn for the whole batch, masks of dropout among it
+            (:mod:`lightning_hybrid.network.dropout_masks`).
 
     Attributes:
         reason: why the last capture was needed, where that is a value in the user's code.
@@ -128,8 +132,9 @@ class Capture:
         *,
         whole: bool = True,
         divides: bool = True,
+        draws: bool = True,
     ) -> None:
-        self._divides = divides
+        self._divides, self._draws = divides, draws
         tensors = (*network.named_parameters(), *network.named_buffers())
         self.network, self._run = network, run
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
@@ -226,15 +231,30 @@ class Capture:
             divided = graphs.get(names)
             if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
-                shared = frozenset(self._shared)
-                graph = describe(
-                    module, self.network, names, self._given, values, shared, self._batch_dim
-                )
-                divided = graphs[names] = Divided(graph, divides=self._divides)
+                divided = graphs[names] = self._divided(module, names, values)
                 self._find_batch(divided.heavy, values)
             return divided(values, self._run)
 
         return run
+
+    def _divided(
+        self, module: fx.GraphModule, names: Sequence[str | None], values: Sequence[Any]
+    ) -> Divided:
+        shared = frozenset(self._shared)
+
+        def described(module: fx.GraphModule) -> NetworkGraph:
+            return describe(
+                module, self.network, names, self._given, values, shared, self._batch_dim
+            )
+
+        graph = described(module)
+        if self._draws or not self._divides or graph.is_static or not graph.uses_rng:
+            return Divided(graph, divides=self._divides)
+        divided = Divided(described(with_masks(module)), divides=True, draws=False)
+        if divided.heavy.meets is None:
+            return divided
+        graph.meets = divided.heavy.meets
+        return Divided(graph, divides=False)
 
     def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
         """Look for the batch in dimension 1, where layers want it there, and once.

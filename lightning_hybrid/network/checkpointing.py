@@ -24,7 +24,7 @@ def open_only_region(module: fx.GraphModule) -> None:
         module: from TorchDynamo; changed in place. Reentrant regions stay: their gradients depend
             on what goes into them as a whole.
     """
-    regions = [n for n in module.graph.nodes if _is_region(n)]
+    regions = [n for n in module.graph.nodes if is_region(n)]
     if len(regions) != 1 or regions[0].kwargs.get("use_reentrant"):
         return
     (region,) = regions
@@ -88,10 +88,11 @@ def close_region(graph: fx.Graph) -> dict[str, Any]:
 
 def has_region(graph: fx.Graph) -> bool:
     """Whether a part of a captured graph is, or was, a checkpointed region."""
-    return any(_is_region(node) or _MARK in node.meta for node in graph.nodes)
+    return any(is_region(node) or _MARK in node.meta for node in graph.nodes)
 
 
-def _is_region(node: fx.Node) -> bool:
+def is_region(node: fx.Node) -> bool:
+    """Whether a node is a checkpointed region."""
     return higher_order_name(node.target) == "tag_activation_checkpoint"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -106,11 +105,6 @@ class Profile:
     def is_measured(self) -> bool:
         return self.device != COUNTED
 
-    @property
-    def loads(self) -> tuple[float, ...]:
-        """Load per partition: seconds forward and backward, or the same in FLOPs when counted."""
-        return tuple(p.forward + p.backward for p in self.partitions)
-
     def with_optimizer(
         self, partitions: Sequence[NetworkPartition], state_bytes: Mapping[str, int]
     ) -> Self:
@@ -128,18 +122,9 @@ class Profile:
         copies = (dataclasses.replace(row, bucket_bytes=row.gradient_bytes) for row in rows)
         return dataclasses.replace(self, partitions=tuple(copies))
 
-    def to_json(self) -> str:
-        """The profile as JSON."""
-        return json.dumps(self.record(), indent=1)
-
     def record(self) -> dict[str, Any]:
         """The profile in plain values."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """A profile from `to_json`."""
-        return cls.from_record(json.loads(text))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:

@@ -31,6 +31,7 @@ from lightning_hybrid._torch.tensors import (
 )
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.annotate import FAILURES, modes_restored
+from lightning_hybrid.network.dropout_masks import MASKS
 from lightning_hybrid.network.recurrent_layers import RECURRENT
 from lightning_hybrid.network.row_rules import (
     FACTORIES,
@@ -272,7 +273,7 @@ class _Walk:
 
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
         """Whether the driver can compute a node for all samples, and split what it returns."""
-        labels = [self._run.by_shape(tensor) for tensor in tensors]
+        labels = [self._drawn(node, tensor) for tensor in tensors]
         is_tensor = isinstance(self._values[node], Tensor)  # (else it is for what takes it apart)
         if node not in self._early or not is_tensor or MEET in labels:
             return False
@@ -280,6 +281,13 @@ class _Walk:
             self._run.set(tensor, label)
         self.found.prologue.add(node)
         return True
+
+    def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
+        """Where samples are in what is made of inputs: a mask has them where its tensor has."""
+        label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
+        if isinstance(label, Rows) and label.plain and self._run.bears_out(label, tensor):
+            return label
+        return self._run.by_shape(tensor)
 
 
 @contextmanager
@@ -368,6 +376,10 @@ class _Run(TorchDispatchMode):
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
         return self._borne_out(label, tensor)
+
+    def bears_out(self, label: Label, tensor: Tensor) -> bool:
+        """Whether a tensor can have this label, by its shape."""
+        return self._borne_out(label, tensor) is label
 
     def picked_by(self, mask: Tensor, count: Any) -> Any:
         picked = self._roots.get(id(mask), id(mask)), version(mask)

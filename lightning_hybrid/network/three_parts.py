@@ -53,18 +53,19 @@ class Divided:
     Args:
         graph: as captured.
         divides: whether it may be divided.
+        draws: whether the heavy part may draw random numbers, for each micro-batch by itself.
 
     Attributes:
         heavy: what goes through the stages; all of the network, if samples do not meet in it or if
             it cannot be divided.
     """
 
-    def __init__(self, graph: NetworkGraph, *, divides: bool) -> None:
+    def __init__(self, graph: NetworkGraph, *, divides: bool, draws: bool = True) -> None:
         self._whole = self.heavy = graph
         self._parts: _Parts | None = None
         if graph.is_static or not divides:
             return
-        plan = _divide(graph)
+        plan = _divide(graph, draws)
         if isinstance(plan, str):
             graph.meets = plan
             return
@@ -108,7 +109,7 @@ class _Plan:
 # ---------------------------------------------------------------- which node is where
 
 
-def _divide(graph: NetworkGraph) -> _Plan | str:
+def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
     """A division, or why there is none."""
     for layer in graph.layers:
         where = f"{layer.module}.{layer.name}".removeprefix(".")
@@ -123,7 +124,7 @@ def _divide(graph: NetworkGraph) -> _Plan | str:
     found: list[_Plan | str] = []
     for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
         # an input may have this size by accident (weights of as many classes)
-        plan = _divided_by(graph, symbols)
+        plan = _divided_by(graph, symbols, draws)
         found.append(plan)
         if not isinstance(plan, str) and not plan.tail:
             return plan
@@ -135,7 +136,7 @@ def _is_statistic(network: nn.Module, name: str) -> bool:
     return key in MICROBATCH_STATISTICS and isinstance(network.get_submodule(owner), BatchNorm)
 
 
-def _divided_by(graph: NetworkGraph, symbols: tuple[Any, ...]) -> _Plan | str:
+def _divided_by(graph: NetworkGraph, symbols: tuple[Any, ...], draws: bool) -> _Plan | str:
     writing = {layer.node for layer in graph.layers if layer.effects.writes}
     followed = follow(
         graph.graph,
@@ -144,7 +145,7 @@ def _divided_by(graph: NetworkGraph, symbols: tuple[Any, ...]) -> _Plan | str:
         lambda node: _of_input(graph, symbols, node),
         kept={*graph.tensors, *writing},
     )
-    return _Dividing(graph, followed).plan()
+    return _Dividing(graph, followed, draws).plan()
 
 
 def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> Label:
@@ -158,8 +159,8 @@ def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> L
 
 
 class _Dividing:
-    def __init__(self, graph: NetworkGraph, followed: Followed) -> None:
-        self.graph, self.followed = graph, followed
+    def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool = True) -> None:
+        self.graph, self.followed, self._draws = graph, followed, draws
         self.layers = {n: y for y in graph.layers for n in (y.node, *y.parts)}
         self.order = {node: number for number, node in enumerate(graph.graph.nodes)}
         self.writers: dict[int, list[fx.Node]] = {}
@@ -169,7 +170,10 @@ class _Dividing:
 
     def plan(self) -> _Plan | str:
         outputs = [node for node in self.graph.outputs if isinstance(node, fx.Node)]
-        tail, prologue = self._tail(outputs), frozenset(self.followed.prologue)
+        tail = self._tail(outputs)
+        # what is drawn of no weight is drawn in the order of the graph
+        drawn = {n for n in tail if n in self.followed.early and self._is_random(n)}
+        tail, prologue = tail - drawn, frozenset(self.followed.prologue | drawn)
         early = self.behind(prologue)
         wanted = {*outputs, *(taken for node in tail for taken in node.all_input_nodes)}
         taken = [n for n in wanted - tail - prologue if not self._is_known(n)]
@@ -194,6 +198,9 @@ class _Dividing:
             if any(node in self.layers for node in nodes):
                 words.append(f"{name} {self._share(nodes):.1%}")
         return ", ".join(words)
+
+    def _is_random(self, node: fx.Node) -> bool:
+        return node in self.layers and self.layers[node].effects.random
 
     def _is_known(self, node: fx.Node) -> bool:
         """Whether the driver has it: an input, numbers that follow from sizes."""
@@ -269,6 +276,8 @@ class _Dividing:
                 reason := self._of_beside(node, tail if node in tail else early, twice)
             ) is not None:
                 return f"{self._said([node])}, and {reason}"
+        if (reason := self._of_draws(tail, early, heavy)) is not None:
+            return reason
         for node in (*taken, *prologue):
             readers = [self.order[u] for u in node.users if u in tail] or [len(self.order)]
             first = -1 if node in prologue else min(readers)
@@ -276,7 +285,20 @@ class _Dividing:
             late = [w for w in changes if self.order[w] > first and w not in early]
             if late:
                 return f"{self.graph.place_of(late[0])} changes what is used for all samples"
-        return next(filter(None, map(self._of_taken, taken)), None)
+        return next(filter(None, map(self._of_taken, (*taken, *prologue))), None)
+
+    def _of_draws(
+        self, tail: Collection[fx.Node], early: Collection[fx.Node], heavy: Collection[fx.Node]
+    ) -> str | None:
+        """Why these parts would not draw the random numbers that the graph does."""
+        random = [node for node in self.order if self._is_random(node)]
+        own = [node for node in random if node in heavy and node not in early]
+        if own and not self._draws:
+            return f"{self._at(own[0])} draws random numbers that are not made of sizes alone"
+        late = next((node for node in random if node in tail), None)
+        if late is not None and any(self.order[n] > self.order[late] for n in random if n in early):
+            return f"{self._at(late)} draws random numbers before others that are drawn first"
+        return None
 
     def _of_beside(self, node: fx.Node, own: Collection[fx.Node], twice: bool) -> str | None:
         """Why the driver cannot compute a node for all samples."""
@@ -314,9 +336,11 @@ class _Dividing:
             default=min(nodes, key=self.order.__getitem__),
         )
         how = f" ({why[node]})" if node in why else ""
+        return f"samples meet in {self._at(node, how)}"
+
+    def _at(self, node: fx.Node, how: str = "") -> str:
         place = place_of(node)
-        where = f", {place}" if place else ""
-        return f"samples meet in {self.graph.place_of(node)}{how}{where}"
+        return f"{self.graph.place_of(node)}{how}{f', {place}' if place else ''}"
 
 
 def _is_joined(label: Label) -> bool:

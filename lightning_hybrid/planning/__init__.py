@@ -17,7 +17,7 @@ from lightning_hybrid.planning.device_speed import look_at, measure_speed, updat
 from lightning_hybrid.planning.memory import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.memory_limits import free_addresses, free_bytes, free_of_host
 from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
-from lightning_hybrid.planning.parts import Parts
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.performance import PerformanceModel, fit
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
@@ -41,7 +41,7 @@ __all__ = [
     "Level",
     "Machine",
     "Method",
-    "Parts",
+    "PartitionTable",
     "PerformanceModel",
     "Plan",
     "PlanSettings",

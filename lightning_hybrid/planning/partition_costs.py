@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,14 +17,14 @@ from lightning_hybrid.network import (
     NetworkGraph,
     NetworkPartition,
     NotCaptured,
-    Profile,
     cached,
     clock_of,
     count,
     measure,
     own_forward,
 )
-from lightning_hybrid.planning.shapes import CostsOf, PartitionCosts
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.shapes import CostsOf
 
 
 class _Seen(Exception):
@@ -86,9 +87,9 @@ def counted_parts(
     profile = count(graph, partitions).with_optimizer(partitions, state_bytes)
 
     @cache
-    def costs_of(samples: int) -> PartitionCosts:
+    def costs_of(samples: int) -> PartitionTable:
         scale = samples / profile.batch
-        return _parts(graph, partitions, profile, scale, scale / flops_per_s, ())
+        return PartitionTable.of(graph, partitions, profile, share=scale, seconds=1 / flops_per_s)
 
     return costs_of
 
@@ -117,7 +118,7 @@ def measured_parts(
     rate_s = _step_s_per_element(optimizer, device)
 
     @cache
-    def costs_of(samples: int) -> PartitionCosts:
+    def costs_of(samples: int) -> PartitionTable:
         mine = graph.split(leaves, batch // samples)[0]
         profile = cached(
             lambda: measure(graph, partitions, mine, device=device, advance=advance),
@@ -126,8 +127,8 @@ def measured_parts(
             mine,
             device,
         ).with_optimizer(partitions, state_bytes)
-        sizes = _elements(graph, partitions)
-        return _parts(graph, partitions, profile, 1.0, 1.0, [rate_s * size for size in sizes])
+        table = PartitionTable.of(graph, partitions, profile)
+        return replace(table, step_s=[rate_s * size for size in table.parameters])
 
     return costs_of
 
@@ -153,31 +154,3 @@ def _step_s_per_element(optimizer: Optimizer, device: torch.device) -> float:
             p.copy_(value)  # weight decay
             p.grad = None
     return statistics.median(times[1:]) / elements
-
-
-def _elements(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> list[int]:
-    sizes = {name: p.numel() for name, p in graph.network.named_parameters()}
-    return [sum(sizes[name] for name in partition.parameters) for partition in partitions]
-
-
-def _parts(
-    graph: NetworkGraph,
-    partitions: Sequence[NetworkPartition],
-    profile: Profile,
-    size: float,
-    unit_s: float,
-    step_s: Sequence[float],
-) -> PartitionCosts:
-    rows = profile.partitions
-    return PartitionCosts(
-        names=tuple(row.name for row in rows),
-        layers=tuple(len(partition.layers) for partition in partitions),
-        parameters=tuple(_elements(graph, partitions)),
-        forward_s=tuple(unit_s * row.forward for row in rows),
-        backward_s=tuple(unit_s * row.backward for row in rows),
-        step_s=tuple(step_s),
-        output_bytes=tuple(round(size * row.output_bytes) for row in rows),
-        gradient_bytes=tuple(row.gradient_bytes for row in rows),
-        kept_bytes=tuple(row.memory_bytes(0) for row in rows),
-        activation_bytes=tuple(round(size * row.activation_bytes) for row in rows),
-    )

@@ -145,11 +145,15 @@ def make_plan(
         profile = profile if replicas == 1 else profile.averaged()
     limits = remaining(None if cluster is None else cluster.memory_limits, beside)
     limits = limits and tuple(limit + present_bytes for limit in limits)
+    passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
+    batch_bytes = microbatches * passed if optimizers is not None else 0
+    # the driver has the batch, and what the network makes of it
+    for_stages = limits and (max(0, limits[0] - batch_bytes), *limits[1:])
     room = partial(
         _memory,
         profile,
         microbatches,
-        limits,
+        for_stages,
         settings,
         stages,
         trains=optimizers is not None,
@@ -158,15 +162,19 @@ def make_plan(
     plan = plan_within_memory(
         settings.recompute if stages > 1 and optimizers is not None else False,
         lambda again: _plan(settings, profile, table, make, room(again), again),
-        limits,
+        for_stages,
     )
     if optimizers is None or not profile.is_measured:
         return plan
-    passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
+    sizes = {name: p.nbytes for name, p in graph.network.named_parameters()}
     life = Life(
         start_bytes=max(present_bytes, max(row.parameter_bytes for row in profile.partitions)),
-        kept_bytes={row.name: row.memory_bytes(0) for row in profile.partitions},
-        batch_bytes=microbatches * passed,
+        largest_bytes={
+            partition.name: max((sizes[name] for name in partition.parameters), default=0)
+            for partition in partitions
+        },
+        batch_bytes=batch_bytes,
+        on_cpu=device.type == "cpu",
     )
     return with_peaks(plan, life, limits)
 
@@ -179,23 +187,10 @@ def _table(
     replicas: int,
 ) -> PartitionTable:
     """What the search knows of each partition; with rates, what follows the backward too."""
-    sizes = {n: p.numel() for n, p in graph.network.named_parameters()}
-    rows = profile.partitions
-    table = PartitionTable(
-        names=[partition.name for partition in partitions],
-        forward_s=[row.forward for row in rows],
-        backward_s=[row.backward for row in rows],
-        cut_bytes=[row.output_bytes for row in rows[:-1]],
-        parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
-        layers=[len(partition.layers) for partition in partitions],
-        gradient_bytes=[row.gradient_bytes for row in rows],
-        input_part_s=[row.parts[0] for row in rows],
-        weight_part_s=[row.parts[1] for row in rows],
-    )
+    table = PartitionTable.of(graph, partitions, profile)
     if rates is None:
         return table
-    gradient_bytes = [float(row.gradient_bytes) for row in rows]
-    reduce_s, step_s = rates.after_backward(gradient_bytes, replicas)
+    reduce_s, step_s = rates.after_backward(table.gradient_bytes, replicas)
     return replace(table, reduce_s=reduce_s, step_s=step_s)
 
 
@@ -213,7 +208,7 @@ def _plan(
     if recompute:
         table = table.recomputed()
     elif settings.compiled:  # which cannot be gone back through in parts
-        table = replace(table, weight_part_s=[None] * len(table.names))
+        table = table.joint()
     plan = plan_by_schedule(
         settings.schedule,
         lambda name: make(table, memory_limits=limits, schedule=name),

@@ -22,8 +22,8 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.cluster_description import ClusterDescription, Level
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.stage_rows import stage_rows
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.would_fit import (
     Fit,
@@ -44,41 +44,8 @@ _QUICK = 400
 """Partitions times devices up to which it takes a moment."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartitionCosts:
-    """What the n partitions of a network cost for a micro-batch, on the cluster's first device.
-
-    Attributes:
-        names: (n,) of each the first module.
-        layers: (n,) numbers of layers.
-        parameters: (n,) numbers of elements.
-        forward_s: (n,) seconds of a forward.
-        backward_s: (n,) seconds of a backward.
-        step_s: (n,) seconds of the optimizer step; empty: not known.
-        output_bytes: (n,) what crosses a cut after it; the last entry is not used.
-        gradient_bytes: (n,) size of the gradients.
-        kept_bytes: (n,) parameters, gradients and optimizer state.
-        activation_bytes: (n,) held from forward to backward.
-    """
-
-    names: tuple[str, ...]
-    layers: tuple[int, ...]
-    parameters: tuple[int, ...]
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    step_s: tuple[float, ...]
-    output_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    kept_bytes: tuple[int, ...]
-    activation_bytes: tuple[int, ...]
-
-    def memory_bytes(self, microbatches: int) -> tuple[int, ...]:
-        """(n,) bytes with this many micro-batches in flight."""
-        return tuple(k + microbatches * a for k, a in zip(self.kept_bytes, self.activation_bytes))
-
-
-CostsOf = Callable[[int], PartitionCosts]
-"""What the partitions cost for a micro-batch of so many samples."""
+CostsOf = Callable[[int], PartitionTable]
+"""What the partitions cost for a micro-batch of so many samples, on a cluster's first device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +170,9 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
     costs = costs_of(batch // shape.microbatches)
     devices, recompute = shape.devices_per_replica, shape.recompute
     problem = problem_of(costs, cluster, devices, shape.microbatches, recompute=recompute)
+    held = costs.held_bytes(1 if recompute else shape.microbatches)
+    if recompute:
+        costs = costs.recomputed()
     return Plan(
         replicas=shape.replicas,
         stages=len(shape.ends),
@@ -211,16 +181,8 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
         cuts=tuple(costs.names[end] for end in shape.ends[:-1]),
         devices=shape.devices,
         capacities=tuple(problem.speeds),
-        rows=stage_rows(
-            shape.ends,
-            problem.costs(shape.ends, shape.devices),
-            names=costs.names,
-            layers=costs.layers,
-            parameters=costs.parameters,
-            loads=[f + b for f, b in zip(problem.forward_s, problem.backward_s)],
-            cut_bytes=costs.output_bytes[:-1],
-            memory_bytes=costs.memory_bytes(1 if recompute else shape.microbatches),
-            gradient_bytes=costs.gradient_bytes,
+        rows=replace(costs, memory_bytes=held).rows(
+            shape.ends, problem.costs(shape.ends, shape.devices)
         ),
         predicted_step_s=shape.step_s,
         objective="step",
@@ -230,7 +192,7 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
 
 
 def problem_of(
-    costs: PartitionCosts,
+    costs: PartitionTable,
     cluster: ClusterDescription,
     devices: int,
     microbatches: int,
@@ -252,27 +214,27 @@ def problem_of(
     backward_s, in_flight = costs.backward_s, microbatches
     if recompute:
         backward_s = tuple(f + b for f, b in zip(costs.forward_s, costs.backward_s))
-        in_flight, kept = 1, microbatches * max(costs.output_bytes[:-1], default=0)
+        in_flight, kept = 1, microbatches * max(costs.cut_bytes, default=0)
         limits = limits and tuple(max(0.0, limit - kept) for limit in limits)
     return StepProblem(
         forward_s=costs.forward_s,
         backward_s=backward_s,
-        cut_bytes=costs.output_bytes[:-1],
+        cut_bytes=costs.cut_bytes,
         speeds=[min(speeds[k::devices]) for k in range(devices)],
         links=links or links_of(cluster, devices),
         microbatches=microbatches,
         reduce_s=_reduce_s(costs, cluster, devices, replicas),
         step_s=costs.step_s,
-        memory=() if limits is None else costs.memory_bytes(in_flight),
+        memory=() if limits is None else costs.held_bytes(in_flight),
         memory_limits=() if limits is None else [min(limits[k::devices]) for k in range(devices)],
     )
 
 
-def _fit(costs: PartitionCosts, problem: StepProblem, batch: int, recompute: bool) -> Fit:
+def _fit(costs: PartitionTable, problem: StepProblem, batch: int, recompute: bool) -> Fit:
     """The same shape as far as its memory goes; without limits it lacks nothing."""
     microbatches = problem.microbatches
     limits = problem.memory_limits
-    crossing = microbatches * max(costs.output_bytes[:-1], default=0)
+    crossing = microbatches * max(costs.cut_bytes, default=0)
     if recompute:  # of which the problem has taken what is crossing away
         limits = [limit + crossing for limit in limits]
     footprint = Footprint(
@@ -312,7 +274,7 @@ def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int =
 
 
 def _reduce_s(
-    costs: PartitionCosts, cluster: ClusterDescription, devices: int, replicas: int
+    costs: PartitionTable, cluster: ClusterDescription, devices: int, replicas: int
 ) -> tuple[float, ...]:
     if replicas == 1:
         return ()

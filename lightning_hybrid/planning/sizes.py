@@ -21,7 +21,7 @@ from lightning_hybrid.planning.automatic_choices import plan_by_schedule, plan_w
 from lightning_hybrid.planning.chosen_sizes import Candidate, Choice, Sizes
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
 from lightning_hybrid.planning.memory import remaining
-from lightning_hybrid.planning.parts import Parts
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.search import Method, Objective, plan_stages
@@ -87,7 +87,7 @@ class Search:
 
 def choose(
     machine: Machine,
-    networks: Sequence[Callable[[int], Parts]],
+    networks: Sequence[Callable[[int], PartitionTable]],
     *,
     batch: int,
     divided: Callable[[int], int] = lambda replicas: 1,
@@ -215,7 +215,7 @@ class _Prediction:
     def __init__(
         self,
         machine: Machine,
-        networks: Sequence[Callable[[int], Parts]],
+        networks: Sequence[Callable[[int], PartitionTable]],
         whole: int,
         batches: _Batches,
         search: Search,
@@ -256,7 +256,7 @@ class _Prediction:
         trained = sum(sum(p.gradient_bytes) for p in parts)
         return computed + self._machine.rates.update_s_per_byte * trained
 
-    def _candidate(self, networks: Sequence[Parts], sizes: Sizes) -> Candidate:
+    def _candidate(self, networks: Sequence[PartitionTable], sizes: Sizes) -> Candidate:
         plans: list[Plan] = []
         cluster = self._machine.cluster(sizes.replicas, sizes.stages)
         for parts in networks if sizes.replicas == 1 else [each.averaged() for each in networks]:
@@ -291,7 +291,7 @@ class _Prediction:
 
     def _plan(
         self,
-        parts: Parts,
+        parts: PartitionTable,
         sizes: Sizes,
         capacities: Sequence[float],
         limits: tuple[int, ...] | None,
@@ -324,7 +324,7 @@ class _Prediction:
     def _plan_with(
         self,
         make: Callable[..., Plan],
-        parts: Parts,
+        parts: PartitionTable,
         sizes: Sizes,
         limits: tuple[int, ...] | None,
         recompute: bool,
@@ -333,8 +333,10 @@ class _Prediction:
         if recompute and limits is not None:  # the inputs of all micro-batches are kept
             kept = sizes.microbatches * round(max(parts.cut_bytes))
             limits = tuple(max(0, limit - kept) for limit in limits)
-        after = self._machine.rates.after_backward(parts.gradient_bytes, sizes.replicas)
-        table = parts.table(in_flight, *after)
+        rates = self._machine.rates
+        reduce_s, step_s = rates.after_backward(parts.gradient_bytes, sizes.replicas)
+        held = parts.held_bytes(in_flight)
+        table = replace(parts, reduce_s=reduce_s, step_s=step_s, memory_bytes=held)
         if recompute:
             table = table.recomputed()
         plan = plan_by_schedule(
@@ -347,7 +349,7 @@ class _Prediction:
 
 
 def _fits(
-    parts: Parts,
+    parts: PartitionTable,
     sizes: Sizes,
     limits: Sequence[int],
     recompute: bool | Literal["auto"],

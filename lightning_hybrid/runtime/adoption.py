@@ -89,8 +89,9 @@ class Adoption:
                 codes, plan.devices, plan.schedule, plan.split or (), plan.recompute
             )
             refuse_streaming(found, graph, plan, placement, first=not self._driver.has_networks)
+            continues = not found.whole or self._driver.calls.follows
             network = self._driver.add_network(
-                found.name, found.module, codes, placement, continues=not found.whole
+                found.name, found.module, codes, placement, continues=continues
             )
         found.driven.append((network, plan))
         found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
 from lightning_hybrid._torch.tensors import as_they_are, gradient_hooks
 from lightning_hybrid.comm import Mesh
-from lightning_hybrid.errors import NetworkNotFoundError
+from lightning_hybrid.errors import NetworkNotFoundError, PlanError
 from lightning_hybrid.network import (
     Capture,
     NetworkGraph,
@@ -294,7 +294,8 @@ class Discovery:
             return self._calls.run(found, graph, values)
 
         divides = self._options.microbatches != 1
-        capture = Capture(module, forward, run, shared, whole=whole, divides=divides)
+        draws = not self._driver.calls.follows
+        capture = Capture(module, forward, run, shared, whole=whole, divides=divides, draws=draws)
         reason = "" if whole else self._opened[name]
         found = FoundNetwork(name, module, forward, hollow, whole, reason, capture)
         return found
@@ -321,6 +322,12 @@ class Discovery:
     def _adopt_whole(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Adopt a network as one stage: its batches are split, and nothing is cut."""
         chunks = self._options.microbatches or 1
+        if chunks > 1 and self._driver.calls.follows:
+            raise PlanError(
+                f"rng='device' with num_microbatches={chunks} and one stage: micro-batches that "
+                "run one after the other draw other numbers than the batch does. Leave "
+                "num_microbatches out."
+            )
         self._cut.add(name)
         if self._options.compiled:
             forward = compiled(forward)

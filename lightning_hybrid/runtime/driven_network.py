@@ -31,7 +31,7 @@ from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.specialization import Numbers, Specialization
 from lightning_hybrid.runtime.step_calls import StepCalls
-from lightning_hybrid.runtime.streamed_calls import Batches, Calls, EachInTurn, Stream
+from lightning_hybrid.runtime.streamed_calls import Batches, Calls, Stream
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.tensors import read_now
@@ -124,7 +124,7 @@ class DrivenNetwork(StagedNetwork):
         self.leaf = torch.zeros((), requires_grad=True)
         self._anchor = self.leaf.view_as(self.leaf)
         self._early_numbers: dict[CallKey, int] = {}  # of keys that workers have heard of
-        self.stream: Calls = EachInTurn()
+        self.stream = Calls()
         schedule = STREAMED.get(placement.schedule)
         if schedule is not None:
             self.stream = Stream(

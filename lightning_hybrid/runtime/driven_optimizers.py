@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import Precision, signals_deferred
+from lightning_hybrid.comm import Precision, TensorSpec, signals_deferred
 from lightning_hybrid.comm.protocol import (
     ClipValues,
     GiveOptimizer,
     GradientNorm,
     Hyperparameters,
     OptimizerCommand,
+    OutlineStates,
     ScaleGradients,
     Step,
     TakeGroups,
@@ -33,6 +34,7 @@ from lightning_hybrid.runtime.optimizer_link import OptimizerLink
 from lightning_hybrid.runtime.optimizer_trial import announce, refuse_deferred, why_whole
 from lightning_hybrid.runtime.optimizers import ship
 from lightning_hybrid.runtime.ownership import Ownership
+from lightning_hybrid.runtime.sharded_checkpoint import Owned, unread_there
 
 ALL = -1
 """Every bit of ``fresh``."""
@@ -74,7 +76,7 @@ class DrivenOptimizers:
         self._optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
         self._precision: Precision | None = None  # that the workers know of
-        self.streamed_by = ""
+        self.streamed_by, self._unread = "", False
         self.before_step: Callable[[], None] = lambda: None
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
@@ -132,8 +134,8 @@ class DrivenOptimizers:
             link.ship_quietly()
         for worker in self._commands.workers.ranks:
             owned = {*self._ownership.tensors_of(worker)}
-            data = ship(self.optimizers, parameters, owned, whole)
-            self._commands.workers.send(worker, TakeOptimizers(fresh, data))
+            shipped = ship(self.optimizers, parameters, owned, whole)
+            self._commands.workers.send(worker, TakeOptimizers(fresh, *shipped))
             for link in self._links:
                 link.leave(parameters[name] for name in owned & parameters.keys())
         for link in self._links:
@@ -190,13 +192,46 @@ class DrivenOptimizers:
 
     def state(self, index: int) -> dict[str, dict[str, Any]]:
         """The state of an optimizer by parameter name on the workers, tensors on the CPU."""
+        if not self._ownership.any_network:
+            return {}
+        return self._states_there(index) if self._unread else self._states_here(index)
+
+    def _states_here(self, index: int) -> dict[str, dict[str, Any]]:
+        if (kept := self._files.states(index)) is not None:
+            return kept
         remote: dict[str, dict[str, Any]] = {}
-        if self._ownership.any_network:
-            if (kept := self._files.states(index)) is not None:
-                return kept
-            for answer in self._commands.ask(GiveOptimizer(index)):
-                remote |= answer.value
+        for answer in self._commands.ask(GiveOptimizer(index)):
+            remote |= answer.value
         return remote
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Inside, state dicts have tensors of workers unread, which stay where they are."""
+        self._unread = True
+        try:
+            yield
+        finally:
+            self._unread = False
+
+    def _states_there(self, index: int) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        ranks = self._commands.workers.ranks
+        for rank, answer in zip(ranks, self._commands.ask(OutlineStates(index))):
+            for name, state in answer.value.items():
+                found[name] = {
+                    key: self._unread_one(index, Owned(rank, name, index, key), value)
+                    if isinstance(value, TensorSpec)
+                    else value
+                    for key, value in state.items()
+                }
+        return found
+
+    def _unread_one(self, index: int, owned: Owned, spec: TensorSpec) -> Tensor:
+        def read() -> Tensor:
+            found: Tensor = self._states_here(index)[owned.name][owned.state]
+            return found
+
+        return unread_there(spec, owned, read)
 
     @contextmanager
     def at_hand(self, optimizer: Optimizer) -> Iterator[None]:

@@ -8,7 +8,9 @@ The code around it works with its parts: :class:`Distribution` of stages, :class
 things: networks, steps, runs.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from torch import nn
 
 from lightning_hybrid.comm import Failure, Mesh, meet, signals_deferred
 from lightning_hybrid.comm.protocol import (
+    AwaitShards,
     Check,
     End,
     ForgetFailure,
     Report,
+    SaveShard,
     Share,
 )
 from lightning_hybrid.network import StageCode
@@ -46,8 +50,16 @@ from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.held_hooks import HeldHooks
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
+from lightning_hybrid.runtime.sharded_checkpoint import (
+    Divided,
+    await_shard,
+    finish,
+    staged,
+    write_rest,
+    write_shard,
+)
 from lightning_hybrid.runtime.step_calls import StepCalls
-from lightning_hybrid.runtime.streamed_calls import Batches, NoBatches
+from lightning_hybrid.runtime.streamed_calls import Batches
 from lightning_hybrid.runtime.unsettled_gradients import Unsettled
 from lightning_hybrid.runtime.weights import Weights
 from lightning_hybrid.schedules import STREAMED
@@ -71,6 +83,7 @@ class Driver:
         trains: whether parameters that other ranks own give their memory back.
         folder: where ranks write what others map, if possible.
         say: tells the user something, in one line.
+        follows: see `StepCalls`.
         first_failure: gives what the rank that failed first has raised; asked where a driver of
             another replica has failed.
 
@@ -101,6 +114,7 @@ class Driver:
         trains: bool = False,
         folder: str = "",
         say: Callable[[str], None] = lambda _: None,
+        follows: bool = False,
         first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
     ) -> None:
         here = mesh.coordinates
@@ -109,7 +123,7 @@ class Driver:
         self._say, self._first_failure = say, first_failure
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
-        self._batches = batches or NoBatches()
+        self._batches = batches or Batches()
         known = frozenset(tensors_of(module) if shared is None else shared)
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
         self._workers, unsettled = Workers(mesh), Unsettled()
@@ -119,7 +133,7 @@ class Driver:
         files = FilesOfWorkers(self.commands, folder)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
-        self.calls = StepCalls(seed, here.dp_rank, device)
+        self.calls = StepCalls(seed, here.dp_rank, device, follows=follows)
         self.distribution = Distribution(
             module, mesh, device, seed, options, self.commands, self._trace, vacates=trains
         )
@@ -285,6 +299,69 @@ class Driver:
             failure = error
         if not meet(self._mesh.drivers, failed=failure is not None):
             raise failure or self._first_failure()
+
+    @signals_deferred
+    def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        """Write a sharded checkpoint: each rank of this replica what it owns.
+
+        Args:
+            checkpoint: the ordinary one; of workers it has tensors that are not read here.
+            folder: empty; all ranks see it.
+
+        Raises:
+            OSError: of any rank, which cannot write.
+        """
+        divided = Divided.of(checkpoint)
+        self._tell_shards(divided, folder, staged=False)
+        try:
+            write_rest(folder, divided.rest)
+            shards = [write_shard(folder, 0, divided.here)]
+        finally:  # they answer in any case
+            answers = self._workers.hear(divided.elsewhere)
+        for answer in answers:
+            if isinstance(answer.value, OSError):
+                raise answer.value
+            shards.append(answer.value)
+        finish(folder, shards)
+
+    @signals_deferred
+    def stage_shards(
+        self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
+    ) -> Callable[[], None]:
+        """Make copies for a sharded checkpoint, on each rank of what it owns; workers write theirs.
+
+        Args:
+            checkpoint: as above.
+            folder: likewise.
+            given_up: is set where workers may be gone.
+
+        Returns:
+            What writes this rank's, and makes a checkpoint of it, in any thread.
+        """
+        divided = Divided.of(checkpoint)
+        self._tell_shards(divided, folder, staged=True)
+        try:
+            write_rest(folder, divided.rest)
+            here = staged(divided.here)
+        finally:
+            self._workers.hear(divided.elsewhere)
+
+        def write() -> None:
+            shards = [write_shard(folder, 0, here)]
+            shards += [await_shard(folder, rank, given_up) for rank in divided.elsewhere]
+            finish(folder, shards)
+
+        return write
+
+    def await_shards(self) -> None:
+        """Wait until workers have written what was staged."""
+        self.commands.ask(AwaitShards())
+
+    def _tell_shards(self, divided: Divided, folder: Path, *, staged: bool) -> None:
+        parts = divided.elsewhere.items()
+        self.commands.tell_each(
+            {rank: SaveShard(str(folder), part, staged) for rank, part in parts}
+        )
 
     @signals_deferred
     def reports(self, name: str) -> list[Any]:

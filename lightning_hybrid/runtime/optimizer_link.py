@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
 from lightning_hybrid.runtime.optimizers import complete, groups_of, kind_of_group
 from lightning_hybrid.runtime.own_changes import OwnChanges
-from lightning_hybrid.tensors import is_deferred, is_of_one_rank
+from lightning_hybrid.tensors import is_deferred, is_of_one_rank, is_unread, materialize
 
 
 class Counterparts(Protocol):
@@ -142,6 +143,7 @@ class OptimizerLink:
 
     def shipped(self) -> None:
         """The workers have it as it is now, and the states of their parameters."""
+        self._read_states()
         self._entered.close()
         with self._own.undone():
             self._sent = groups_of(self.optimizer, self._names)
@@ -149,6 +151,10 @@ class OptimizerLink:
         if self.is_back and not (self.whole or self._closed):
             self._state = DriverState(self.optimizer.state, self._fetch)
             self.optimizer.state = self._state
+
+    def _read_states(self) -> None:
+        """Have memory for the states here that a loaded checkpoint has left in its file."""
+        materialize(t for _, t in tensors_in(self.optimizer.state) if is_unread(t))
 
     def _fetch(self, here: Mapping[Any, dict[str, Any]]) -> dict[Parameter, dict[str, Any]]:
         """All states, in the order of the groups."""
@@ -264,6 +270,8 @@ class OptimizerLink:
         if not self.whole:
             self._own.check()
             self._tell_changes()
+        if self._state is None:
+            self._read_states()
         if self.whole:
             self._entered.enter_context(self._counterparts.at_hand(self.optimizer))
             return

@@ -174,7 +174,7 @@ class _StandIns:
     def copy(self, owned: set[str] | None = None) -> "_Copy":
         """A copy that gets gradients of ``owned``, by default of all."""
         parameters = {name: Parameter(value.clone()) for name, value in self._values.items()}
-        [optimizer] = unship(self._data, parameters)
+        [optimizer] = unship(self._data, (), parameters)
         return _Copy(optimizer, parameters, set(parameters) if owned is None else owned)
 
     def gradients(self, step: int) -> dict[str, Tensor]:

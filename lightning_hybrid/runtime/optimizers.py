@@ -19,31 +19,76 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid.comm import Tensors, TensorSpec
 from lightning_hybrid.comm.protocol import Hyperparameters
+from lightning_hybrid.runtime.optimizer_state import placed
+from lightning_hybrid.tensors import is_unread
+
+_SMALL_BYTES = 2**10
+"""A tensor of at most this is pickled."""
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a parameter as its name: the other rank has its own."""
+    """Writes a parameter as its name: the other rank has its own.
 
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+    Args:
+        file: to write to.
+        names: of parameters, by identity.
+        apart: gets the large tensors, which are written as their numbers in it and their specs;
+            ``None``: they are pickled.
+    """
+
+    def __init__(
+        self, file: io.BytesIO, names: Mapping[int, str], apart: list[Tensor] | None
+    ) -> None:
         super().__init__(file, protocol=5)
-        self._names = names
+        self._names, self._apart = names, apart
+        self._numbers: dict[int, int] = {}
 
-    def persistent_id(self, value: object) -> str | None:
-        return self._names.get(id(value)) if isinstance(value, Parameter) else None
+    def persistent_id(self, value: object) -> object:
+        if isinstance(value, Parameter):
+            return self._names.get(id(value))
+        if self._apart is None or not isinstance(value, Tensor) or not _is_large(value):
+            return None
+        number = self._numbers.setdefault(id(value), len(self._apart))
+        if number == len(self._apart):
+            self._apart.append(value)
+        with as_they_are():
+            return number, TensorSpec.of(value, gradient=False)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, large, and of no class of the user's."""
+    if type(tensor) is not Tensor and not is_unread(tensor):
+        return False
+    return tensor.layout is torch.strided and tensor.nbytes > _SMALL_BYTES
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, parameters: Mapping[str, Parameter]) -> None:
-        super().__init__(file)
-        self._parameters = parameters
+    """Reads what a :class:`_Pickler` wrote; tensors apart are taken when they are needed."""
 
-    def persistent_load(self, name: str) -> Parameter:
-        return self._parameters[name]
+    def __init__(
+        self, file: io.BytesIO, parameters: Mapping[str, Parameter], apart: Tensors
+    ) -> None:
+        super().__init__(file)
+        self._parameters, self._apart = parameters, iter(apart)
+        self._taken: list[Tensor] = []
+
+    def persistent_load(self, key: Any) -> Tensor:
+        if isinstance(key, str):
+            return self._parameters[key]
+        number: int = key[0]
+        spec: TensorSpec = key[1]
+        if number == len(self._taken):
+            _, tensor = next(self._apart)
+            self._taken.append(spec.laid_out(tensor))
+        return self._taken[number]
 
 
 class StepsElsewhere(Optimizer):
@@ -72,8 +117,8 @@ def ship(
     parameters: Mapping[str, Parameter],
     owned: set[str],
     whole: Sequence[bool] = (),
-) -> bytes:
-    """Write optimizers for another rank.
+) -> tuple[bytes, list[tuple[str, Tensor]]]:
+    """Write optimizers for another rank: pickled, and apart the large tensors of their states.
 
     Args:
         optimizers: the driver's.
@@ -94,29 +139,39 @@ def ship(
             if names.get(id(parameter)) in owned
         }
         records.append((type(optimizer), record_of(optimizer) | {"state": state}))
-    return write_records(records, names)
+    apart: list[Tensor] = []
+    data = write_records(records, names, apart)
+    return data, [(str(number), tensor) for number, tensor in enumerate(apart)]
 
 
 def write_records(
-    records: Sequence[tuple[type[Optimizer], dict[str, Any]]], names: Mapping[int, str]
+    records: Sequence[tuple[type[Optimizer], dict[str, Any]]],
+    names: Mapping[int, str],
+    apart: list[Tensor] | None = None,
 ) -> bytes:
-    """Pickle optimizers' classes and attributes, parameters by name; see :func:`unship`."""
+    """Pickle optimizers' classes and attributes, parameters by name; see :func:`unship`.
+
+    Args:
+        records: what to pickle.
+        names: of parameters, by identity.
+        apart: gets the large tensors; ``None``: they are pickled.
+    """
     file = io.BytesIO()
-    _Pickler(file, names).dump(records)
+    _Pickler(file, names, apart).dump(records)
     return file.getvalue()
 
 
-def unship(data: bytes, parameters: Mapping[str, Parameter]) -> list[Optimizer]:
-    """Read what :func:`ship` wrote, around this rank's own parameters."""
+def unship(data: bytes, apart: Tensors, parameters: Mapping[str, Parameter]) -> list[Optimizer]:
+    """Read what :func:`ship` wrote, around this rank's own parameters, and beside these."""
     optimizers = []
-    for kind, plain in _Unpickler(io.BytesIO(data), parameters).load():
+    for kind, plain in _Unpickler(io.BytesIO(data), parameters, apart).load():
         optimizer = kind.__new__(kind)
         state = plain.pop("state")
         # A fresh base object brings the hook tables of this torch version, in their own form.
         # (without any, as where `configure_optimizers` returns None, it wants one that is empty)
         Optimizer.__init__(optimizer, plain["param_groups"] or [{"params": []}], plain["defaults"])
         optimizer.__dict__.update(plain)
-        optimizer.state.update(state)
+        optimizer.state.update({p: placed(of_one, p) for p, of_one in state.items()})
         optimizers.append(optimizer)
     return optimizers
 

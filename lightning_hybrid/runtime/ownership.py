@@ -62,6 +62,10 @@ class Ownership:
         """Names of the parameters and buffers that a worker owns."""
         return self._tensors[rank]
 
+    def rank_of(self, name: str) -> int:
+        """``pp_rank`` of the worker that owns a parameter or buffer."""
+        return self._owner[name]
+
     # ------------------------------------------------------------------ for remote tensors
 
     @signals_deferred

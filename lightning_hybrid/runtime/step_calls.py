@@ -1,7 +1,7 @@
 """The calls of networks within a training step: their number decides their random numbers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -18,12 +18,18 @@ class StepCalls:
         seed: of the random numbers inside networks.
         replica: number of the replica.
         device: the driver's.
+        follows: whether networks draw what they would on one device: what they draw follows on what
+            the code around them has drawn.
 
     Attributes:
+        follows: see above.
         count: differentiable calls in this step so far.
     """
 
-    def __init__(self, seed: int, replica: int, device: torch.device) -> None:
+    def __init__(
+        self, seed: int, replica: int, device: torch.device, *, follows: bool = False
+    ) -> None:
+        self.follows = follows
         self._seed, self._replica, self._device = seed, replica, device
         self.count = 0
         self._batch = self._streams = self._evaluations = 0
@@ -89,6 +95,8 @@ class StepCalls:
 
     def one_stream(self) -> AbstractContextManager[None]:
         """Inside is one call, whole: this rank draws from the generators that the call has."""
+        if self.follows:
+            return nullcontext()
         grad = torch.is_grad_enabled()
         draw = self.draw_number(grad)
         self._streams += grad

@@ -50,8 +50,8 @@ class Batch(Protocol):
         """All tensors in it, in a fixed order."""
 
 
-class Batches(Protocol):
-    """The training batches."""
+class Batches:
+    """The training batches; this one knows of no later ones."""
 
     def ahead(self, count: int) -> Batch | None:
         """The batch so many after the one that is trained on.
@@ -62,21 +62,15 @@ class Batches(Protocol):
         Returns:
             ``None``: none is trained on now; or it is behind the barrier of the schedule.
         """
-
-
-class NoBatches:
-    """Nothing is known of later batches."""
-
-    def ahead(self, count: int) -> Batch | None:
-        """See :class:`Batches`."""
         return None
 
 
-class Calls(Protocol):
-    """What decides which calls of a network run ahead."""
+class Calls:
+    """What decides which calls of a network run ahead; here none does."""
 
     def due(self, key: CallKey, leaves: Sequence[Tensor]) -> "Launched | None":
         """A call begins. Returns it, if it was launched before."""
+        return None
 
     def launch(
         self,
@@ -88,25 +82,6 @@ class Calls(Protocol):
 
     def drop(self) -> None:
         """Give up all that is under way."""
-
-
-class EachInTurn:
-    """No call runs ahead."""
-
-    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> "Launched | None":
-        """See :class:`Calls`."""
-        return None
-
-    def launch(
-        self,
-        graph: NetworkGraph,
-        leaves: Sequence[Tensor],
-        split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
-    ) -> None:
-        """See :class:`Calls`."""
-
-    def drop(self) -> None:
-        """See :class:`Calls`."""
 
 
 @dataclass(eq=False)
@@ -150,17 +125,16 @@ class Launched:
         if version_of(self.leaves[number]) == self.versions[number]:
             return (
                 f"input {given.name!r} of the network is another tensor than the one of the batch "
-                "that it was in earlier steps. Choose or compute it in the dataset, in "
-                "on_after_batch_transfer, or inside the network"
+                "that it was in earlier steps. Choose or compute it in the dataset "
+                "or inside the network"
             )
         return (
             "training_step has changed the inputs of the network, as augmentation does, after "
-            "their batch was sent to the first stage. Do it in the dataset or in "
-            "on_after_batch_transfer"
+            "their batch was sent to the first stage. Do it in the dataset"
         )
 
 
-class Stream:
+class Stream(Calls):
     """The calls of one network that run ahead.
 
     Args:
@@ -334,7 +308,7 @@ class Stream:
         raise self._refused(
             f"input {given.name!r} of the network is no tensor of the batch, "
             "but computed in training_step, so that it is not known of later batches. Compute it "
-            "in the dataset, in on_after_batch_transfer, or inside the network"
+            "in the dataset or inside the network"
         )
 
     def _refuse_several(self, batch: Batch, key: CallKey) -> None:

@@ -137,16 +137,17 @@ def _read(ticket: Ticket) -> Any | None:
     if file.read(_TOKEN_BYTES) != ticket.token:
         file.close()
         return None
-    left = free_addresses()
-    try:
-        # what computes afterwards needs addresses, too
-        if left is not None and 2 * os.fstat(file.fileno()).st_size > left:
-            raise NoAddresses("no room beside it")
-        memory = _map(file)
-    except NoAddresses:
+    if not may_be_mapped(file):
         return rebuild(ticket.value, _unread_from(file))
+    memory = _map(file)
     file.close()
     return rebuild(ticket.value, _mapped_from(memory))
+
+
+def may_be_mapped(file: BinaryIO) -> bool:
+    """Whether all of a file may be: what computes afterwards needs as many addresses."""
+    left = free_addresses()
+    return left is None or 2 * os.fstat(file.fileno()).st_size <= left
 
 
 def _map(file: BinaryIO, begin: int = 0, size: int = 0) -> mmap.mmap:

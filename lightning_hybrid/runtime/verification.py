@@ -226,7 +226,7 @@ class Check:
         self._splits = self._parts > 1 and not mixes and not graph.divided
         draw = self._driver.calls.expect(call.learns(graph.bind(values)))
         self._start = partial(self._driver.calls.generators_of, draw)
-        if graph.divided:  # what draws is computed here, with this rank's own numbers
+        if graph.divided or self._driver.calls.follows:  # what it draws are this rank's own numbers
             self._start = self._own_draws
         batched = [
             values[graph.place[leaf.node]]
@@ -436,7 +436,8 @@ class Check:
             return compute_whole(graph, values)
 
         def captured(module: nn.Module, *given: Any) -> Any:
-            capture = Capture(module, own_forward(module), run)
+            draws = not self._driver.calls.follows
+            capture = Capture(module, own_forward(module), run, draws=draws)
             try:
                 return capture(*given)
             finally:

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, version
-from lightning_hybrid.comm import Coordinates, signals_deferred
+from lightning_hybrid.comm import Coordinates, TensorSpec, signals_deferred
 from lightning_hybrid.comm.protocol import SynchronizeBuffers, TakeWeights
 from lightning_hybrid.network import NetworkGraph
 from lightning_hybrid.pipeline import tensors_of, write_tensors
@@ -20,6 +20,7 @@ from lightning_hybrid.runtime.deferred_weights import leave_to_worker, to_send, 
 from lightning_hybrid.runtime.files import FilesOfWorkers
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
+from lightning_hybrid.runtime.sharded_checkpoint import Owned, unread_there
 from lightning_hybrid.tensors import Kind, is_deferred, is_of_one_rank
 
 
@@ -110,15 +111,38 @@ class Weights:
                         buffers[key] = value.clone()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, the module holds the weights of all stages; those of workers in their files."""
-        values = self._mapped()
+    def whole(self, *, unread: bool = False) -> Iterator[None]:
+        """Inside, the module holds the weights of all stages; those of workers in their files.
+
+        Args:
+            unread: those of workers stay there, and are fetched one by one if they are read.
+        """
+        values = self._unread() if unread else self._mapped()
         if values is None:
             with whole(self._module, self._fetch([*self.owned_elsewhere()])):
                 yield
             return
         with whole(self._module, values), self._remote.showing(values):
             yield
+
+    @signals_deferred
+    def _unread(self) -> dict[str, Tensor]:
+        """What workers own, where it is."""
+        if not self._ownership.any_network:
+            return {}
+        self._remote.adopt_replaced()
+        self._remote.flush()
+        with as_they_are():
+            owned = self.owned_elsewhere()
+            dense = {n: t for n, t in owned.items() if t.layout is torch.strided}
+            specs = {name: TensorSpec.of(tensor, gradient=False) for name, tensor in dense.items()}
+        unread = {name: self._unread_one(name, spec) for name, spec in specs.items()}
+        # (tensors of another layout are sent: nothing reads a part of them)
+        return unread | self._ownership.give(Kind.PARAMETER, [n for n in owned if n not in specs])
+
+    def _unread_one(self, name: str, spec: TensorSpec) -> Tensor:
+        owned = Owned(self._ownership.rank_of(name), name)
+        return unread_there(spec, owned, lambda: self._ownership.give(Kind.PARAMETER, [name])[name])
 
     @signals_deferred
     def _mapped(self) -> dict[str, Tensor] | None:

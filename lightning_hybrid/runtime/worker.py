@@ -56,6 +56,7 @@ from lightning_hybrid.pipeline import (
 from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
 from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
+from lightning_hybrid.runtime.worker_shards import WorkerShards
 from lightning_hybrid.runtime.worker_weights import WorkerWeights
 from lightning_hybrid.tensors import give_up
 
@@ -96,6 +97,7 @@ class Worker:
         self._optimizers = WorkerOptimizers(parameters, self._files)
         rank = mesh.coordinates.pp_rank
         self._weights = WorkerWeights(module, parameters, self._networks, self._files, rank)
+        self._shards = WorkerShards(module, self._optimizers, rank)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
@@ -113,6 +115,7 @@ class Worker:
             Share: self._share_weights,
             **self._optimizers.handlers(),
             **self._weights.handlers(),
+            **self._shards.handlers(),
             Check: self._answer_only,
             Report: self._report,
             ForgetFailure: self._forget_failure,
@@ -146,6 +149,7 @@ class Worker:
                 for name, parameter in self._module.named_parameters():
                     give_up(parameter, name)
                 self._files.close()
+                self._shards.close()
                 self._heartbeat.close()
                 if guard is not None:
                     guard.close(failed=failed)

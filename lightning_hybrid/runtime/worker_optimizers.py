@@ -64,9 +64,13 @@ class WorkerOptimizers:
         }
 
     def _take_optimizers(self, command: TakeOptimizers) -> None:
-        before, self.all = self.all, unship(command.data, self._parameters)
-        for index, (old, new) in enumerate(zip(before, self.all)):
-            for parameter, state in () if command.fresh >> index & 1 else old.state.items():
+        before = self.all
+        for index, old in enumerate(before):
+            if command.fresh >> index & 1:  # room for what comes
+                old.state.clear()
+        self.all = unship(command.data, command.tensors, self._parameters)
+        for old, new in zip(before, self.all):
+            for parameter, state in old.state.items():
                 new.state.setdefault(parameter, state)
 
     def _take_groups(self, command: TakeGroups) -> None:
@@ -75,10 +79,13 @@ class WorkerOptimizers:
     def _give_optimizer(self, command: GiveOptimizer) -> Answer:
         return Answer(value=state_of(self.all[command.optimizer], self.names))
 
+    def states(self, index: int) -> dict[str, dict[str, Any]]:
+        """The states of an optimizer, by name of the parameter."""
+        states = self.all[index].state.items()
+        return {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
+
     def _keep_states(self, command: KeepStates) -> Answer:
-        states = self.all[command.optimizer].state.items()
-        named = {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
-        return Answer(value=self._files.write(named, command.folder))
+        return Answer(value=self._files.write(self.states(command.optimizer), command.folder))
 
     def _zero_grad(self, command: ZeroGrad) -> None:
         self.all[command.optimizer].zero_grad(command.set_to_none)

@@ -24,6 +24,7 @@ from lightning_hybrid.tensors.unread import (
     is_unread,
     leave_unread,
     left_unread,
+    place_of,
     streaming,
     unread,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "materialized_with",
     "occupy",
     "offload",
+    "place_of",
     "read_now",
     "streaming",
     "unread",

@@ -33,6 +33,7 @@ from lightning_hybrid.tensors.deferred import (
 )
 from lightning_hybrid.tensors.initialization_tape import Tape, View, memory_for
 from lightning_hybrid.tensors.intercepted import ordinary
+from lightning_hybrid.tensors.unread import is_unread
 
 
 def has_loaded(tensor: Any) -> bool:
@@ -209,6 +210,9 @@ class _Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if any(map(is_unread, tensors)):  # of a checkpoint; they have no memory either
+            lifted = rebuild((args, kwargs), lambda v: self._tape.lift(v) if is_unread(v) else v)
+            return self._run(func, *lifted)
         names = {argument.name for argument in schema(func).arguments}
         makes = "device" in names and (not tensors or schema(func).name.startswith("aten::new_"))
         if not makes and not any(tensor.is_meta for tensor in tensors):

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_hybrid._torch.tensors import schema, storage_key, version
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.tensors.deferred import is_deferred, value_of
 
 _SNAPSHOT_BYTES = 2**20
 """Real tensors up to this size are copied when an operation on the tape reads them."""
@@ -63,7 +64,7 @@ class Constant:
     """A real tensor that an operation has read.
 
     Attributes:
-        tensor: a copy of it, or itself if it is larger than `_SNAPSHOT_BYTES`.
+        tensor: a copy of it, or itself if it is larger than `_SNAPSHOT_BYTES`, or has no memory.
         version: torch's count of its changes when it was read; ``None``: it is not checked.
     """
 
@@ -72,6 +73,8 @@ class Constant:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Constant:
+        if is_deferred(tensor):
+            return cls(tensor, None)
         tensor = tensor.detach()
         if tensor.nbytes <= _SNAPSHOT_BYTES:
             return cls(tensor.clone(), None)
@@ -84,7 +87,7 @@ class Constant:
                 "configure_model and changed in place afterwards; give the weight a copy of it "
                 "(tensor.clone()), or build that module in __init__"
             )
-        return self.tensor
+        return value_of(self.tensor)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Unread:
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
+        self.whole: tuple[object, ...] = ()  # see `place_of`
         self._shown: list[ref[Any]] = []
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -106,18 +107,36 @@ def is_unread(tensor: Any) -> bool:
     return is_deferred(tensor) and isinstance(tensor._maker, Unread)
 
 
-def unread(size: Any, stride: Any, dtype: torch.dtype, read: Callable[[], Tensor]) -> Tensor:
-    """A tensor whose numbers are in a file.
+def unread(
+    size: Any, stride: Any, dtype: torch.dtype, read: Callable[[], Tensor], place: object = None
+) -> Tensor:
+    """A tensor whose numbers are in a file, or on another rank.
 
     Args:
         size: of it.
         stride: of it.
         dtype: of it.
         read: see :class:`Unread`.
+        place: for :func:`place_of`.
     """
     tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-    Unread(read).open(tensor, "")
+    maker = Unread(read)
+    maker.whole = (place, *_form(tensor))
+    maker.open(tensor, "")
     return tensor
+
+
+def place_of(tensor: Any) -> Any:
+    """What :func:`unread` was told of a tensor; ``None`` for a view that shows it otherwise."""
+    if not is_unread(tensor):
+        return None
+    place, *form = tensor._maker.whole or (None,)
+    with as_they_are():
+        return place if form == [*_form(tensor)] else None
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def leave_unread(tensor: Any, name: str, value: Any) -> None:

@@ -23,3 +23,12 @@ def test_one_that_python_drops_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(threading, "_start_new_thread", lambda *_: 1)
     with pytest.raises(MemoryError, match="A thread has not begun within"):
         BackgroundThread(print, "of a test").start()
+
+
+def test_one_that_has_no_room_for_its_stack_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        BackgroundThread(print, "of a test").start()

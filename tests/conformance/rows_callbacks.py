@@ -38,7 +38,7 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import summarize
-from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row, Run, load_checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -97,7 +97,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
     """What stands in the checkpoints of a folder, by name."""
     found = {}
     for path in sorted(folder.rglob("*.ckpt")):
-        content = torch.load(path, weights_only=True)
+        content = load_checkpoint(path)
         names = ("state_dict", "optimizer_states", "global_step", "epoch")
         found[path.name, path.is_symlink()] = [content.get(name) for name in names]
     return found

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from rows_networks import TiesAcrossStages
-from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run, load_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import cosine_similarity
@@ -417,7 +417,7 @@ class ResumesOptimizers(_Optimized):
         trainer.save_checkpoint(path)
         trainer.strategy.barrier()
         run.trainer().fit(self, ckpt_path=path, weights_only=False)
-        return torch.load(path, weights_only=False)["optimizer_states"]
+        return load_checkpoint(path, weights_only=False)["optimizer_states"]
 
 
 class EstimatesItsStepSize(_Optimized):

@@ -270,3 +270,54 @@ class TakesTimeFirstInAnyNumber(TakesTimeFirst):
     """The batch is dimension 1 of the inputs, in a number of micro-batches that is chosen."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}
+
+
+class DropsAsOnOneDevice(Row):
+    """Dropout with `rng="device"`: one device's masks, between draws of the user's own."""
+
+    control = False  # random numbers
+    arguments: ClassVar = {"rng": "device"}
+    cuts: ClassVar = {2: ["net.3"], 3: ["net.3", "net.6"]}
+
+    def build(self) -> None:
+        layers = [m for i in (6, 8) for m in (nn.Linear(i, 8), nn.Tanh(), nn.Dropout(0.3))]
+        self.net = nn.Sequential(*layers, nn.Linear(8, 3))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x + 0.1 * torch.randn_like(x), y)
+        self.seen.append(torch.get_rng_state())
+        return loss
+
+
+class DropsAsOnOneDeviceInThree(_InThree, DropsAsOnOneDevice):
+    """Dropout with `rng="device"`: three micro-batches have the rows of one mask."""
+
+
+class DropsAsOnOneDeviceWhole(DropsAsOnOneDevice):
+    """Dropout with `rng="device"` in one micro-batch: the generator's state travels."""
+
+    microbatches = 1
+
+
+class DropsAsOnOneDeviceAndRecomputes(DropsAsOnOneDevice):
+    """Dropout with `rng="device"` and `recompute=True`: what runs again has the same masks."""
+
+    arguments: ClassVar = {"rng": "device", "recompute": True}
+
+
+class DropsInAttentionAsOnOneDevice(DropsAsOnOneDevice):
+    """Attention that drops out, with `rng="device"`: batches go whole, as on one device."""
+
+    cuts: ClassVar = Row.cuts
+
+    class Net(PutsTimeFirst.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.TransformerEncoderLayer(4, 2, 8, 0.3)  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            h = torch.tanh(self.first(x)).view(len(x), 2, 4).transpose(0, 1)
+            return self.third(self.second(h).transpose(0, 1).flatten(1))
+
+    def build(self) -> None:
+        self.net = self.Net()

@@ -14,14 +14,17 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from inspect import signature
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import seed_everything
 from prepared import Forked, start_ranks
 from suite import SEED, Conformance, Record, Row, Run, Witness
+from torch.utils.data import DataLoader
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -78,7 +81,8 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
         in_microbatches(module)
     run = Run(suite, module, folder, witness.attach)
     result, error, refusal = None, "", ""
-    with _compilations(row) as captures, _Listening() as said:
+    processes = _loader_processes(suite.loader_processes)
+    with _compilations(row) as captures, _Listening() as said, processes:
         try:
             result = module.exercise(run)
         except Exception as failure:
@@ -109,6 +113,15 @@ def run_row(suite: type[Conformance], row: type[Row], folder: Path) -> Record:
         "captures": len(captures),
         "pid": os.getpid(),
     }
+
+
+def _loader_processes(count: int) -> Any:
+    """Inside, so many are the default of a ``DataLoader``."""
+    function = vars(DataLoader)["__init__"]
+    options = [p for p in signature(function).parameters.values() if p.default is not p.empty]
+    values = (count if p.name == "num_workers" else p.default for p in options)
+    positional = len(function.__defaults__)
+    return patch.object(function, "__defaults__", (*values,)[:positional])
 
 
 class _Listening(logging.Handler):

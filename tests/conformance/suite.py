@@ -226,6 +226,14 @@ class Run:
         return trainer
 
 
+def load_checkpoint(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """What a checkpoint holds: a file as anybody loads it, a folder as the strategy does."""
+    if path.is_dir():
+        checkpoints = importlib.import_module("lightning_hybrid.checkpoints")
+        return checkpoints.AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+    return torch.load(path, weights_only=weights_only)
+
+
 class Witness:
     """Sees which parameters get gradients in *this* process, or which modules run.
 
@@ -287,6 +295,7 @@ class Conformance:
         options: arguments of the Trainer in all rows that say nothing else.
         also_refused: words that may stand in the refusal of any row, before its first step.
         settled: whether `Row.works` says which rows are refused.
+        loader_processes: that loaders have where a row says nothing of them.
     """
 
     replicas: ClassVar[int] = 1
@@ -299,6 +308,7 @@ class Conformance:
     options: ClassVar[dict[str, Any]] = {}
     also_refused: ClassVar[str] = ""
     settled: ClassVar[bool] = False
+    loader_processes: ClassVar[int] = 0
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Strategy | str:

@@ -31,6 +31,7 @@ class _Streamed(Conformance):
     stages: ClassVar = 2
     refusals = (NetworkError, PlanError)
     also_refused = "begins with later batches"
+    loader_processes = 1
     schedule: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     also: ClassVar[tuple[str, ...]] = ()
@@ -67,6 +68,7 @@ class _Streamed(Conformance):
 
 
 class OneDeviceInWindows(OneDevice):
+    loader_processes = 1
     options: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2}
 
 
@@ -165,6 +167,7 @@ class _Delayed(SingleDeviceStrategy):
 
 
 class DelayedOnOneDevice(OneDevice):
+    loader_processes = 1
     of: ClassVar = 2
 
     @classmethod
@@ -181,7 +184,7 @@ class TestFdg(_Streamed):
 
     schedule = "fdg"
     reference: ClassVar[Any] = DelayedOnOneDevice
-    files = ("rows_callbacks", "rows_loggers", "rows_trainer")
+    files = ("rows_callbacks", "rows_loggers", "rows_samples", "rows_trainer")
 
 
 class TestFdgOfThreeStages(TestFdg):

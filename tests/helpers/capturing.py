@@ -94,6 +94,7 @@ class InParts:
     Args:
         network: the module.
         microbatches: into how many a batch is split, where its samples do not meet.
+        draws: whether each may draw random numbers by itself; see `Capture`.
 
     Attributes:
         graph: the heavy part of the last call.
@@ -102,9 +103,9 @@ class InParts:
         counted: how many micro-batches it had.
     """
 
-    def __init__(self, network: nn.Module, microbatches: int = 2) -> None:
+    def __init__(self, network: nn.Module, microbatches: int = 2, *, draws: bool = True) -> None:
         self._microbatches = microbatches
-        self.capture = Capture(network, own_forward(network), self._run)
+        self.capture = Capture(network, own_forward(network), self._run, draws=draws)
         self.graph: NetworkGraph | None = None
         self.why_whole: str | None = None
         self.division = ""

@@ -16,12 +16,12 @@ def test_a_network_without_memory_is_captured_and_counted() -> None:
         graph, leaves = capture_call(network(), (torch.empty(6, 16),), {})
     parts = counted_parts(graph, network_partitions(graph), 1e9, {})(6)
     assert leaves[0].is_meta
-    assert parts.parameters == (16 * 32 + 32 + 64, 32 * 8 + 8)
+    assert parts.parameters == [16 * 32 + 32 + 64, 32 * 8 + 8]
     # two operations for each multiplication and addition, and one for each element of the rest
     matrix, light = 2 * 6 * 16 * 32, 6 * 32
     assert matrix <= parts.forward_s[0] * 1e9 <= matrix + 4 * light
-    assert parts.output_bytes[0] == 6 * 32 * 4
-    assert parts.gradient_bytes == tuple(4 * size for size in parts.parameters)
+    assert parts.cut_bytes[0] == 6 * 32 * 4
+    assert parts.gradient_bytes == [4 * size for size in parts.parameters]
 
 
 def test_counted_costs_are_proportional_to_the_micro_batch() -> None:
@@ -30,8 +30,8 @@ def test_counted_costs_are_proportional_to_the_micro_batch() -> None:
     costs_of = counted_parts(graph, network_partitions(graph), 1e9, {"0.weight": 100})
     whole, third = costs_of(6), costs_of(2)
     assert third.forward_s == pytest.approx([f / 3 for f in whole.forward_s])
-    assert third.output_bytes[0] == whole.output_bytes[0] // 3
-    assert third.kept_bytes == whole.kept_bytes == (100 + 2 * 4 * 608, 2 * 4 * 264)
+    assert third.cut_bytes[0] == whole.cut_bytes[0] // 3
+    assert third.kept_bytes == whole.kept_bytes == [100 + 2 * 4 * 608, 2 * 4 * 264]
 
 
 def test_capturing_runs_nothing() -> None:
@@ -52,7 +52,7 @@ def test_measuring_changes_no_weight(tmp_path, monkeypatch) -> None:
     parts = costs_of(3)
     assert all(seconds > 0 for seconds in (*parts.forward_s, *parts.backward_s, *parts.step_s))
     assert all(map(torch.equal, before, module.parameters()))
-    assert parts.output_bytes[0] == 3 * 32 * 4
+    assert parts.cut_bytes[0] == 3 * 32 * 4
 
 
 def test_a_network_that_cannot_be_captured_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lightning_hybrid.planning.peaks import PIECE_BYTES, Life, with_peaks
+from lightning_hybrid.planning.peaks import DRIVER_BYTES, WORKER_BYTES, Life, with_peaks
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.stage_plan import StagePlan
 
@@ -34,9 +34,12 @@ def plan(*held: int, cut: int = 0, microbatches: int = 3) -> Plan:
     )
 
 
-def life(start: int = 0, kept: int = 0, batch: int = 0) -> Life:
+def life(start: int = 0, largest: int = 0, batch: int = 0) -> Life:
     return Life(
-        start_bytes=start * GB, kept_bytes=dict.fromkeys("abc", kept * GB), batch_bytes=batch * GB
+        start_bytes=start * GB,
+        largest_bytes=dict.fromkeys("abc", largest * GB),
+        batch_bytes=batch * GB,
+        on_cpu=False,
     )
 
 
@@ -57,9 +60,13 @@ def test_steps_hold_what_crosses_the_cuts_and_the_driver_the_batch() -> None:
     assert peaks(with_peaks(again, life(), None)) == [10, 10 + 3, 7 + 3]
 
 
-def test_a_checkpoint_holds_what_is_kept_and_a_piece() -> None:
-    found = with_peaks(plan(5, 5), life(kept=5), None)
-    assert [row.peak_bytes for row in found.rows] == [5 * GB + PIECE_BYTES] * 2
+def test_a_step_holds_the_largest_parameter_once_more() -> None:
+    assert peaks(with_peaks(plan(5, 6), life(largest=2), None)) == [7, 8]
+
+
+def test_on_cpus_the_processes_take_of_the_same_memory() -> None:
+    found = with_peaks(plan(5, 5), replace(life(start=7), on_cpu=True), None)
+    assert [row.peak_bytes for row in found.rows] == [7 * GB + WORKER_BYTES, 7 * GB + DRIVER_BYTES]
 
 
 def test_stages_of_one_device_are_added_up() -> None:

@@ -75,7 +75,7 @@ def test_activations_are_computed_again_only_where_nothing_else_fits() -> None:
     assert small.recompute
     assert small.step_s > 0
     assert "computed again" in small.describe()
-    assert not planned(memory=most(without) + 2**18).recompute
+    assert not planned(memory=most(without) + 2**20).recompute
 
 
 def test_what_was_asked_for_is_kept() -> None:
@@ -94,6 +94,17 @@ def test_a_network_gets_what_those_before_it_have_left() -> None:
     second = planned(memory=2 * limit, beside=[first])
     held = [a.memory_bytes + b.memory_bytes for a, b in zip(first.rows, second.rows)]
     assert max(held) <= 2 * limit
+
+
+def test_the_driver_has_a_smaller_share_where_the_batch_takes_its_room() -> None:
+    roomy = planned(recompute=False)
+    batch = MICROBATCHES * 3 * (roomy.rows[0].cut_bytes or 0)  # inputs, outputs, their gradients
+    held = [row.memory_bytes or 0 for row in roomy.rows]
+    assert held[0] == held[1]
+    tight = planned(recompute=False, memory=4 * held[1] // 3 + 2**14)  # of three partitions four
+    worker, driver = (row.memory_bytes or 0 for row in tight.rows)
+    assert worker == 2 * driver
+    assert driver + batch <= (tight.rows[1].limit_bytes or 0)
 
 
 def test_a_delayed_schedule_holds_the_copies_of_weights_that_it_stashes() -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.shapes import (
-    PartitionCosts,
     fastest,
     links_of,
     plan_of,
@@ -27,16 +27,15 @@ def cluster(count: int = 4, memory: float | None = None, bandwidth: float = 1e9,
     return ClusterDescription(name="test", devices=(device,) * count, levels=tuple(levels))
 
 
-def costs_of(samples: int) -> PartitionCosts:
+def costs_of(samples: int) -> PartitionTable:
     """Eight equal partitions of 10 MB gradients."""
-    return PartitionCosts(
+    return PartitionTable(
         names=tuple(f"layer{k}" for k in range(8)),
         layers=(1,) * 8,
         parameters=(2_500_000,) * 8,
         forward_s=(1e-3 * samples,) * 8,
         backward_s=(2e-3 * samples,) * 8,
-        step_s=(),
-        output_bytes=(4_000 * samples,) * 8,
+        cut_bytes=(4_000 * samples,) * 7,
         gradient_bytes=(10_000_000,) * 8,
         kept_bytes=(40_000_000,) * 8,
         activation_bytes=(1_000_000 * samples,) * 8,
@@ -94,7 +93,7 @@ def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() 
     assert not any(s.recompute for s in rank_shapes(costs_of, cluster(2), 64))
     assert all(s.microbatches > 1 for s in rank_shapes(costs_of, two, 64) if s.recompute)
 
-    def slower(samples: int) -> PartitionCosts:
+    def slower(samples: int) -> PartitionTable:
         return replace(costs_of(samples), backward_s=(3e-3 * samples,) * 8)
 
     same = [

@@ -9,7 +9,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.chosen_sizes import Sizes
 from lightning_hybrid.planning.cluster import Device
-from lightning_hybrid.planning.parts import Parts
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.rates import Rates
 from lightning_hybrid.planning.sizes import Machine, Search, choose
 
@@ -41,9 +41,9 @@ def machine(devices: int = 2, **changes: Any) -> Machine:
     )
 
 
-def layers(count: int, forward_s: float, weights: float, activation: float) -> Parts:
+def layers(count: int, forward_s: float, weights: float, activation: float) -> PartitionTable:
     """Equal ones; the times are those of a whole batch."""
-    return Parts(
+    return PartitionTable(
         names=tuple(f"layers.{i}" for i in range(count)),
         forward_s=(forward_s,) * count,
         backward_s=(2 * forward_s,) * count,
@@ -65,10 +65,10 @@ CONVOLUTIONS = layers(18, 25 * MS, 0.5 * MB, 8 * MB)
 class Network:
     """Its times are proportional to the samples, and it notes what was measured."""
 
-    def __init__(self, parts: Parts, slower: float = 1.0) -> None:
+    def __init__(self, parts: PartitionTable, slower: float = 1.0) -> None:
         self.parts, self.slower, self.asked = parts, slower, []
 
-    def __call__(self, microbatches: int) -> Parts:
+    def __call__(self, microbatches: int) -> PartitionTable:
         self.asked.append(microbatches)
         share = (1.0 if microbatches == 1 else self.slower) / microbatches
         return self.parts.scaled(share)
@@ -82,7 +82,9 @@ def test_where_gradients_bind_a_chain_is_chosen() -> None:
 
 @pytest.mark.parametrize("parts", [TINY, CONVOLUTIONS])
 @pytest.mark.parametrize("devices", [2, 6])
-def test_where_computing_or_messages_bind_replicas_are_chosen(parts: Parts, devices: int) -> None:
+def test_where_computing_or_messages_bind_replicas_are_chosen(
+    parts: PartitionTable, devices: int
+) -> None:
     best = choose(machine(devices), [Network(parts)], batch=6).best.sizes
     assert best == Sizes(replicas=devices, stages=1, microbatches=1)
 
@@ -237,7 +239,7 @@ def test_micro_batches_are_as_small_as_the_room_wants() -> None:
     # each of the activations of a batch is as large as what is kept
     network = layers(8, 25 * MS, 1 * MB, 16 * MB)
 
-    def slow_if_small(microbatches: int) -> Parts:
+    def slow_if_small(microbatches: int) -> PartitionTable:
         parts = network.scaled(1 / microbatches)
         times = tuple(t * (1 + microbatches) for t in parts.forward_s)
         return replace(parts, forward_s=times, backward_s=times)

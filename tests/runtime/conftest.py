@@ -67,8 +67,8 @@ def trained(service: Service) -> Callable[[], torch.optim.Optimizer]:
     twin = nn.Linear(3, 2)
     twin.load_state_dict(service.module.state_dict())
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    data = ship([optimizer], dict(twin.named_parameters()), set())
-    service.driver.send(TakeOptimizers(-1, data))
+    shipped = ship([optimizer], dict(twin.named_parameters()), set())
+    service.driver.send(TakeOptimizers(-1, *shipped))
     service.driver.send(TakeGradients(False, GRADIENTS.items()))
     for name, parameter in twin.named_parameters():
         parameter.grad = GRADIENTS[name].clone()

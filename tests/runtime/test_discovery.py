@@ -34,7 +34,9 @@ class Watched:
             settle=self.settle,
             keep=lambda module: None,
             remote=SimpleNamespace(suspended=nullcontext, places=SimpleNamespace(names=set)),
-            calls=SimpleNamespace(one_stream=nullcontext, in_region=lambda _: nullcontext()),
+            calls=SimpleNamespace(
+                one_stream=nullcontext, in_region=lambda _: nullcontext(), follows=False
+            ),
         )
         mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
         self.networks = Discovery(

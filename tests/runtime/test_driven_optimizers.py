@@ -9,7 +9,10 @@ from driven import Replica, batches, loss_of, model
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
+from lightning_hybrid._trees import rebuild
 from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.runtime import optimizers
+from lightning_hybrid.tensors import unread
 
 DEVICES = [(1, 0), (1, 2, 0)]
 
@@ -116,6 +119,36 @@ def test_a_state_that_is_loaded_is_the_workers_too(replicas: Any) -> None:
     trained.mine.load_state_dict(deepcopy(trained.theirs.state_dict()))
     for optimizer in (trained.mine, trained.theirs):
         optimizer.step()
+    trained.replica.driver.weights.gather()
+    with trained.replica.driver.remote.suspended():
+        torch.testing.assert_close(trained.module.state_dict(), trained.reference.state_dict())
+
+
+@pytest.mark.parametrize("devices", [(1, 0), (1, 2, 0)])
+def test_states_that_are_in_a_file_are_read_by_the_ranks_that_need_them(
+    replicas: Any, devices: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers, "_SMALL_BYTES", 0)
+    trained = Trained(replicas, devices, AdamW)
+    trained.theirs.step()
+    trained.reference.load_state_dict(model().state_dict())
+    reads: list[int] = []
+
+    def left_in_a_file(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        memory = value.clone().reshape(-1).view(torch.uint8)
+
+        def read() -> Tensor:
+            reads.append(memory.numel())
+            return memory
+
+        return unread(value.shape, value.stride(), value.dtype, read)
+
+    trained.mine.load_state_dict(rebuild(deepcopy(trained.theirs.state_dict()), left_in_a_file))
+    for optimizer in (trained.mine, trained.theirs):
+        optimizer.step()
+    assert len(reads) == 2 * len([*trained.module.net.parameters()])
     trained.replica.driver.weights.gather()
     with trained.replica.driver.remote.suspended():
         torch.testing.assert_close(trained.module.state_dict(), trained.reference.state_dict())

@@ -77,7 +77,7 @@ def test_it_steps_as_it_would_have_here(kind: Any) -> None:
     mine = kind(groups(here), lr=0.1, weight_decay=0.1)
     for optimizer in (mine, kind(groups(there), lr=0.1, weight_decay=0.1)):
         optimizer.step()
-    [theirs] = unship(ship([mine], named(here), {*named(here)}), named(there))
+    [theirs] = unship(*ship([mine], named(here), {*named(here)}), named(there))
     for optimizer in (mine, theirs):
         optimizer.step()
         optimizer.zero_grad()
@@ -93,7 +93,7 @@ def test_attributes_travel_and_what_belongs_to_the_driver_does_not() -> None:
     StepLR(mine, 1)  # patches `step` on the instance
     mine.register_step_pre_hook(lambda *_: pytest.fail("a hook of the driver"))
     mine.steps[0] = 5
-    [theirs] = unship(ship([mine], named(here), set()), named(there))
+    [theirs] = unship(*ship([mine], named(here), set()), named(there))
     assert isinstance(theirs, Counting)
     theirs.step()
     assert theirs.steps == [6]
@@ -105,16 +105,35 @@ def test_only_states_of_the_parameters_that_a_rank_owns_travel() -> None:
     here, there = pair()
     mine = AdamW(here.parameters())
     mine.step()
-    [theirs] = unship(ship([mine], named(here), {"0.bias"}), named(there))
+    [theirs] = unship(*ship([mine], named(here), {"0.bias"}), named(there))
     found = state_of(theirs, names(there))
     assert found.keys() == {"0.bias"}
     assert torch.equal(found["0.bias"]["exp_avg"], mine.state[named(here)["0.bias"]]["exp_avg"])
 
 
+def test_large_states_travel_apart_and_are_in_memory_as_they_were() -> None:
+    parameter = nn.Parameter(torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last))
+    parameter.grad = torch.randn_like(parameter)
+    mine = AdamW([parameter])
+    mine.step()
+    state = mine.state[parameter]
+    state["again"] = state["exp_avg"]
+    data, apart = ship([mine], {"weight": parameter}, {"weight"})
+    assert [id(tensor) for _, tensor in apart] == [id(state["exp_avg"]), id(state["exp_avg_sq"])]
+    there = nn.Parameter(torch.empty_like(parameter))
+    arriving = ((name, tensor.contiguous()) for name, tensor in apart)
+    [theirs] = unship(data, arriving, {"weight": there})
+    found = theirs.state[there]
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(found[key], state[key])
+        assert found[key].stride() == state[key].stride()
+    assert found["again"] is found["exp_avg"]
+
+
 def test_one_that_steps_whole_is_elsewhere_its_groups_alone() -> None:
     here, there = pair()
     mine = [AdamW(groups(here)), SGD(here.parameters(), lr=0.3)]
-    whole, apart = unship(ship(mine, named(here), {*named(here)}, [True, False]), named(there))
+    whole, apart = unship(*ship(mine, named(here), {*named(here)}, [True, False]), named(there))
     assert type(whole) is StepsElsewhere
     assert type(apart) is SGD
     assert groups_of(whole, names(there)) == groups_of(mine[0], names(here))
@@ -123,7 +142,7 @@ def test_one_that_steps_whole_is_elsewhere_its_groups_alone() -> None:
 
 
 def test_an_optimizer_of_nothing_travels_too() -> None:
-    [theirs] = unship(ship([Nothing()], {}, set()), {})
+    [theirs] = unship(*ship([Nothing()], {}, set()), {})
     assert theirs.param_groups == []
 
 

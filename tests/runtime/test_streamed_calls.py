@@ -25,6 +25,7 @@ from lightning_hybrid.pipeline.backward_pass import BackwardPass
 from lightning_hybrid.pipeline.forward_pass import ForwardPass
 from lightning_hybrid.pipeline.random_numbers import generators_of_microbatch
 from lightning_hybrid.pipeline.stage_options import StageOptions
+from lightning_hybrid.runtime.streamed_calls import Batches
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.schedules.orders import Part
 
@@ -43,7 +44,7 @@ class One:
     tensors: Sequence[Tensor]
 
 
-class Coming:
+class Coming(Batches):
     """Batches that are all known, between two barriers."""
 
     def __init__(self, values: Sequence[Tensor], epoch: int) -> None:

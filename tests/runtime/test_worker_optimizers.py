@@ -56,8 +56,8 @@ def test_steps_are_those_of_one_device(
 def test_a_step_is_surrounded_by_the_precision_of_the_driver(service: Service) -> None:
     twin = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(twin.parameters())
-    data = ship([optimizer], dict(twin.named_parameters()), set())
-    service.driver.send(TakeOptimizers(-1, data))
+    shipped = ship([optimizer], dict(twin.named_parameters()), set())
+    service.driver.send(TakeOptimizers(-1, *shipped))
     service.driver.send(TakeGradients(False, GRADIENTS.items()))
     double = Precision("cpu", torch.bfloat16, autocast=False, default_dtype=torch.float64)
     for command in (Step(0, precision=double), Step(0)):

@@ -183,7 +183,7 @@ def make_trainer(case: type[Case], folder: Path, strategy: Any = "auto", **optio
     )
 
 
-def hybrid(case: type[Case], replicas: int, stages: int) -> Any:
+def hybrid(case: type[Case], replicas: int, stages: int, kind: Any) -> Any:
     from lightning_hybrid import HybridGabraStrategy
 
     return HybridGabraStrategy(
@@ -191,15 +191,16 @@ def hybrid(case: type[Case], replicas: int, stages: int) -> Any:
         pipeline_parallel_size=stages,
         num_microbatches=case.microbatches,
         allocation=case.cuts[stages],
+        checkpoint=kind,
     )
 
 
-def run(name: str, folder: Path, replicas: int, stages: int) -> dict[str, Any]:
+def run(name: str, folder: Path, replicas: int, stages: int, kind: str) -> dict[str, Any]:
     """What one rank sees of a training, and of what a script does with it afterwards."""
     case = CASES[name]
     seed_everything(SEED, verbose=False)
     module = case()
-    strategy = hybrid(case, replicas, stages)
+    strategy = hybrid(case, replicas, stages, kind)
     devices = replicas * stages
     trainer = make_trainer(case, folder, strategy, devices=devices)
     trainer.fit(module)
@@ -213,10 +214,11 @@ def run(name: str, folder: Path, replicas: int, stages: int) -> dict[str, Any]:
     }
     seen["test"] = trainer.test(module, verbose=False)
     trainer.save_checkpoint(folder / "end.ckpt")
-    seen["checkpoints"] = [torch.load(folder / f, weights_only=True) for f in CHECKPOINTS]
+    load = strategy.checkpoint_io.load_checkpoint
+    seen["checkpoints"] = [load(folder / f, weights_only=True) for f in CHECKPOINTS]
     # another Trainer goes on from the checkpoint
     again = case()
-    strategy = hybrid(case, replicas, stages)
+    strategy = hybrid(case, replicas, stages, kind)
     trainer = make_trainer(case, folder, strategy, devices=devices)
     trainer.fit(again, ckpt_path=folder / "2.ckpt")
     seen["resumed"] = list(again.seen)
@@ -227,7 +229,7 @@ def run(name: str, folder: Path, replicas: int, stages: int) -> dict[str, Any]:
 def main(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     torch.set_num_threads(1)
-    shape = config["replicas"], config["stages"]
+    shape = config["replicas"], config["stages"], config["kind"]
     seen: dict[str, Any] = {name: run(name, folder / name, *shape) for name in config["cases"]}
     rank = os.environ.get("LOCAL_RANK", "0")
     torch.save(seen, folder / f"rank{rank}.pt")

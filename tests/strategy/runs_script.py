@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "steps": 30,
     "epoch": 30,  # batches
     "window": 1,
+    "workers": 0,
     "saves_after": [],  # batches that are trained on
     "saves_to": "",  # a folder
     "resumes": "",  # a checkpoint
@@ -117,7 +118,9 @@ def train(run: dict[str, Any], stages: int, folder: Path) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = Loader(TensorDataset(samples(run["epoch"])), batch_size=SIZE)
+    loader = Loader(
+        TensorDataset(samples(run["epoch"])), batch_size=SIZE, num_workers=run["workers"]
+    )
     trainer.fit(module, loader, ckpt_path=run["resumes"] or None)
     return {"losses": module.losses, "weights": module.net.state_dict()}
 

@@ -16,11 +16,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 SCRIPT = Path(__file__).with_name("configure_model_script.py")
-SHAPES = {(1, 2): list(CASES), (1, 3): ["Plain"], (2, 2): ["Plain", "Accumulates"]}
-SLOW = {(1, 3), (2, 2)}
+SHAPES = {  # replicas, stages, and how checkpoints are saved
+    (1, 2, "full"): list(CASES),
+    (1, 3, "full"): ["Plain"],
+    (2, 2, "full"): ["Plain", "Accumulates"],
+    (1, 3, "sharded"): ["Plain"],
+    (2, 2, "sharded_async"): ["Plain"],
+}
+SLOW = {*SHAPES} - {(1, 2, "full")}
 
 
-def marked(shape: tuple[int, int], *values: Any) -> Any:
+def marked(shape: tuple[int, int, str], *values: Any) -> Any:
     return pytest.param(shape, *values, marks=pytest.mark.conformance if shape in SLOW else ())
 
 
@@ -30,15 +36,15 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]], Ranks]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int, str]], Ranks]:
     """Train the cases of a shape in one set of processes."""
-    done: dict[tuple[int, int], Ranks] = {}
+    done: dict[tuple[int, int, str], Ranks] = {}
 
-    def run(shape: tuple[int, int]) -> Ranks:
+    def run(shape: tuple[int, int, str]) -> Ranks:
         if shape not in done:
-            config = {"cases": SHAPES[shape]}
             folder = tmp_path_factory.mktemp("configure_model")
-            replicas, stages = shape
+            replicas, stages, kind = shape
+            config = {"cases": SHAPES[shape], "kind": kind}
             training = Training(folder, script=SCRIPT, replicas=replicas, stages=stages, **config)
             done[shape] = training.run()
         return done[shape]
@@ -78,7 +84,7 @@ def compared(state: dict[str, torch.Tensor], replicas: int) -> dict[str, torch.T
 
 @pytest.mark.parametrize(("shape", "name"), RUNS)
 def test_trains_as_one_device(runs: Any, tmp_path: Path, shape: Any, name: str) -> None:
-    replicas, stages = shape
+    replicas, stages, _ = shape
     ranks = [rank[name] for rank in runs(shape)]
     module, again, tested = one_device(name, tmp_path, replicas)
     for replica in range(replicas):
@@ -99,7 +105,7 @@ def test_trains_as_one_device(runs: Any, tmp_path: Path, shape: Any, name: str) 
 
 @pytest.mark.parametrize("shape", EACH)
 def test_no_rank_holds_the_whole_network(runs: Any, shape: Any) -> None:
-    replicas, stages = shape
+    replicas, stages, _ = shape
     ranks = [rank["Plain"] for rank in runs(shape)]
     whole = sum(t.nbytes for t in ranks[0]["whole"].values())
     names = {name for name, _ in CASES["Plain"]().named_parameters()}
@@ -117,7 +123,7 @@ def test_no_rank_holds_the_whole_network(runs: Any, shape: Any) -> None:
 
 @pytest.mark.parametrize("shape", EACH)
 def test_checkpoints_are_ordinary_ones(runs: Any, shape: Any, tmp_path: Path) -> None:
-    replicas, _ = shape
+    replicas, *_ = shape
     saved = runs(shape)[0]["Plain"]["checkpoints"]
     one_device("Plain", tmp_path, replicas)
     for name, found in zip(CHECKPOINTS, saved, strict=True):

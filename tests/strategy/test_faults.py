@@ -286,7 +286,7 @@ def test_a_killed_rank_with_several_stages_ends_the_others_and_is_named(
 @slow
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_rank_ends_the_others_with_batches_under_way(start: Start, rank: int) -> None:
-    training, process = start(stages=3, schedule="fdg", microbatches=1)
+    training, process = start(stages=3, schedule="fdg", microbatches=1, loader_processes=1)
     pids = ready(training, 3)
     members = family(process.pid)
     killed = time.monotonic()

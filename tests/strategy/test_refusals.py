@@ -11,15 +11,16 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
-from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid import HybridGabraStrategy, Plan, refusals
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
 from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.refusals import refuse_copies, refuse_lazy
+from lightning_hybrid.refusals import refuse_copies, refuse_lazy, refuse_no_room
 from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.network_options import NetworkOptions
 
@@ -100,6 +101,18 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
     refuse_copies(Model(1000), 3, None)
 
 
+def test_a_rank_whose_weights_leave_no_room_to_begin_names_configure_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+    monkeypatch.setattr(refusals, "_BEGIN_BYTES", 9_000_000)
+    with pytest.raises(PlanError, match=r"leaves 0.005 GB .* takes 0.009 GB to begin") as error:
+        refuse_no_room(module, 5_000_000)
+    assert "    def configure_model(self):" in str(error.value)
+    for left in (None, 9_000_000, 4_000_000):  # the last one would lack room without them, too
+        refuse_no_room(module, left)
+
+
 @pytest.mark.parametrize(
     ("devices", "arguments"),
     [
@@ -172,7 +185,7 @@ def test_more_stages_than_partitions() -> None:
     )
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
     remote = SimpleNamespace(suspended=nullcontext)
-    calls = SimpleNamespace(in_region=lambda _: nullcontext())
+    calls = SimpleNamespace(in_region=lambda _: nullcontext(), follows=False)
     driver = SimpleNamespace(  # as far as it is asked
         device=torch.device("cpu"), remote=remote, calls=calls
     )
@@ -197,3 +210,20 @@ def test_a_layer_without_a_size_is_refused_by_name() -> None:
     module = nn.ModuleDict({"net": nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))})
     with pytest.raises(PlanError, match=r"'net\.0\.weight' has no size before the first call"):
         refuse_lazy(module)
+
+
+def test_a_sharded_checkpoint_refuses_what_passes_through_one_rank() -> None:
+    """`checkpoint="sharded"` with a `CheckpointIO`, or saved to a URL."""
+    with pytest.raises(PlanError, match="AsyncCheckpointIO was given"):
+        HybridGabraStrategy(checkpoint="sharded_async", checkpoint_io=AsyncCheckpointIO())
+    strategy = HybridGabraStrategy(checkpoint="sharded")
+    with pytest.raises(PlanError, match="AsyncCheckpointIO was given"):
+        Trainer(strategy=strategy, accelerator="cpu", devices=2, plugins=[AsyncCheckpointIO()])
+    with pytest.raises(PlanError, match=r"'s3://there/x\.ckpt'"):
+        strategy.save_checkpoint({}, "s3://there/x.ckpt")
+
+
+def test_an_unknown_kind_of_checkpoint_is_refused() -> None:
+    """Another value of `checkpoint`."""
+    with pytest.raises(PlanError, match="checkpoint='folder' is none of 'full'"):
+        HybridGabraStrategy(checkpoint="folder")  # type: ignore[arg-type]

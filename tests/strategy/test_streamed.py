@@ -23,6 +23,7 @@ pytestmark = [
 ]
 Train = Callable[..., list[dict[str, Any]]]
 BASE = {**DEFAULTS, "dtype": "float64", "microbatches": 1, "steps": 16}
+BASE["loader_processes"] = 1
 VALIDATES = {"num_sanity_val_steps": 1, "val_check_interval": 0.5}
 
 

@@ -35,6 +35,11 @@ class Before(Plain):
         return batch
 
 
+class After(Plain):
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch
+
+
 class Fetches(Plain):
     def training_step(self, dataloader_iter: Any) -> Tensor:
         return self.net(next(dataloader_iter)).mean()
@@ -73,6 +78,7 @@ def run(module: LightningModule, replicas: int = 1, stages: int = 2, **options: 
     [
         (ByHand, {}, "manual optimization"),
         (Before, {}, "Before.on_before_batch_transfer"),
+        (After, {}, "After.on_after_batch_transfer"),
         (Fetches, {}, "dataloader_iter"),
         (Codebook, {"replicas": 2}, "reads buffers in training"),
         (Plain, {"synchronised": True, "replicas": 2}, "sync_batchnorm=True"),

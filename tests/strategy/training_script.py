@@ -344,6 +344,7 @@ def strategy(config: dict[str, Any]) -> Any:
         delayed_weights=config.get("delayed_weights", "stash"),
         plan=plan,
         verify=config.get("verify", "auto"),
+        checkpoint=config.get("sharded", "full"),
     )
 
 

@@ -18,6 +18,7 @@ from lightning_hybrid.tensors.deferred import (
     offload,
     value_of,
 )
+from lightning_hybrid.tensors.unread import unread
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
 
@@ -150,6 +151,22 @@ def test_only_what_was_loaded_must_travel() -> None:
     assert [has_loaded(p) for p in network.parameters()] == [True, False, False, False]
     assert is_offloaded(network[1].bias)
     assert torch.equal(value_of(network[0].weight), state["0.weight"])
+
+
+def test_what_is_loaded_from_a_file_is_read_when_its_rank_makes_it() -> None:
+    network, deferral = build(pair)
+    value, reads = torch.arange(20.0).view(5, 4), list[bool]()
+
+    def read() -> Tensor:
+        reads.append(True)
+        return value.clone().view(-1).view(torch.uint8)
+
+    state = {"0.weight": unread(value.shape, value.stride(), value.dtype, read)}
+    with deferral.building(network, loading=True):
+        network.load_state_dict(state, strict=False)
+    assert reads == []
+    assert has_loaded(network[0].weight)
+    assert torch.equal(value_of(network[0].weight), value)
 
 
 def test_an_initialisation_that_needs_numbers_to_go_on_is_refused_by_name() -> None:

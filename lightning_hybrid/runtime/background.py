@@ -1,0 +1,49 @@
+"""Work that goes on beside training, in order: what asynchronous checkpoints write."""
+
+from collections.abc import Callable
+from threading import Thread
+
+
+class Background:
+    """Does one job after the other, each in a thread that ends with the process."""
+
+    def __init__(self) -> None:
+        self._last: Thread | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Do this after all that was submitted before, unless one of that has failed."""
+        before = self._last
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            if self._error is None:
+                try:
+                    job()
+                except BaseException as error:
+                    self._error = error
+
+        self._last = Thread(target=run, name="checkpoints", daemon=True)
+        self._last.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is not done yet, or has failed."""
+        alive = self._last is not None and self._last.is_alive()
+        return alive or self._error is not None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all is done.
+
+        Args:
+            timeout_s: at most so long.
+
+        Raises:
+            BaseException: of the first job that has failed since the last call.
+        """
+        if self._last is not None:
+            self._last.join(timeout_s)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
