@@ -30,6 +30,7 @@ def differences(script: ModuleType, accelerator: str, ranks: int, part: str) -> 
     return shares[0]["worst"], shares[1]["worst"]
 
 
+@pytest.mark.conformance
 @pytest.mark.distributed
 def test_two_stages_are_compared_with_one_device(script: ModuleType) -> None:
     assert max(differences(script, "cpu", 2, "dropout, float64")) < 1e-12

@@ -50,6 +50,7 @@ def output_of(code: str) -> str:
     return ran.stdout.strip()
 
 
+@pytest.mark.conformance
 def test_lightning_need_not_be_installed() -> None:
     code = (
         "import sys; sys.modules['lightning'] = None; import lightning_hybrid, pytorch_lightning; "

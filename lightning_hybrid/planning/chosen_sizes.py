@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+WORTHWHILE = 0.95
+"""Stages are taken only where they are predicted to take at most this share of the time of
+replicas alone: a prediction is off by some percent, and replicas change nothing in the numbers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -58,7 +62,7 @@ class Choice:
     """What was chosen, and what was not.
 
     Attributes:
-        best: the shortest time of a batch; replicas alone have an advance, see `sizes.WORTHWHILE`.
+        best: the shortest time of a batch; replicas alone have an advance, see :data:`WORTHWHILE`.
         others: the best of each other number of stages, the shortest first; estimates where those
             are far behind.
         alone_s: predicted seconds of a batch on one of the devices.
@@ -75,7 +79,12 @@ class Choice:
             f"Chosen for {best.sizes.replicas * best.sizes.stages} devices: {best.sizes}. "
             f"{_predicted(best)}"
         ]
-        lines += [f"Next: {other.sizes}. {_predicted(other)}" for other in self.others[:2]]
+        for other in self.others[:2]:
+            lines.append(f"Next: {other.sizes}. {_predicted(other)}")
+            if other.batch_s < best.batch_s:
+                lines[-1] += (
+                    f" Stages are taken where they are to save {1 - WORTHWHILE:.0%} or more."
+                )
         if self.alone_s < best.batch_s:
             lines.append(
                 f"One device alone is predicted to take {_seconds(self.alone_s)} for a batch, less "

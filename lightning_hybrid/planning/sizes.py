@@ -18,7 +18,7 @@ from typing import Literal
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.automatic_choices import plan_by_schedule, plan_within_memory
-from lightning_hybrid.planning.chosen_sizes import Candidate, Choice, Sizes
+from lightning_hybrid.planning.chosen_sizes import WORTHWHILE, Candidate, Choice, Sizes
 from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
 from lightning_hybrid.planning.memory import remaining
 from lightning_hybrid.planning.partition_table import PartitionTable
@@ -33,9 +33,6 @@ from lightning_hybrid.planning.would_fit import (
     what_would_fit,
 )
 
-WORTHWHILE = 0.95
-"""Stages are taken only where they are predicted to take at most this share of the time of
-replicas alone: a prediction is off by some percent, and replicas change nothing in the numbers."""
 SPARE = 0.1
 """Share of a device's memory that chosen sizes leave free, where they can: what a step holds is
 predicted, and what the process and other code take besides is not known."""

@@ -47,7 +47,8 @@ def make_groups(folder: Path, rank: int) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", ["gone", pytest.param("late", marks=pytest.mark.conformance)])
+@pytest.mark.conformance
+@pytest.mark.parametrize("how", ["gone", "late"])
 def test_gloo_is_understood(tmp_path: Path, how: str) -> None:
     _, other_rank = prepared()
     process = other_rank.start(

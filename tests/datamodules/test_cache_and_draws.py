@@ -199,6 +199,7 @@ def test_two_trainings_may_share_one_cache(tiny_cohort, tmp_path):
     assert results[0] == results[1] == pytest.approx(total(prepared(tiny_cohort, tmp_path / "a")))
 
 
+@pytest.mark.conformance
 def test_a_disk_that_fills_up_costs_speed_only(tiny_cohort, tmp_path):
     """A limit of the process on the size of files stands in for the disk."""
     full = """

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
-from lightning_hybrid.planning.chosen_sizes import Sizes
+from lightning_hybrid.planning.chosen_sizes import Candidate, Choice, Sizes
 from lightning_hybrid.planning.cluster import Device
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.rates import Rates
@@ -284,6 +284,14 @@ def test_the_choice_is_told_with_what_comes_next() -> None:
     assert "for 2 batches" in first
     assert second.startswith("Next: 1 x 2 stages, ")
     assert not more
+
+
+@pytest.mark.parametrize(("stages_s", "told"), [(0.97, True), (1.03, False)])
+def test_stages_that_save_too_little_are_told_so(stages_s: float, told: bool) -> None:
+    replicas = Candidate(sizes=Sizes(replicas=2, stages=1, microbatches=1), step_s=2.0)
+    stages = Candidate(sizes=Sizes(replicas=1, stages=2, microbatches=4), step_s=stages_s)
+    text = Choice(best=replicas, others=(stages,), alone_s=1.5).describe()
+    assert ("Stages are taken where they are to save 5% or more." in text) is told
 
 
 def test_one_device_that_is_faster_is_named() -> None:

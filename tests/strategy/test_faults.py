@@ -187,11 +187,12 @@ UNSEEN = {"network": "unseen", "unseen": 2}
 MEETS = {"network": "meets", "side": 4, "large": 3}  # with dropout
 
 
+@slow
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         (UNSEEN, "'net' (Unseen) does not compute in its stages what its Python computes: in call"),
-        pytest.param(MEETS, "'net' (Meets): the samples of a batch meet in call", marks=slow),
+        (MEETS, "'net' (Meets): the samples of a batch meet in call"),
     ],
 )
 def test_what_a_check_of_the_network_finds_ends_all_ranks_and_is_shown_first(

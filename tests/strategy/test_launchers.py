@@ -17,6 +17,7 @@ from training_script import train
 from lightning_hybrid.process.faults import GRACE_S
 
 pytestmark = [
+    pytest.mark.conformance,
     pytest.mark.distributed,
     # Lightning's advice on workers of loaders
     pytest.mark.filterwarnings("ignore"),
@@ -67,7 +68,6 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.conformance
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_every_launch_trains_as_one_device_or_as_ddp(
     one_device: dict[str, Any], two_devices: dict[str, Any], tmp_path: Path, launch: str
@@ -121,7 +121,6 @@ def assert_trained(ranks: list[dict[str, Any]]) -> None:
         assert_same(dict(rank["weights"]), dict(weights))
 
 
-@pytest.mark.conformance
 def test_slurm_starts_the_processes(tmp_path: Path) -> None:
     training = Training(tmp_path, **FOUR)
     job = {
@@ -137,7 +136,6 @@ def test_slurm_starts_the_processes(tmp_path: Path) -> None:
     assert_trained(training.wait([training.start(environment=job | rank) for rank in ranks]))
 
 
-@pytest.mark.conformance
 def test_torchrun_starts_the_processes_of_several_nodes(tmp_path: Path) -> None:
     training = Training(tmp_path, nodes=2, **FOUR)
     port, agents = f"{free_port()}", []
@@ -178,7 +176,6 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-@pytest.mark.conformance
 def test_two_hosts_train_together(hosts: list[str], tmp_path: Path) -> None:
     training = Training(tmp_path, nodes=2, **FOUR)
     job = {"MASTER_ADDR": "10.87.0.1", "MASTER_PORT": "29511"}
@@ -189,7 +186,6 @@ def test_two_hosts_train_together(hosts: list[str], tmp_path: Path) -> None:
     assert_trained(training.wait(processes))
 
 
-@pytest.mark.conformance
 def test_the_first_rank_waits_for_the_predictions_of_the_others(tmp_path: Path) -> None:
     # it holds the store; longer than a failed run may take to end
     config = {"replicas": 2, "steps": 2, "slow_prediction_s": GRACE_S + 5}

@@ -642,6 +642,7 @@ def run_without(names: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.conformance
 @pytest.mark.distributed
 def test_a_torch_without_the_optional_names_trains_as_one_device_and_says_what_is_lost() -> None:
     done = run_without("optional")

@@ -31,6 +31,7 @@ def numbers(output: str) -> list[float]:
     return [float(word) for word in line.partition(": ")[2].split()]
 
 
+@pytest.mark.conformance
 @pytest.mark.distributed
 def test_the_wheel_trains_two_stages_as_one_device(tmp_path: Path) -> None:
     """Its dependencies are this environment's; `make newest` installs them without constraints."""
