@@ -83,7 +83,7 @@ class Choice:
             lines.append(f"Next: {other.sizes}. {_predicted(other)}")
             if other.batch_s < best.batch_s:
                 lines[-1] += (
-                    f" Stages are taken where they are to save {1 - WORTHWHILE:.0%} or more."
+                    f" Stages are taken where they save {1 - WORTHWHILE:.0%} or more."
                 )
         if self.alone_s < best.batch_s:
             lines.append(

@@ -291,7 +291,7 @@ def test_stages_that_save_too_little_are_told_so(stages_s: float, told: bool) ->
     replicas = Candidate(sizes=Sizes(replicas=2, stages=1, microbatches=1), step_s=2.0)
     stages = Candidate(sizes=Sizes(replicas=1, stages=2, microbatches=4), step_s=stages_s)
     text = Choice(best=replicas, others=(stages,), alone_s=1.5).describe()
-    assert ("Stages are taken where they are to save 5% or more." in text) is told
+    assert ("Stages are taken where they save 5% or more." in text) is told
 
 
 def test_one_device_that_is_faster_is_named() -> None:
