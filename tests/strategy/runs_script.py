@@ -25,7 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "steps": 30,
     "epoch": 30,  # batches
     "window": 1,
-    "workers": 0,
     "saves_after": [],  # batches that are trained on
     "saves_to": "",  # a folder
     "resumes": "",  # a checkpoint
@@ -118,9 +117,8 @@ def train(run: dict[str, Any], stages: int, folder: Path) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = Loader(
-        TensorDataset(samples(run["epoch"])), batch_size=SIZE, num_workers=run["workers"]
-    )
+    # (a process makes the batches, as streamed schedules want it)
+    loader = Loader(TensorDataset(samples(run["epoch"])), batch_size=SIZE, num_workers=1)
     trainer.fit(module, loader, ckpt_path=run["resumes"] or None)
     return {"losses": module.losses, "weights": module.net.state_dict()}
 

@@ -49,13 +49,15 @@ def test_stages_have_room_for_a_whole_run_and_to_go_on_from_its_checkpoint(
     tmp_path: Path, alone: dict[str, Any], stages: int, where: str
 ) -> None:
     peer, reads = f"hybrid {stages} {where} verify", where == "__init__"
+    resumes = ["--resume", f"{tmp_path}/saved.ckpt"]
     first = run(tmp_path, peer, reads=reads)
-    second = run(tmp_path / "on", peer, "--resume", f"{tmp_path}/saved.ckpt", reads=reads)
-    assert first[0]["losses"] == pytest.approx(alone["losses"], rel=1e-6)
-    assert second[0]["losses"] == pytest.approx(alone["losses"][2:], rel=1e-6)
-    for rank, seen in enumerate((*first, *second)):
-        assert seen["after"].keys() <= alone["after"].keys()
-        expected = {name: alone["after"][name] for name in seen["after"]}
-        assert seen["after"] == pytest.approx(expected, rel=1e-5), rank
-    if reads:
-        assert first[0]["after"].keys() == second[0]["after"].keys() == alone["after"].keys()
+    second = run(tmp_path / "on", peer, *resumes, reads=reads)
+    # (in the middle of an epoch Lightning goes on with the first batch of the loader)
+    [alone_on] = run(tmp_path / "alone", "one device", *resumes, limit_mib=0)
+    for ranks, one in ((first, alone), (second, alone_on)):
+        assert ranks[0]["losses"] == pytest.approx(one["losses"], rel=1e-6)
+        for rank, seen in enumerate(ranks):
+            assert seen["after"].keys() <= one["after"].keys()
+            expected = {name: one["after"][name] for name in seen["after"]}
+            assert seen["after"] == pytest.approx(expected, rel=1e-5), rank
+        assert not reads or ranks[0]["after"].keys() == one["after"].keys()
