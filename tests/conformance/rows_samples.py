@@ -110,6 +110,7 @@ class SendsSamplesToExperts(MakesItsLossInside):
             super().__init__()
             self.router = nn.Linear(8, 3)
             self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.third = self._modules.pop("third")  # parameters in the order of their stages
 
         def mixed(self, h: Tensor) -> Tensor:
             weights, chosen = self.router(h).softmax(-1).topk(2)
