@@ -32,8 +32,8 @@ from lightning_hybrid.comm.transport import (
 from lightning_hybrid.errors import PlanError
 
 CPU = torch.device("cpu")
-# One rank may prepare data for hours while the others wait for it before a run.
-NO_TIMEOUT = timedelta(days=3650)
+# One rank may prepare data for hours while the others wait for it before a run, not for longer.
+WORLD_TIMEOUT = timedelta(days=1)
 _LEAVING_S = 2.0
 _TAGS_OF_A_PLACEMENT = 2**12
 """More than a placement has edges: tags below that are for words."""
@@ -123,8 +123,8 @@ def backend_on(device: torch.device, name: str) -> str:
 
 
 def make_world(store: dist.Store, rank: int, size: int) -> GroupHandle:
-    """The group of all ranks, for what comes before and after a run, however long it takes."""
-    return make_group(store, "world", rank, size, "gloo", NO_TIMEOUT)
+    """The group of all ranks, for what comes before and after a run; a day is its time-out."""
+    return make_group(store, "world", rank, size, "gloo", WORLD_TIMEOUT)
 
 
 class Mesh(Lines):

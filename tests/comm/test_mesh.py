@@ -11,6 +11,7 @@ from nccl_rules import USUAL, strict
 from ranks import together
 
 from lightning_hybrid.comm import mesh as module
+from lightning_hybrid.comm.collectives import meet
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import link_stages
@@ -182,3 +183,15 @@ def test_a_backend_that_carries_no_tensors_of_the_device_is_refused_by_name(
 ) -> None:
     with pytest.raises(PlanError, match=f"process_group_backend='{name}' names .* '{device}'"):
         backend_on(torch.device(device), name)
+
+
+def test_a_rank_that_does_not_come_to_a_meeting_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "WORLD_TIMEOUT", timedelta(seconds=1))
+    store = dist.HashStore()
+    here, there = together(*(lambda rank=rank: make_world(store, rank, 2) for rank in (0, 1)))
+    with pytest.raises(ConnectionLost) as caught:
+        meet(here)
+    assert caught.value.late
+    there.close()
