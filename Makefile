@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test newest conformance third lint bench as-gpu features docs
+.PHONY: setup demo test newest conformance third lint bench as-gpu features docs release
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -91,3 +91,16 @@ docs: .venv-docs/.ready
 
 bench: $(READY)
 	python -m benchmarks
+
+# sdist and wheel of the version in pyproject.toml, checked, installed as by a user, and tagged
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+release: $(READY) lint
+	@test -z "$$(git status --porcelain)" || { echo "git status shows changes: commit them first"; exit 1; }
+	@grep -q "^## $(VERSION)" CHANGELOG.md || { echo "CHANGELOG.md has no '## $(VERSION)': give Unreleased that name and a date"; exit 1; }
+	rm -rf dist
+	python -m hatchling build
+	$(PYTHON) -m venv --clear .venv-release
+	.venv-release/bin/python -m pip install --quiet twine dist/*.whl
+	.venv-release/bin/twine check --strict dist/*
+	cd .venv-release && bin/python $(CURDIR)/tests/wheel/first_script.py 2
+	git tag "v$(VERSION)"
