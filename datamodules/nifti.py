@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ _FORMS_APART_MM = 1.0
 _SMALLEST_MM, _LARGEST_MM = 0.05, 20.0  # of a voxel
 _OTHER_UNITS = ("micron", "meter")
 _GZIP = b"\x1f\x8b"
+_READABLE_NAMES = {  # nibabel opens no others, `.Nii` among them
+    ".nii.gz": (".nii.gz", ".nii.GZ", ".NII.gz", ".NII.GZ"),
+    ".nii": (".nii", ".NII"),
+}
 
 
 class BadFile(Exception):
@@ -112,10 +117,12 @@ def _read_header(path: Path, start: bytes) -> tuple[Any, int]:
         raise BadFile("CORRUPT_GZIP", "the gzip stream breaks off within the header", AGAIN)
     if kind is None:
         raise BadFile("NOT_NIFTI", *_what_it_is(header))
-    if gzipped != path.name.lower().endswith(".gz"):
-        right = path.name + ".gz" if gzipped else path.name[: -len(".gz")]
+    ending = ".nii.gz" if gzipped else ".nii"
+    if not path.name.endswith(_READABLE_NAMES[ending]):
+        right = re.sub(r"(\.nii)?(\.gz)?$", ending, path.name, count=1, flags=re.IGNORECASE)
         what = "gzipped" if gzipped else "not gzipped"
-        raise BadFile("WRONG_SUFFIX", f"the content is {what}", f"rename it to {right}")
+        detail = f"the content is NIfTI, {what}, and the name does not end in {ending}"
+        raise BadFile("WRONG_SUFFIX", detail, f"rename it to {right}")
     raw = kind.header_class(header[: kind.header_class.template_dtype.itemsize], check=False)
     zooms = raw["pixdim"][1:4]
     if not (np.isfinite(zooms).all() and (zooms > 0).all()):  # nibabel would make it 1 mm

@@ -50,20 +50,30 @@ def _about(trained: "Trained") -> str:
     )
 
 
+def _in_words(name: str) -> str:
+    """What a quantity is, for people who do not know the tables."""
+    if name.startswith("intensity_p"):
+        return f"{name.removeprefix('intensity_p')}th percentile of the grey levels"
+    return {
+        "head_ml": "volume of the head (ml)",
+        "voxel_mm": "size of the voxels (mm)",
+        "features": "distance from the training scans",
+    }.get(name, name.replace("_", " "))
+
+
 def _row(said: "Answer", names: Sequence[str]) -> dict[str, object]:
     values = said.calibrated or said.probabilities
     return {
         "scan": said.scan.name,
         **{f"P({name})": value for name, value in zip(names, values)},
-        "outside of what was trained on": ", ".join(said.outside) or "nothing",
+        "outside of what was trained on": ", ".join(map(_in_words, said.outside)) or "nothing",
         "notes": "; ".join(said.notes),
     }
 
 
 def _one(said: "Answer", names: Sequence[str]) -> str:
     outside = "".join(
-        f"<li>{escape(name.replace('_', ' '))}: {escape(what)}</li>"
-        for name, what in said.outside.items()
+        f"<li>{escape(_in_words(name))}: {escape(what)}</li>" for name, what in said.outside.items()
     )
     text = ""
     if outside:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nibabel as nib
+import nilearn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -140,3 +141,17 @@ def test_scans_as_they_come_are_not_named(heads, tmp_path):
     for values in heads.values():
         report = check_file(saved(tmp_path, values))
         assert (report.code, dict(report.warnings).keys() - {"GEOMETRY"}) == ("", set())
+
+
+def test_sample_files_of_nibabel_and_nilearn_are_not_refused():
+    small = Path(nib.__file__).parent / "tests/data"
+    part = check_file(small / "anatomical.nii")  # 66 x 82 x 50 mm of a head
+    assert not part.code
+    assert set(part.warnings) == {"GEOMETRY", "BACKGROUND"}
+    coarse = check_file(small / "reoriented_anat_moved.nii")
+    assert not coarse.code
+    assert set(coarse.warnings) == {"GEOMETRY"}
+    template = "datasets/data/mni_icbm152_t1_tal_nlin_sym_09a_converted.nii.gz"
+    whole = check_file(Path(nilearn.__file__).parent / template)
+    assert not whole.code
+    assert not whole.warnings

@@ -104,6 +104,18 @@ def test_plain_file_with_a_gzip_name_is_told_to_be_renamed(tmp_path):
     assert report.action == "rename it to scan.nii"
 
 
+@pytest.mark.parametrize("name", ["scan", "scan.gz", "scan.Nii.Gz", "scan.nii.bak", "scan.NII.GZ"])
+@pytest.mark.parametrize("gzipped", [True, False])
+def test_a_name_passes_only_where_the_loader_can_open_it(tmp_path, name, gzipped):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(image().to_bytes()) if gzipped else image().to_bytes())
+    report = check_file(path)
+    if report.code:
+        path = path.rename(tmp_path / report.action.removeprefix("rename it to "))
+        assert not check_file(path).code
+    assert nib.load(path).get_fdata().shape == VOLUME.shape
+
+
 def test_missing_file_is_reported(tmp_path):
     assert check_file(tmp_path / "scan.nii").code == "NOT_FOUND"
 

@@ -109,6 +109,7 @@ def test_a_table_says_who_it_is_and_what_is_out_of_range(trained, tmp_path, monk
     assert "age: 120, trained on" in odd["outside"]
     assert "field_strength: 7 T, trained on" in odd["outside"]
     assert "age" not in usual["outside"]
+    assert "intensity_p" not in (tmp_path / "out/predictions.html").read_text()  # but in words
 
 
 def test_scans_and_people_that_were_trained_on_are_told(trained, tmp_path, monkeypatch):
