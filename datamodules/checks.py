@@ -75,7 +75,7 @@ def check_file(path: Path, leniency: Leniency = STRICT) -> FileReport:
     except BadFile as bad:
         return FileReport(bad.code, bad.detail, bad.action)
     except FileNotFoundError:
-        return FileReport("NOT_FOUND", "the file has gone", AGAIN)
+        return FileReport("NOT_FOUND", f"no file at {path}", f"correct the path, or {AGAIN}")
     except OSError as error:
         return FileReport("UNREADABLE", f"{error.strerror or error}", "check rights and disk")
     except Exception as error:
