@@ -167,6 +167,10 @@ class ReplicaStrategy(DDPStrategy):
         return self._replica_world.local_rank if self._parallel_devices else 0
 
     @property
+    def node_rank(self) -> int:
+        return self._replica_world.node_rank if self._parallel_devices else 0
+
+    @property
     def num_processes(self) -> int:
         """Number of replicas whose drivers are on this host."""
         self._is_told("strategy.num_processes")

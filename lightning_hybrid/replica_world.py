@@ -67,6 +67,7 @@ class ReplicaWorld:
         size: number of replicas.
         local_rank: as ``rank``, among the processes of this host.
         drivers: local ranks, as launched, of the drivers of this host; without any, the first.
+        node_rank: number of this host; those with drivers are below ``hosts``, others are not.
         hosts: number of hosts that have drivers.
         even: whether each of these has as many.
     """
@@ -75,6 +76,7 @@ class ReplicaWorld:
     size: int
     local_rank: int
     drivers: tuple[int, ...]
+    node_rank: int
     hosts: int
     even: bool
 
@@ -94,17 +96,17 @@ class ReplicaWorld:
         ranks = [replace(coordinates, rank=rank) for rank in range(hosts * per_host)]
         by_number = sorted(here, key=lambda rank: ranks[rank].lightning_rank)
         in_blocks = here[-1] - here[0] == per_host - 1
-        on_hosts = Counter(
-            each.rank // per_host if in_blocks else each.rank % hosts
-            for each in ranks
-            if each.is_driver
-        )
+        host_of = [rank // per_host if in_blocks else rank % hosts for rank in range(len(ranks))]
+        on_hosts = Counter(host_of[each.rank] for each in ranks if each.is_driver)
+        in_order = sorted(ranks, key=lambda each: each.lightning_rank)  # drivers first
+        numbered = list(dict.fromkeys(host_of[each.rank] for each in in_order))
         drivers = [rank for rank in here if ranks[rank].is_driver] or by_number[:1]
         return cls(
             rank=coordinates.lightning_rank,
             size=coordinates.replicas,
             local_rank=by_number.index(launched.rank),
             drivers=tuple(here.index(rank) for rank in drivers),
+            node_rank=numbered.index(host_of[coordinates.rank]),
             hosts=len(on_hosts),
             even=len({*on_hosts.values()}) == 1,
         )
@@ -117,6 +119,7 @@ class ReplicaWorld:
             (self.size, _SIZE),
             (self.local_rank, _LOCAL_RANK),
             (len(self.drivers), _LOCAL_SIZE),
+            (self.node_rank, _NODE_RANK),
             (self.hosts, _HOSTS),
         )
         return {name: number for number, names in numbers for name in names}
@@ -129,6 +132,7 @@ _SIZE = (
 )
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_NODE_RANK = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 _HOSTS = ("GROUP_WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _SIZES = frozenset((*_SIZE, *_LOCAL_SIZE, *_HOSTS))
 

@@ -75,6 +75,17 @@ def test_a_replica_on_two_hosts_is_one_device() -> None:
     assert sum(world.local_rank == 0 for world in worlds(1, 4, hosts=2)) == 2
 
 
+def test_hosts_with_drivers_are_numbered_first() -> None:
+    """So `GROUP_RANK` of a driver is below `GROUP_WORLD_SIZE`, and one process prepares data."""
+    for order, expected in (((), [0, 2, 1, 3]), ((3, 2, 0, 1), [1, 3, 2, 0])):
+        everyone = worlds(2, 2, hosts=4, order=order)
+        assert [world.node_rank for world in everyone] == expected
+        for world in everyone:
+            variables = world.variables
+            assert variables["GROUP_RANK"] == variables["NODE_RANK"] == world.node_rank
+            assert (world.rank < world.size) == (world.node_rank < variables["GROUP_WORLD_SIZE"])
+
+
 def test_uneven_hosts_are_known() -> None:
     assert not worlds(3, 2, hosts=2)[0].even
 

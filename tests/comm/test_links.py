@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from in_memory import MemoryWire
-from nccl_rules import StrictWire
+from nccl_rules import StrictWire, check
 from ranks import NAMES, together
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -83,6 +83,29 @@ def test_what_is_on_the_cpu_goes_past_the_wires_of_another_device_and_stays_ther
     assert all(torch.equal(a, b) for a, b in zip(found[1:], sent[1:]))
     zeros = [spec.zeros(META) for spec in specs]  # what a rank sends that has failed
     assert [tensor.device for tensor in zeros] == [META, CPU, CPU]
+
+
+REFUSED = [
+    (torch.get_rng_state(), ValueError, "CUDA and dense"),
+    (torch.tensor([3, 1]), ValueError, "CUDA and dense"),
+    (torch.zeros(3, dtype=torch.int16, device=META), TypeError, "int16"),
+]
+"""What NCCL takes in no message as it is."""
+
+
+@pytest.mark.parametrize(("tensor", "error", "words"), REFUSED)
+def test_a_strict_wire_refuses_what_a_link_carries(
+    tensor: Tensor, error: type[Exception], words: str
+) -> None:
+    check(torch.ones(2, device=META), META)
+    with pytest.raises(error, match=words):
+        check(tensor, META)
+    here, there = strict_link(META)
+    here.send([tensor], [TensorSpec.of(tensor)])
+    [found] = there.post([TensorSpec.of(tensor)]).wait()
+    here.flush()
+    assert (found.device, found.dtype) == (tensor.device, tensor.dtype)
+    assert tensor.device == META or torch.equal(found, tensor)
 
 
 def message(number: int) -> list[torch.Tensor]:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
@@ -79,6 +80,51 @@ class AsksForRanks(_Launched):
 
     def on_fit_start(self) -> None:
         self.seen.append(self.ask())
+
+
+class AsksTheStrategyForRanks(_Launched):
+    """Asks `trainer.distributed_sampler_kwargs`, the strategy's, `strategy.cluster_environment`
+    (`world_size`, `global_rank`, `local_rank`) and `rank_zero_only.rank` for ranks.
+    """
+
+    fast = True
+    control = False  # `ddp` has an environment for one process
+
+    def ask(self) -> list[Any]:
+        strategy, found = self.trainer.strategy, [rank_zero_only.rank]
+        if self.trainer.world_size > 1:  # one device has neither of these
+            theirs = strategy.cluster_environment
+            found += [theirs.world_size(), theirs.global_rank(), theirs.local_rank()]
+            found += [self.trainer.distributed_sampler_kwargs, strategy.distributed_sampler_kwargs]
+        elif isinstance(strategy, ParallelStrategy):
+            theirs = strategy.cluster_environment
+            assert (theirs.world_size(), theirs.global_rank(), theirs.local_rank()) == (1, 0, 0)
+            assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+        return found
+
+    def on_fit_start(self) -> None:
+        self.seen.append(self.ask())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(self.ask())
+
+
+class AveragesIfThereIsAGroup(Row):
+    """Averages the loss over the ranks where the strategy is a `DDPStrategy` and
+    `torch.distributed.is_initialized()`, which is false with one replica.
+    """
+
+    shapes = EVERY
+    fast = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        total = loss.detach().clone()
+        if isinstance(self.trainer.strategy, DDPStrategy) and distributed.is_initialized():
+            distributed.all_reduce(total)
+            total /= distributed.get_world_size()
+        self.seen.append(total.item())
+        return loss
 
 
 class DividesByDevices(_Launched):

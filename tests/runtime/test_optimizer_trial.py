@@ -71,6 +71,11 @@ def test_the_optimizers_of_torch_step_in_parts(name: str, options: dict[str, Any
     assert reason(lambda p: kind(p, lr=0.1, **options), matrices=name in MATRICES) == ""
 
 
+def test_float16_steps_in_parts() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2, dtype=torch.float16)) for _ in range(3)]
+    assert why_whole(torch.optim.SGD(parameters, lr=0.1), {}, CPU) == ""
+
+
 class Counts(Mine):
     """In its groups and in an attribute."""
 
@@ -118,10 +123,16 @@ class ClipsTogether(Mine):
 
 
 class ClipsLargeGradients(Mine):
+    limit = 500.0
+
     def change(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         norm = sum(float(p.grad.square().sum()) for p in parameters) ** 0.5
         for p in parameters:
-            p.sub_(p.grad / max(1.0, norm / 500.0))
+            p.sub_(p.grad / max(1.0, norm / self.limit))
+
+
+class ClipsVeryLargeGradients(ClipsLargeGradients):
+    limit = 1e6
 
 
 class SkipsWhatIsNotFinite(Mine):
@@ -248,6 +259,7 @@ class Fails(Mine):
     [
         (ClipsTogether, "depends on the others"),
         (ClipsLargeGradients, "depends on the others"),
+        (ClipsVeryLargeGradients, "depends on the others"),
         (SkipsWhatIsNotFinite, "depends on the others"),
         (NotesANorm, "groups"),
         (NotesAnAttribute, "attributes"),
