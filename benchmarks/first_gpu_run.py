@@ -3,8 +3,8 @@
 Nobody has run this package on GPUs yet. In about ten minutes this finds out, part by part:
 
 * ``environment``: versions, devices, and how they are joined.
-* ``exactness``: two stages beside one device, five networks in float64 and with bf16-mixed, and one
-  device beside itself: what a device does not repeat is no error of the stages.
+* ``exactness``: two stages (``--ranks``) beside one device, five networks in float64 and with
+  bf16-mixed, and one device beside itself: what a device does not repeat is no error of the stages.
 * ``memory``: the most bytes that each rank has held, beside those of the plan.
 * ``profile``: synchronisations and copies of a step, and how long NCCL's kernels and others run at
   the same time.
@@ -200,7 +200,7 @@ class Run:
         """Kill this rank (0 is the driver's) in the middle of a training."""
         with tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(self._config(kind="killed", network="perceptron"), Path(folder))
-            marks = [Path(folder) / f"trains{n}" for n in range(2)]
+            marks = [Path(folder) / f"trains{n}" for n in range(self.ranks)]
             until = time.monotonic() + self.limit_s
             while not all(mark.exists() for mark in marks) and time.monotonic() < until:
                 if any(process.poll() is not None for process in ranks.processes):
@@ -214,10 +214,10 @@ class Run:
             ended = result.pop("ended")
             result["trained"] = trained
             result["seconds until all had ended"] = (
-                max(ended.values()) - killed if len(ended) == 2 else None
+                max(ended.values()) - killed if len(ended) == self.ranks else None
             )
             # a rank that is killed, and one that says so, are as wanted
-            if trained and len(ended) == 2 and 0 not in result["exit codes"]:
+            if trained and len(ended) == self.ranks and 0 not in result["exit codes"]:
                 result.pop("error", None)
             else:
                 result["error"] = result.get("error", "a rank has not trained, or has not failed")
@@ -314,20 +314,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--accelerator", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it work at all?")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for a part")
+    parser.add_argument("--ranks", type=int, default=2, help="stages of a network, two or more")
     parser.add_argument("--parts", default="", help="begins of names, separated by semicolons")
     chosen = parser.parse_args(arguments)
-    if chosen.accelerator == "gpu" and torch.cuda.device_count() < 2:
+    there = torch.cuda.device_count()
+    if chosen.accelerator == "gpu" and there < chosen.ranks:
         parser.error(
-            f"this wants two GPUs, and torch {torch.__version__} sees {torch.cuda.device_count()}: "
+            f"this wants {chosen.ranks} GPUs, and torch {torch.__version__} sees {there}: "
             "--accelerator cpu runs the same over gloo"
         )
-    parts = Run(chosen.accelerator, chosen.quick, chosen.limit).parts
+    parts = Run(chosen.accelerator, chosen.quick, chosen.limit, chosen.ranks).parts
     wanted = tuple(text.strip() for text in chosen.parts.split(";"))
     for text in wanted:
         if not any(name.startswith(text) for name in parts):
             parser.error(f"there is no part {text!r}; known: {'; '.join(parts)}")
     parts = {name: part for name, part in parts.items() if name.startswith(wanted)}
-    about = {"accelerator": chosen.accelerator, "quick": chosen.quick}
+    about = {"accelerator": chosen.accelerator, "quick": chosen.quick, "ranks": chosen.ranks}
     failed = run(parts, chosen.out, about)
     print(f"{len(failed)} of {len(parts)} parts failed; send {chosen.out}")
 

@@ -24,7 +24,7 @@ STEPS, PARTS = 4, 2
 
 def train(folder: Path, **config: Any) -> list[dict[str, Any]]:
     """What each rank has seen."""
-    config |= {"steps": STEPS, "microbatches": PARTS}
+    config = {"trainer": {}, "strategy": {}, "steps": STEPS, "microbatches": PARTS} | config
     (folder / "config.json").write_text(json.dumps(config))
     paths = [str(ROOT), str(SCRIPT.parent), str(ROOT / "tests" / "helpers")]
     done = subprocess.run(
@@ -40,7 +40,9 @@ def train(folder: Path, **config: Any) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in ranks]
 
 
-def one_cpu(network: str, replicas: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+def one_cpu(
+    network: str, replicas: int, clip: float | None = None
+) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """The losses of each replica and the weights; buffers are those of replica 0."""
     module = trainer_script.made(network)
     nets = [module.net, *(deepcopy(module.net) for _ in range(replicas - 1))]
@@ -68,6 +70,8 @@ def one_cpu(network: str, replicas: int) -> tuple[list[list[float]], dict[str, t
             losses[replica].append(loss.item())
         for own, *others in zip(*(net.parameters() for net in nets)):
             own.grad = sum((each.grad for each in others), own.grad) / replicas
+        if clip is not None:
+            assert nn.utils.clip_grad_norm_(module.net.parameters(), clip) > clip
         optimizer.step()
     return losses, module.state_dict()
 
@@ -99,3 +103,31 @@ def test_the_trainer_trains_as_one_cpu(
         assert not any(rank["passes"][4:])
         # and a rank has nothing on another's device
         assert [n for n, peak in enumerate(rank["peak"]) if peak] == [number]
+
+
+CLIP = 0.1
+
+
+@pytest.mark.parametrize(
+    ("trainer", "verify", "waits"),
+    [
+        # the norms of a rank's gradients come in one copy
+        ({"gradient_clip_val": CLIP}, False, ([1, 1, 1], [1, 1, 1])),
+        # calls 1 and 3 are checked: before them the worker's weights are fetched, and behind them
+        # the driver compares
+        ({}, 2, ([None, 0, None], [0, None, 0])),
+    ],
+    ids=["clipping", "verify"],
+)
+def test_a_step_waits_for_its_device_only_for_what_is_clipped_or_checked(
+    tmp_path: Path, trainer: dict[str, Any], verify: Any, waits: tuple[list[int | None], ...]
+) -> None:
+    shape = {"network": "transformer", "replicas": 1, "stages": 2, "schedule": "gpipe"}
+    ranks = train(tmp_path, **shape, trainer=trainer, strategy={"verify": verify})
+    losses, weights = one_cpu("transformer", 1, trainer.get("gradient_clip_val"))
+    assert ranks[0]["losses"] == pytest.approx(losses[0], abs=1e-10)
+    for rank, allowed in zip(ranks, waits, strict=True):
+        for name, value in weights.items():
+            torch.testing.assert_close(rank["weights"][name], value, rtol=1e-10, atol=1e-10)
+        found = [n if most is not None else None for n, most in zip(rank["waits"], allowed)]
+        assert found == allowed

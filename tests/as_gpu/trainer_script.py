@@ -6,6 +6,7 @@ FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ if __name__ == "__main__":
 
 import emulated_nccl
 import torch
+from emulated_cuda import EVENTS
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,13 +84,25 @@ def made(network: str) -> Classifier:
     return Classifier(network)
 
 
-def watch_engines(seen: list[list[tuple[str, str]]]) -> None:
-    """Note what each pass of an engine has the host wait for."""
+def waits() -> int:
+    """How often the host has waited for a device until now."""
+    return sum(n for (kind, _), n in EVENTS.counts.copy().items() if kind in emulated_cuda.WAITS)
+
+
+def watch_engines(seen: list[list[tuple[str, str]]], steps: list[int]) -> None:
+    """Note what each pass of an engine has the host wait for.
+
+    Args:
+        seen: gets it.
+        steps: gets the number of all waits until each forward pass.
+    """
     for name in ("forward", "backward"):
         whole = getattr(Engine, name)
 
-        def watched(*arguments: Any, whole: Any = whole, **options: Any) -> Any:
-            with emulated_cuda.EVENTS.during() as events:
+        def watched(*arguments: Any, name: str = name, whole: Any = whole, **options: Any) -> Any:
+            if name == "forward":
+                steps.append(waits())
+            with EVENTS.during() as events:
                 result = whole(*arguments, **options)
             seen.append([event for event in events if event[0] in emulated_cuda.WAITS])
             return result
@@ -100,7 +114,8 @@ def main(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     emulated_nccl.emulate()
     passes: list[list[tuple[str, str]]] = []
-    watch_engines(passes)
+    steps: list[int] = []
+    watch_engines(passes, steps)
     replicas, stages, network = config["replicas"], config["stages"], config["network"]
     module = made(network)
     trainer = Trainer(
@@ -109,6 +124,7 @@ def main(folder: Path) -> None:
             pipeline_parallel_size=stages,
             num_microbatches=config["microbatches"],
             schedule=config["schedule"],
+            **config["strategy"],
         ),
         accelerator="gpu",
         devices=replicas * stages,
@@ -117,6 +133,7 @@ def main(folder: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **config["trainer"],
     )
     trainer.fit(module, DataLoader(samples(network, config["steps"], replicas), batch_size=BATCH))
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -125,6 +142,7 @@ def main(folder: Path) -> None:
         "losses": [loss.item() for loss in module.losses],
         "weights": {name: value.cpu() for name, value in module.state_dict().items()},
         "passes": passes,
+        "waits": [after - before for before, after in pairwise(steps)],
         "peak": [torch.cuda.max_memory_allocated(n) for n in range(emulated_cuda.DEVICES)],
     }
     torch.save(found, folder / f"rank{rank}.pt")
