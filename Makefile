@@ -64,7 +64,7 @@ conformance: $(READY)
 
 # another third of the rows with each commit
 third: $(READY)
-	$(PYTEST) 2 -m conformance --third "$$(git rev-parse HEAD)" tests/conformance
+	$(PYTEST) 2 -m conformance --third "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names
 
 # emulated GPUs, which the other tests must not see
 as-gpu: export OMP_NUM_THREADS := 1
