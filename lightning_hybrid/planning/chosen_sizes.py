@@ -82,9 +82,7 @@ class Choice:
         for other in self.others[:2]:
             lines.append(f"Next: {other.sizes}. {_predicted(other)}")
             if other.batch_s < best.batch_s:
-                lines[-1] += (
-                    f" Stages are taken where they save {1 - WORTHWHILE:.0%} or more."
-                )
+                lines[-1] += f" Stages are taken where they save {1 - WORTHWHILE:.0%} or more."
         if self.alone_s < best.batch_s:
             lines.append(
                 f"One device alone is predicted to take {_seconds(self.alone_s)} for a batch, less "

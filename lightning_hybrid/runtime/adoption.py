@@ -163,7 +163,7 @@ class Adoption:
             return 1
         reason = self._why_whole(found, graph, leaves, wanted)
         if reason is None:
-            self._announcements.is_split(found, graph.split_by)
+            self._announcements.is_split(found, graph)
             return wanted
         self._announcements.takes_batches_whole(found, reason)
         return 1
