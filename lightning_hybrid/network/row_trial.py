@@ -9,6 +9,7 @@ noted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +136,7 @@ class Trial:
 
 def _size(scale: float, like: Tensor) -> float:
     """A size of numbers, whose squares a type can hold."""
-    return min(scale, torch.finfo(like.dtype).max ** 0.5)
+    return min(scale, math.sqrt(torch.finfo(like.dtype).max))
 
 
 def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:
