@@ -75,11 +75,19 @@ class NotCaptured(Exception):
     Args:
         reason: what TorchDynamo says, and where in the user's code, in one line.
         by_its_kind: whether calls of another kind (in training) may well be captured.
+        advice: what helps.
     """
 
-    def __init__(self, reason: str, *, by_its_kind: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        by_its_kind: bool = False,
+        advice: str = "Name the part of the model that is to be cut: "
+        "HybridGabraStrategy(network='...').",
+    ) -> None:
         super().__init__(reason)
-        self.reason, self.by_its_kind = reason, by_its_kind
+        self.reason, self.by_its_kind, self.advice = reason, by_its_kind, advice
 
 
 @contextmanager
@@ -96,7 +104,10 @@ class _OtherDimension(Exception):
 def _refuse_classes(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_nested:
-            raise NotCaptured("it takes a nested tensor, whose sizes follow from values")
+            raise NotCaptured(
+                "it takes a nested tensor, whose sizes follow from values",
+                advice="Pad it (torch.nested.to_padded_tensor), and give the network a mask.",
+            )
         if (reason := refused_class(tensor)) is not None:
             raise NotCaptured(reason)
 

@@ -131,8 +131,10 @@ class NetworkGraph:
         shared: parameters and buffers of the network that all ranks have.
         differentiable: whether gradients were switched on when it was captured.
         meets: why its batches cannot be split; ``None``: samples do not meet.
-        split_by: how it is known that its samples do not meet, and what the driver computes of it
-            for all samples; in a few words.
+        split_by: that it is known by proof that its samples do not meet, and what the driver
+            computes of it for all samples; in a few words.
+        tried: what was only tried, beside the proof: operations that may do anything, with their
+            modules.
         divided: whether it is a part of what was captured, and the driver computes the rest.
         rows: per tensor output, where the samples are in it; ``None``: it is the same in all
             micro-batches.
@@ -158,6 +160,7 @@ class NetworkGraph:
     differentiable: bool = True
     meets: str | None = "it was not followed whether its samples meet"
     split_by: str = ""
+    tried: tuple[str, ...] = ()
     divided: bool = False
     rows: dict[fx.Node, Rows | None] = field(default_factory=dict)
 

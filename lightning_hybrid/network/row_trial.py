@@ -2,12 +2,14 @@
 
 Custom operators and ``torch.autograd.Function`` may do anything, and their backward need not be the
 derivative of their forward. Such an operation is tried by itself, on random numbers of the shapes
-that it is given: forward and backward, on a batch, on its parts, and on a batch in which the
-samples of other parts are others. A trial is no proof, and what has passed it is noted.
+that it is given, small and large ones: forward and backward, on a batch, on its parts, and on a
+batch in which the samples of other parts are others. A trial is no proof, and what has passed it is
+noted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,8 @@ from lightning_hybrid.network.rows import Label, Rows, joined, slices
 
 _SIZES = [2, 2]
 """Samples of each part of a trial."""
+_SCALES = (1.0, 1e-3, 1e3, 1e6)
+"""Of the numbers that an operation and its backward are given: some bound what is large."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,25 @@ class Trial:
                 return False
 
     def _agrees(self) -> bool:
-        one, other = self._batch(), self._batch()
+        scales = [(1.0, 1.0), *((s, 1.0) for s in _SCALES[1:]), *((1.0, s) for s in _SCALES[1:])]
+        return all(self._agrees_at(*each) for each in scales)
+
+    def _agrees_at(self, inputs: float, incoming: float) -> bool:
+        """Whether it agrees for inputs and incoming gradients of these sizes."""
+        one, other = self._batch(inputs), self._batch(inputs)
         parts = list(zip(*map(self._parts, one, self.labels)))
         foreign = zip(*map(self._parts, other, self.labels))
         mixed = [
             joined([part, another], label) if isinstance(label, Rows) else part
             for part, another, label in zip(parts[0], [*foreign][1], self.labels)
         ]
-        whole, among = self._computed(one, sum(_SIZES), 0), self._computed(mixed, sum(_SIZES), 0)
-        found = [self._computed(p, n, s) for p, n, s in zip(parts, _SIZES, (0, _SIZES[0]))]
+        whole, among, *found = (
+            self._computed(tensors, samples, start, incoming)
+            for tensors, samples, start in (
+                *((one, sum(_SIZES), 0), (mixed, sum(_SIZES), 0)),
+                *zip(parts, _SIZES, (0, _SIZES[0])),
+            )
+        )
         results = zip(self.results, whole[0], among[0], *(outputs for outputs, _ in found))
         gradients = zip(self.labels, whole[1], among[1], *(inputs for _, inputs in found))
         return all(_is_own(*each) for each in results) and all(
@@ -71,9 +85,13 @@ class Trial:
         )
 
     def _computed(
-        self, tensors: Sequence[Tensor], samples: int, start: int
+        self, tensors: Sequence[Tensor], samples: int, start: int, incoming: float
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What it returns for some samples, and the gradients of what it is given."""
+        """What it returns for some samples, and the gradients of what it is given.
+
+        Raises:
+            ValueError: they are not finite, so that they show nothing.
+        """
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
         rest = iter(leaves)
         given = rebuild(
@@ -82,7 +100,7 @@ class Trial:
         )
         outputs = [tensor for _, tensor in tensors_in(self.run(given))]
         losses = [
-            (output * _weights(output, label, samples, start)).sum()
+            (output * (_size(incoming, output) * _weights(output, label, samples, start))).sum()
             for output, label in zip(outputs, self.results, strict=True)
             if isinstance(label, Rows) and output.requires_grad
         ]
@@ -91,10 +109,12 @@ class Trial:
         if losses and wanted:
             gradients = torch.autograd.grad(sum(losses[1:], losses[0]), wanted, allow_unused=True)
             found = dict(zip(map(id, wanted), gradients))
+        if not all(t.isfinite().all() for t in (*outputs, *found.values()) if t is not None):
+            raise ValueError("numbers that are not finite")
         return [o.detach() for o in outputs], [found.get(id(leaf)) for leaf in leaves]
 
-    def _batch(self) -> list[Tensor]:
-        return [self._random(tensor) for _, tensor in tensors_in(self.given)]
+    def _batch(self, scale: float) -> list[Tensor]:
+        return [self._random(tensor, scale) for _, tensor in tensors_in(self.given)]
 
     def _number(self, number: Any, samples: int) -> Any:
         if not is_symbolic(number):
@@ -104,14 +124,19 @@ class Trial:
             raise ValueError("a size of which the samples are a part")
         return value_with(number, {}, hint=True) if known is None else known
 
-    def _random(self, like: Tensor) -> Tensor:
+    def _random(self, like: Tensor, scale: float) -> Tensor:
         shape = [self._number(size, sum(_SIZES)) for size in like.shape]
         if like.dtype.is_floating_point:
-            return torch.randn(shape, dtype=like.dtype)
+            return torch.randn(shape, dtype=like.dtype) * _size(scale, like)
         return torch.randint(2, shape).to(like.dtype)
 
     def _parts(self, tensor: Tensor, label: Label) -> list[Tensor]:
         return slices(tensor, label, _SIZES) if isinstance(label, Rows) else [tensor] * len(_SIZES)
+
+
+def _size(scale: float, like: Tensor) -> float:
+    """A size of numbers, whose squares a type can hold."""
+    return min(scale, math.sqrt(torch.finfo(like.dtype).max))
 
 
 def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:

@@ -95,6 +95,7 @@ class _Plan:
         tail: nodes that are computed for all samples after it.
         heavy: nodes of the heavy part, with what they take.
         taken: nodes of the heavy part that the tail or the caller takes.
+        tried: what was only tried.
         summary: of all this, in a few words.
     """
 
@@ -103,6 +104,7 @@ class _Plan:
     tail: frozenset[fx.Node]
     heavy: frozenset[fx.Node]
     taken: tuple[fx.Node, ...]
+    tried: tuple[str, ...]
     summary: str
 
 
@@ -187,13 +189,13 @@ class _Dividing:
         problem = self._problem(tail, prologue, early, heavy, taken)
         if problem is not None:
             return problem
+        tried = tuple(sorted(self.graph.place_of(node) for node in self.followed.tried))
         summary = self._summary(early, tail)
         parts = prologue, frozenset(tail), frozenset(heavy)
-        return _Plan(self.followed, *parts, tuple(taken), summary)
+        return _Plan(self.followed, *parts, tuple(taken), tried, summary)
 
     def _summary(self, early: Collection[fx.Node], tail: Collection[fx.Node]) -> str:
-        tried = sorted(self.graph.place_of(node) for node in self.followed.tried)
-        words = [f"proof, and a trial of {', '.join(tried)}" if tried else "proof"]
+        words = ["proof"]
         for name, nodes in (("prologue", early), ("tail", tail)):
             if any(node in self.layers for node in nodes):
                 words.append(f"{name} {self._share(nodes):.1%}")
@@ -366,7 +368,7 @@ def _label(heavy: NetworkGraph, plan: _Plan, copies: dict[fx.Node, fx.Node]) -> 
     heavy.leaves = tuple(replace(leaf, rows=label(leaf.node)) for leaf in heavy.leaves)
     heavy.written_leaves = tuple(leaf for leaf in heavy.leaves if leaf.node in written)
     heavy.rows = {node: label(node) for node in heavy.tensor_outputs}
-    heavy.meets, heavy.split_by = None, plan.summary
+    heavy.meets, heavy.split_by, heavy.tried = None, plan.summary, plan.tried
 
 
 class _Parts:

@@ -43,6 +43,9 @@ class Plan:
         split: numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but
             the first.
         recompute: whether stages keep no activations, and run their forward again for the backward.
+        split_by: how it is known that samples do not meet in the network, so that its batches may
+            be split, and what of it is computed for all samples. Empty: batches go whole.
+        tried: operations of which that was only tried, on random numbers.
         rows: what each stage holds; empty when the network was not profiled.
         predicted_step_s: predicted seconds of one optimizer step; None when nothing was profiled.
         objective: what the allocation optimised.
@@ -66,6 +69,8 @@ class Plan:
     data_parallel_sizes: tuple[int, ...] = ()
     split: tuple[int, ...] | None = None
     recompute: bool = False
+    split_by: str = ""
+    tried: tuple[str, ...] = ()
     rows: tuple[StagePlan, ...] = ()
     predicted_step_s: float | None = None
     objective: str = "makespan"
@@ -91,6 +96,7 @@ class Plan:
             "data_parallel_sizes": tuple(self.data_parallel_sizes)
             or (self.replicas,) * self.stages,
             "rows": tuple(self.rows),
+            "tried": tuple(self.tried),
             "split": self._splits(),
         }
         for name, value in derived.items():
@@ -326,6 +332,8 @@ class Plan:
             + (", activations are computed again" if self.recompute else "")
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
             + (f"\n{_OF_GABRA}" if bred else "")
+            + (f"\nsamples do not meet: {self.split_by}" if self.split_by else "")
+            + (f"; only tried of {', '.join(self.tried)}" if self.tried else "")
         )
         table = Table()
         rows = self.table()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class Adoption:
             return 1
         reason = self._why_whole(found, graph, leaves, wanted)
         if reason is None:
-            self._announcements.is_split(found, graph.split_by)
+            self._announcements.is_split(found, graph)
             return wanted
         self._announcements.takes_batches_whole(found, reason)
         return 1
@@ -248,14 +249,16 @@ class Adoption:
             slices = graph.split(leaves, wanted)
         make, beside = self._options.planner, [*self._placed.values()]
         arguments = found.name, graph, partitions, slices[0], wanted
+        by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
-            return make(*arguments, beside=beside, chosen=False)
+            plan = make(*arguments, beside=beside, chosen=False)
         except NetworkError as error:
             # the user's cut points are for the network as a whole, of which this is a part
             if not is_part:
                 raise
             self._announcements.say(found, f"is cut where it divides best: {error}.")
-            return make(*arguments, beside=beside, chosen=True)
+            plan = make(*arguments, beside=beside, chosen=True)
+        return replace(plan, split_by=by, tried=tried)
 
 
 def refuse_streaming(

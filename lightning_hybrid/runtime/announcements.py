@@ -6,6 +6,7 @@ from collections import Counter
 from torch import nn
 
 from lightning_hybrid._torch.modules import BatchNorm, is_compiled
+from lightning_hybrid.network import NetworkGraph
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.runtime.found_network import FoundNetwork
 from lightning_hybrid.runtime.network_options import NetworkOptions
@@ -71,18 +72,20 @@ class Announcements:
             "on how the batch is split.",
         )
 
-    def is_split(self, found: FoundNetwork, how: str) -> None:
-        """A network's batches are split, and that is not all that there is to say of it.
-
-        Args:
-            found: the network.
-            how: see `NetworkGraph.split_by`.
-        """
-        if how != "proof":
+    def is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
+        """A network's batches are split, and that is not all that there is to say of it."""
+        said = "goes through its stages in micro-batches"
+        if graph.split_by != "proof":
             self.say(
                 found,
-                f"goes through its stages in micro-batches ({how}): what needs all samples is "
-                "computed on the driver.",
+                f"{said} ({graph.split_by}): what needs all samples is computed on the driver.",
+            )
+        if graph.tried:
+            self.say(
+                found,
+                f"{said}. It was only tried, on random numbers, that samples do not meet in "
+                f"{', '.join(graph.tried)}. If they meet for other numbers, give "
+                "num_microbatches=1.",
             )
 
     def captured_again(self, found: FoundNetwork) -> None:

@@ -218,8 +218,7 @@ class CapturedCalls:
             ) from error
         except NotCaptured as error:  # parts of it may have run
             raise NetworkError(
-                f"{found.shown} cannot be captured:\n{indented(error.reason)}\nName the part of "
-                "the model that is to be cut: HybridGabraStrategy(network='...')."
+                f"{found.shown} cannot be captured:\n{indented(error.reason)}\n{error.advice}"
             ) from error
 
     def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:

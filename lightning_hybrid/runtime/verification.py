@@ -1,8 +1,9 @@
 """Whether stages still compute what the network's Python computes: looked at now and then.
 
 TorchDynamo asks at each call whether what its graph depends on has changed, but not of everything
-(docs/what_you_can_rely_on.md has the list). What it does not ask, a graph holds for ever. And that
-the samples of a batch do not meet is tried on the first batch only. So at calls 1, 2, 4, 8, ... of
+(docs/what_you_can_rely_on.md has the list). What it does not ask, a graph holds for ever. And of
+operations that may do anything it is only tried, on random numbers, that samples do not meet in
+them. So at calls 1, 2, 4, 8, ... of
 a network that is cut its Python runs once more, on this rank and on a copy
 (:mod:`lightning_hybrid.runtime.module_copy`), and what both return is compared:
 

@@ -32,7 +32,10 @@ class RefusedRaggedTensors(Row):
     """A jagged `torch.nested` tensor as the network's input."""
 
     fast = True
-    refused = ("it takes a nested tensor, whose sizes follow from values",)
+    refused = (
+        *("it takes a nested tensor, whose sizes follow from values", "Pad it"),
+        "give the network a mask",
+    )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         ragged = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)

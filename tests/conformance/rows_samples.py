@@ -255,6 +255,32 @@ class TakesTimeFirstInThree(_InThree, TakesTimeFirst):
     """The batch is dimension 1 of the inputs, and is split there into three micro-batches."""
 
 
+class ComparesSamplesInThree(_InThree, ComparesSamplesAtTheEnd):
+    """A contrastive loss at the end of the network, over three micro-batches."""
+
+
+class MasksSamplesOfExpertsInThree(_InThree, MasksSamplesOfExperts):
+    """Experts take the samples that a mask picks, in micro-batches of two samples."""
+
+
+class SortsSamplesByExpertInThree(_InThree, SortsSamplesByExpert):
+    """Samples are sorted by their expert in each of three micro-batches."""
+
+
+class MixesItsInputsInAnyNumber(MixesItsInputs):
+    """Mixup at the start of the network, in a number of micro-batches that is chosen."""
+
+    arguments: ClassVar = {"num_microbatches": "auto"}
+
+
+class MakesItsLossInsideInAnyNumber(MakesItsLossInside):
+    """A loss with class weights inside of the network, in a number of micro-batches that is
+    chosen.
+    """
+
+    arguments: ClassVar = {"num_microbatches": "auto"}
+
+
 class ComparesSamplesInAnyNumber(ComparesSamplesAtTheEnd):
     """A contrastive loss at the end of the network, in a number of micro-batches that is chosen."""
 

@@ -127,6 +127,22 @@ class EncodesInEvaluation(PacksWhatIsPadded):
         return run.trainer().validate(self), run.trainer().predict(self)
 
 
+class EncodesWithAMask(PacksWhatIsPadded):
+    """`torch.nn.TransformerEncoder` with a causal mask, cut inside of a layer: evaluations go
+    through the stages.
+    """
+
+    cuts: ClassVar = {
+        2: ["net.encoder.layers.1.linear1"],
+        3: ["net.encoder.layers.1.linear1", "net.encoder.layers.2.linear1"],
+    }
+
+    class Net(PacksWhatIsPadded.Net):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=x.dtype)
+            return self.classify(self.encoder(self.embed(x[:, :, None]), mask=mask).mean(1))
+
+
 class RegistersInForward(_Evaluated):
     """`forward` registers buffers of the network and of a layer in its first call; later runs find
     them on rank 0.

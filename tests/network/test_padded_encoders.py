@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from capturing import InParts
 from torch import Tensor, nn
 
 from lightning_hybrid.network.capture import Capture, NotCaptured
@@ -36,6 +37,23 @@ def captured(network: nn.Module, *, padded: bool = True) -> bool:
         if error.reason != PACKS or not error.by_its_kind:
             raise
     return False
+
+
+def test_layers_without_padding_are_captured_as_in_training() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+    encoder, x = nn.TransformerEncoder(layer, 2).double(), torch.rand(2, 5, 8, dtype=torch.double)
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=x.dtype)
+    parts = InParts(encoder.eval())
+    for fast in (True, False):
+        torch.backends.mha.set_fastpath_enabled(fast)
+        try:
+            with torch.no_grad():
+                torch.testing.assert_close(parts(x, mask=mask), encoder(x, mask=mask))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert parts.graph is not None
+        assert {"layers.0.linear1", "layers.1.linear2"} <= {y.module for y in parts.graph.layers}
+    assert torch.backends.mha.get_fastpath_enabled.__module__ == "torch.backends.mha"
 
 
 @pytest.mark.parametrize("make", [lambda encoder: encoder, Inside], ids=["itself", "inside"])

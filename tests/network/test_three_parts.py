@@ -534,6 +534,28 @@ class Rounds(torch.autograd.Function):
         return gradients[0]
 
 
+class Bounds(torch.autograd.Function):
+    """Its backward bounds the norm of the whole batch's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (1e3 / gradients[0].norm().clamp(min=1e3))
+
+
+class Overflows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 def applied(function: Code) -> Code:
     return lambda net, x, y: net.c(net.b(function(net, net.a(x))))
 
@@ -546,9 +568,13 @@ def applied(function: Code) -> Code:
         (lambda net, h: Rounds.apply(h * 3), True),
         (lambda net, h: recentred(h, net.scale), False),
         (lambda net, h: meets_backwards(h, net.scale), False),
+        (lambda net, h: Bounds.apply(h), False),
+        (lambda net, h: Overflows.apply(h), False),
     ],
-    ids=["operator", "Function", "meets forwards", "meets backwards"],
+    ids=["operator", "Function", "meets forwards", "meets backwards", "bounds", "overflows"],
 )
 def test_an_operation_of_the_user_s_own_is_tried(function: Code, splits: bool) -> None:
     parts = compared(Net(applied(function)), *inputs(torch.randint(8, (BATCH,))))
     assert (parts.why_whole is None) is splits, parts.why_whole
+    assert parts.graph is not None
+    assert len(parts.graph.tried) == splits

@@ -160,6 +160,13 @@ def test_a_plan_prints_its_shape_and_its_stages() -> None:
     assert "60.0%" in text
 
 
+def test_a_plan_says_what_was_only_tried() -> None:
+    plan = free(split_by="proof, tail 1.0%", tried=("'own'",))
+    assert "\nsamples do not meet: proof, tail 1.0%; only tried of 'own'\n" in plan.describe()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "samples" not in free().describe()
+
+
 def test_a_plan_for_another_network_says_which_partitions_differ() -> None:
     """A plan that was made for another network; the partitions that differ are named."""
     plan().check_network(["stem", "layer1", "head"], "'net' (Net)")

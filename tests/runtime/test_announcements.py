@@ -46,6 +46,22 @@ def test_a_line_is_said_once_for_each_network() -> None:
     assert "(num_microbatches=1): it sorts the batch, so the numbers" in told.lines[0]
 
 
+@pytest.mark.parametrize(
+    ("how", "tried", "lines"),
+    [
+        ("proof", (), []),
+        ("proof, tail 1.0%", (), ["(proof, tail 1.0%): what needs all"]),
+        ("proof", ("'own'",), ["meet in 'own'. If"]),
+    ],
+)
+def test_what_was_only_tried_is_named(how: str, tried: tuple[str, ...], lines: list[str]) -> None:
+    told = Told()
+    graph: Any = SimpleNamespace(split_by=how, tried=tried)
+    told.announcements.is_split(found(nn.Linear(2, 2)), graph)
+    assert len(told.lines) == len(lines)
+    assert all(part in line for part, line in zip(lines, told.lines))
+
+
 def test_a_number_that_grows_is_no_news() -> None:
     told, one = Told(), found(nn.Linear(2, 2))
     for reason in (None, "len(self.seen) == 1", "len(self.seen) == 2", "self.flag is True"):
