@@ -116,6 +116,7 @@ def _measure(
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
     known: dict[Hashable, tuple[_Times, int]] = {}
     profiles = []
+    clock = clock_of(device)
     codes = cut(graph, partitions, range(1, len(partitions)))
     for number, (partition, code) in enumerate(zip(partitions, codes), 1):
         if advance is not None:
@@ -124,9 +125,7 @@ def _measure(
         tensors = [_own(state[name], device) for name in code.tensors]
         key = code.code.shape(), code.layers[0] == 0, _sizes((*tensors, *values))
         if key not in known:
-            known[key] = _timed(
-                stage, tensors, values, numbers, repeats, device, learns=graph.differentiable
-            )
+            known[key] = _timed(stage, tensors, values, numbers, repeats, clock)
         times, saved = known[key]
         with torch.no_grad():
             values = stage.run_with(tensors, values, numbers)
@@ -193,34 +192,6 @@ class _Times(NamedTuple):
     weight_apart_s: float | None = None
 
 
-def _timed(
-    stage: Stage,
-    tensors: Sequence[Tensor],
-    values: Sequence[Tensor],
-    numbers: Sequence[Any],
-    repeats: int,
-    device: torch.device,
-    *,
-    learns: bool,
-) -> tuple[_Times, int]:
-    """Median seconds; bytes held between forward and backward."""
-    clock = clock_of(device)
-    try:
-        return _timed_both_ways(stage, tensors, values, numbers, repeats, clock)
-    except RuntimeError:
-        if learns:
-            raise
-
-    def once() -> tuple[float, float]:
-        return _round(stage, tensors, values, numbers, [], clock)
-
-    # an evaluation may use what has no derivative, as torch's encoder layers do
-    with torch.no_grad():
-        once()  # warms up
-        forward_s, _ = _medians(once, repeats)
-    return _Times(forward_s, forward_s, forward_s), 0
-
-
 def _medians(once: Callable[[], tuple[float, ...] | None], repeats: int) -> list[float]:
     """Of what is measured several times, value by value; empty where there is nothing to see."""
     found: list[tuple[float, ...]] = []
@@ -231,7 +202,7 @@ def _medians(once: Callable[[], tuple[float, ...] | None], repeats: int) -> list
     return [statistics.median(column) for column in zip(*found)]
 
 
-def _timed_both_ways(
+def _timed(
     stage: Stage,
     tensors: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -239,6 +210,7 @@ def _timed_both_ways(
     repeats: int,
     clock: Clock,
 ) -> tuple[_Times, int]:
+    """Median seconds; bytes held between forward and backward."""
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
     held = _Held(tensors)
 

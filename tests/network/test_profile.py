@@ -229,19 +229,6 @@ def test_a_network_that_differentiates_inside_is_measured_too() -> None:
     assert profile.is_measured
 
 
-def test_a_network_without_a_derivative_is_measured_forward() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    network = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 2)).eval()
-    x = torch.ones(2, 3, 8)
-    with torch.no_grad():  # in which the layer is one operation
-        graph = graph_of(network, x)
-    assert not graph.differentiable
-    profile = measure(graph, network_partitions(graph), [x], repeats=1)
-    assert all(p.forward_s for p in profile.partitions)
-    # what one operation does cannot be timed backward, and is taken to be as long
-    assert any(p.backward_weight_s == p.forward_s for p in profile.partitions)
-
-
 @pytest.mark.parametrize("error", [None, KeyError])
 def test_what_was_measured_on_an_accelerator_leaves_its_memory_to_the_stages(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None

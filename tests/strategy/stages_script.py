@@ -80,26 +80,14 @@ class Normalised(nn.Module):
         return self.third(self.second(self.first(x[:, None])))
 
 
-class InfiniteGradient(torch.autograd.Function):
-    """Where the marks are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, marks: Tensor) -> Tensor:
-        ctx.save_for_backward(marks)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        [marks] = ctx.saved_tensors
-        return gradient.masked_fill(marks, torch.inf), None
-
-
 class Overflows(Perceptron):
     """The gradients of the first layer, and of it alone, are infinite in some steps."""
 
     def forward(self, x: Tensor) -> Tensor:
-        first = InfiniteGradient.apply(self.layers[0](x), x[:, :1] > MARK / 2)
-        return self.layers[4](self.layers[3](self.layers[1](first)))
+        first, marks = self.layers[0](x), x[:, :1] > MARK / 2
+        # the derivative of a root at 0 is infinite
+        zero = torch.where(marks, first - first.detach(), 1.0).sqrt() - (~marks).to(first.dtype)
+        return self.layers[4](self.layers[3](self.layers[1](first + zero)))
 
 
 @dataclass(frozen=True)
