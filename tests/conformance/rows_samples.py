@@ -267,12 +267,6 @@ class SortsSamplesByExpertInThree(_InThree, SortsSamplesByExpert):
     """Samples are sorted by their expert in each of three micro-batches."""
 
 
-class MixesItsInputsInAnyNumber(MixesItsInputs):
-    """Mixup at the start of the network, in a number of micro-batches that is chosen."""
-
-    arguments: ClassVar = {"num_microbatches": "auto"}
-
-
 class MakesItsLossInsideInAnyNumber(MakesItsLossInside):
     """A loss with class weights inside of the network, in a number of micro-batches that is
     chosen.
