@@ -34,12 +34,26 @@ def _forward(
     mask: Tensor | None = None,
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool | None = None,
-) -> Tensor:
-    padded = mask is None and src_key_padding_mask is not None
-    if padded and torch.compiler.is_compiling() and _may_pack(self, src):
+) -> Any:
+    given = self, src, mask, src_key_padding_mask, is_causal
+    if not torch.compiler.is_compiling():
+        return _not_captured(*given)
+    if mask is None and src_key_padding_mask is not None and _may_pack(self, src):
         stop_capture(msg=PACKS)
-    result: Tensor = _original(self, src, mask, src_key_padding_mask, is_causal)
-    return result
+        return _not_captured(*given)  # between the graphs of a chain
+    return _original(*given)
+
+
+def _as_ever(*given: Any) -> Any:
+    """As torch and the user have it."""
+    torch.backends.mha.set_fastpath_enabled(_fast)
+    try:
+        return _original(*given)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+_not_captured: Any = torch.compiler.disable(_as_ever)
 
 
 def _may_pack(encoder: Any, src: Tensor) -> bool:

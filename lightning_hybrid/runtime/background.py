@@ -1,14 +1,15 @@
 """Work that goes on beside training, in order: what asynchronous checkpoints write."""
 
 from collections.abc import Callable
-from threading import Thread
+
+from lightning_hybrid.comm import BackgroundThread
 
 
 class Background:
     """Does one job after the other, each in a thread that ends with the process."""
 
     def __init__(self) -> None:
-        self._last: Thread | None = None
+        self._last: BackgroundThread | None = None
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], object]) -> None:
@@ -24,7 +25,7 @@ class Background:
                 except BaseException as error:
                     self._error = error
 
-        self._last = Thread(target=run, name="checkpoints", daemon=True)
+        self._last = BackgroundThread(run, "checkpoints")
         self._last.start()
 
     @property

@@ -227,7 +227,7 @@ def _to_write(tensor: Tensor) -> Tensor:
 
 def staged(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Copies on the CPU, which are written while training goes on."""
-    return {key: tensor.detach().clone().cpu() for key, tensor in tensors.items()}
+    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
 
 
 def leave_shard(folder: str, rank: int, shard: Shard | OSError) -> None:

@@ -5,6 +5,7 @@ import torch
 from capturing import InParts
 from torch import Tensor, nn
 
+from lightning_hybrid.network import compute_whole
 from lightning_hybrid.network.capture import Capture, NotCaptured
 from lightning_hybrid.network.padded_encoders import PACKS
 
@@ -70,3 +71,23 @@ def test_only_what_may_pack_is_not_captured(make: type[Inside]) -> None:
     encoder.requires_grad_(False)
     assert not captured(network)
     assert captured(make(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval())
+
+
+class BehindABreak(Inside):
+    def forward(self, x: Tensor, *, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        print("a break of the graph")
+        return super().forward(x + 1, src_key_padding_mask=src_key_padding_mask)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_it_packs_between_the_graphs_of_a_chain() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+    network = BehindABreak(nn.TransformerEncoder(layer, 2)).double().eval()
+    x, mask = torch.rand(2, 5, 8, dtype=torch.double), torch.arange(5) >= torch.tensor([[3], [5]])
+    chain = Capture(network, network.forward, compute_whole, whole=False)
+    with torch.no_grad():
+        expected = network(x, src_key_padding_mask=mask)
+        found = chain((x,), {"src_key_padding_mask": mask})
+    assert not expected[0, 3:].any()  # as only what packs returns it
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert torch.backends.mha.get_fastpath_enabled()
