@@ -1,7 +1,9 @@
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,14 @@ def train(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Train with a configuration; see `training_script.py` and DEFAULTS."""
     runs = iter(range(100))
     return lambda **config: Training(tmp_path / str(next(runs)), **config).run()
+
+
+def kill_while_it_saves(save: Callable[[Path], None], path: Path, after_s: float) -> None:
+    """Kill a process that saves to a path again and again, so long after the first one is there."""
+    process = multiprocessing.get_context("fork").Process(target=save, args=(path,), daemon=True)
+    process.start()
+    while not path.exists():
+        time.sleep(0.01)
+    time.sleep(after_s)
+    process.kill()
+    process.join()

@@ -2,19 +2,17 @@
 
 import errno
 import itertools
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEFAULTS, ROOT, SCRIPT, Training
+from conftest import DEFAULTS, ROOT, SCRIPT, Training, kill_while_it_saves
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from training_script import train
 
@@ -162,15 +160,7 @@ def test_a_kill_during_saving_leaves_a_whole_checkpoint(tmp_path: Path, folder: 
     path = tmp_path / "last.ckpt"
     try:
         for kill in range(8):
-            process = multiprocessing.get_context("fork").Process(
-                target=save_for_ever, args=(path,), daemon=True
-            )
-            process.start()
-            while not path.exists():
-                time.sleep(0.01)
-            time.sleep(0.05 + 0.013 * kill)
-            process.kill()
-            process.join()
+            kill_while_it_saves(save_for_ever, path, 0.05 + 0.013 * kill)
             weights = torch.load(path, weights_only=True)["weights"]
             assert weights.numel() == 4_000_000
             assert weights.unique().numel() == 1

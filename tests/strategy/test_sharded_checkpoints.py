@@ -1,7 +1,6 @@
 """A sharded checkpoint is there whole or not at all, and any shape goes on with it."""
 
 import itertools
-import multiprocessing
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEFAULTS, Training
+from conftest import DEFAULTS, Training, kill_while_it_saves
 from training_script import train
 
 from lightning_hybrid import checkpoints
@@ -66,15 +65,7 @@ def test_a_kill_during_saving_leaves_a_whole_checkpoint(
         monkeypatch.setattr(checkpoints, "exchange", lambda *_: False)
     path = tmp_path / "last.ckpt"
     for kill in range(6):
-        process = multiprocessing.get_context("fork").Process(
-            target=save_for_ever, args=(path,), daemon=True
-        )
-        process.start()
-        while not path.exists():
-            time.sleep(0.01)
-        time.sleep(0.03 + 0.013 * kill)
-        process.kill()
-        process.join()
+        kill_while_it_saves(save_for_ever, path, 0.03 + 0.013 * kill)
         whole = path if path.exists() else tmp_path / ".last.ckpt.before"
         assert exchanges is False or whole == path
         found = read_sharded(whole, weights_only=True)
