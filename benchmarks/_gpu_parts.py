@@ -101,6 +101,12 @@ def network_of(config: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...]]:
     return case.make(), case.shape
 
 
+def places(config: dict[str, Any]) -> dict[str, int]:
+    """Of all ranks, for the Trainer: each of those that share a GPU is a host of its own."""
+    ranks: int = config["ranks"]
+    return {"devices": 1, "num_nodes": ranks} if config["shared"] else {"devices": ranks}
+
+
 def hybrid(config: dict[str, Any]) -> HybridGabraStrategy:
     return HybridGabraStrategy(
         data_parallel_size=1,
@@ -152,14 +158,16 @@ def exactness(config: dict[str, Any]) -> dict[str, Any]:
     # one device is compared with itself too: what it does not repeat says nothing of the stages
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    precision = {"float64": "64-true", "bf16": "bf16-mixed"}[config["precision"]]
+    precision = {"float64": "64-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[
+        config["precision"]
+    ]
 
-    def trained(strategy: Any, devices: int, parts: int) -> dict[str, Tensor]:
+    def trained(strategy: Any, place: dict[str, int], parts: int) -> dict[str, Tensor]:
         seed_everything(SEED, verbose=False)
         network, shape = network_of(config)
         module = Observed(InParts(network, parts) if parts else network)
         options: Any = {"max_steps": config["steps"], "precision": precision}
-        trainer = bare_trainer(strategy, config["accelerator"], devices=devices, **options)
+        trainer = bare_trainer(strategy, config["accelerator"], **place, **options)
         trainer.fit(module, Repeated(shape, config["batch"], config["steps"]).loader())
         losses = torch.tensor([loss.item() for loss in module.losses])
         state = {
@@ -167,13 +175,17 @@ def exactness(config: dict[str, Any]) -> dict[str, Any]:
         }
         return {"losses": losses.double(), **state}
 
-    found = trained(hybrid(config), config["ranks"], 0)
+    strategy = hybrid(config)
+    found = trained(strategy, places(config), 0)
     if rank():
         return {}
+    assert strategy.plan is not None
+    parts = strategy.plan.microbatches  # one, where the batch must go through whole
     for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)  # from here on one device
-    one, again = (trained("auto", 1, config["microbatches"]) for _ in range(2))
+    one, again = (trained("auto", {"devices": 1}, parts) for _ in range(2))
     return {
+        "micro-batches": parts,
         "losses": found["losses"].tolist(),
         "losses of one device": one["losses"].tolist(),
         "two stages beside one device": furthest(found, one),
@@ -219,7 +231,7 @@ def train(config: dict[str, Any]) -> HybridGabraStrategy:
     network, shape = network_of(config)
     strategy = hybrid(config)
     trainer = bare_trainer(
-        strategy, config["accelerator"], devices=config["ranks"], max_steps=config["steps"]
+        strategy, config["accelerator"], **places(config), max_steps=config["steps"]
     )
     trainer.fit(Observed(network), Repeated(shape, config["batch"], config["steps"]).loader())
     return strategy
@@ -332,7 +344,7 @@ def speed(config: dict[str, Any]) -> dict[str, Any]:
     trainer = bare_trainer(
         strategy,
         config["accelerator"],
-        devices=config["ranks"],
+        **places(config),
         max_steps=config["steps"] + STEADY,
         callbacks=[clock],
     )
@@ -371,10 +383,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def rank() -> int:
-    return int(RANK)
-
-
-RANK = os.environ.get("LOCAL_RANK", "0")  # (of the part: for one device it is forgotten)
+    return int(os.environ["PART_RANK"])
 
 
 def main(folder: Path) -> None:

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from lightning_hybrid._lightning import Callback, LightningModule, Trainer, WeightAveraging
 from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm import Failure
+from lightning_hybrid.network import with_room_for
 from lightning_hybrid.runtime import Unfilled, outline, save_alone, whole
-from lightning_hybrid.tensors import Deferral
+from lightning_hybrid.tensors import Deferral, is_deferred
 from lightning_hybrid.world import NoWorld, Phase, World
 
 Checkpoint = dict[str, Any]
@@ -190,10 +191,13 @@ def move_module(module: LightningModule, device: torch.device, *, all_of_it: boo
     Args:
         module: the LightningModule.
         device: of this rank.
-        all_of_it: else only what no network can own moves, and modules with parameters wait on the
-            CPU until they are called for the first time.
+        all_of_it: else where a GPU has not twice its size free, or some of it has no memory yet,
+            only what no network can own moves, and modules with parameters wait on the CPU until
+            they are called for the first time.
     """
-    if all_of_it:
+    waits = device.type == "cpu" or with_room_for(module, device) != device
+    waits = waits or any(map(is_deferred, (*module.parameters(), *module.buffers())))
+    if all_of_it or not waits:
         module.to(device)
         return
     for part in module.modules():

@@ -37,6 +37,7 @@ from lightning_hybrid._lightning_private import (
     training_source,
 )
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.network import with_room_for
 from lightning_hybrid.runtime import LookAhead, Seen
 
 _SHARED_BYTES = 2**20
@@ -124,7 +125,7 @@ def _look(
     maker: Maker,
 ) -> tuple[LightningModule, LookAhead]:
     # what the user's code raises here, it would raise in the run, where it belongs
-    problems, place = [], _with_room_for(module, device)
+    problems, place = [], with_room_for(module, device)
     for attempt in (_train_on_a_batch, _call_on_the_example):
         try:
             stand_in = copy.copy(trainer)
@@ -144,14 +145,6 @@ def _look(
         except Exception as error:
             problems.append(_told(error))
     raise CannotRehearse(problems[0])
-
-
-def _with_room_for(module: nn.Module, device: torch.device) -> torch.device:
-    """Where a step of the whole network runs: on the CPU, unless a GPU has twice its size free."""
-    if device.type != "cuda":
-        return device
-    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    return device if 2 * size <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
 
 
 def _told(error: Exception) -> str:

@@ -50,10 +50,12 @@ def test_one_gpu_trains_as_under_a_plain_trainer(script: ModuleType, network: st
 
 
 @pytest.mark.gpu
-@gpus(2)
+@gpus(1)
 @pytest.mark.parametrize("precision", ["float64", "bf16"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_two_gpus_train_as_one(script: ModuleType, network: str, precision: str) -> None:
+def test_two_gpus_or_two_ranks_of_one_train_as_one(
+    script: ModuleType, network: str, precision: str
+) -> None:
     stages, itself = differences(script, "gpu", 2, f"{network}, {precision}")
     assert stages <= max({"float64": 1e-9, "bf16": 1e-2}[precision], 2 * itself)
 

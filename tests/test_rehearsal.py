@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.rehearsal import _with_room_for
+from lightning_hybrid.network import with_room_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -17,5 +17,5 @@ def test_a_network_is_looked_at_on_a_gpu_only_if_it_has_room_for_it_twice(
     size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     free = {CUDA: (int(share * size), 10 * size)}
     monkeypatch.setattr(torch.cuda, "mem_get_info", free.__getitem__)
-    assert _with_room_for(module, CUDA) == place
-    assert _with_room_for(module, CPU) == CPU
+    assert with_room_for(module, CUDA) == place
+    assert with_room_for(module, CPU) == CPU

@@ -31,7 +31,7 @@ class Guard:
         self._after = mesh.wire((here.pp_rank + 1) % ranks, _TAG)
         self._before = mesh.wire((here.pp_rank - 1) % ranks, _TAG)
         self._said: Transfer | None = None  # one that is dropped would not arrive
-        BackgroundThread(self._listen, "hybrid-guard").start()
+        BackgroundThread(self._listen, "hybrid-guard", awaited=True).start()
 
     @classmethod
     def where_needed(cls, mesh: Mesh) -> "Guard | None":

@@ -298,7 +298,7 @@ class Mesh(Lines):
                 dist.destroy_process_group()
 
         # a group whose collective has begun ends with it, or with the time-out
-        thread = BackgroundThread(close, "hybrid-leave")
+        thread = BackgroundThread(close, "hybrid-leave", awaited=True)
         with suppress(MemoryError):  # the end of this process wakes them, too
             thread.start()
             thread.join(_LEAVING_S)

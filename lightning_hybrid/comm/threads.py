@@ -6,11 +6,15 @@ wait is left to a thread of its own.
 """
 
 import _thread
+import atexit
 from collections.abc import Callable
 from threading import Event, Thread
+from time import monotonic
 from typing import Any
+from weakref import WeakSet
 
 _BEGINS_WITHIN_S = 10.0
+_ENDS_WITHIN_S = 5.0
 
 
 class BackgroundThread(Thread):
@@ -20,10 +24,16 @@ class BackgroundThread(Thread):
         run: what it does.
         name: of the thread.
         arguments: of ``run``.
+        awaited: give it a few seconds at the end of the process, since it waits in torch's own
+            code: what wakes there while Python ends (until 3.13) aborts the process.
     """
 
-    def __init__(self, run: Callable[..., object], name: str, *arguments: Any) -> None:
+    def __init__(
+        self, run: Callable[..., object], name: str, *arguments: Any, awaited: bool = False
+    ) -> None:
         super().__init__(target=run, args=arguments, daemon=True, name=name)
+        if awaited:
+            _AWAITED.add(self)
         self._begun = Event()
         self._failures: list[RuntimeError] = []
 
@@ -54,3 +64,13 @@ class BackgroundThread(Thread):
         except RuntimeError as error:
             self._failures.append(error)
             self._begun.set()
+
+
+_AWAITED: WeakSet[Thread] = WeakSet()
+
+
+@atexit.register
+def _wait() -> None:
+    until = monotonic() + _ENDS_WITHIN_S
+    for thread in filter(Thread.is_alive, list(_AWAITED)):
+        thread.join(max(0.0, until - monotonic()))

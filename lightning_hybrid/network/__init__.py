@@ -28,7 +28,7 @@ from lightning_hybrid.network.stage import (
     cut_at,
     make_stages,
 )
-from lightning_hybrid.network.stage_check import check
+from lightning_hybrid.network.stage_check import check, with_room_for
 from lightning_hybrid.network.watched_calls import (
     candidates,
     is_watched,
@@ -82,4 +82,5 @@ __all__ = [
     "views_of_inputs",
     "watch",
     "why_whole",
+    "with_room_for",
 ]

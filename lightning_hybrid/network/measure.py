@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.network.cuts import Cuts
-from lightning_hybrid.network.graph import Leaf, NetworkGraph
+from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import PartitionProfile, Profile, parameter_bytes
 from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
-from lightning_hybrid.network.stage_check import fresh
+from lightning_hybrid.network.stage_check import fresh, stays_on_cpu
 from lightning_hybrid.tensors import value_of
 
 ENOUGH_S = 0.1
@@ -88,15 +88,6 @@ def measure(
                 torch.accelerator.empty_cache()
 
 
-def _stays_on_cpu(graph: NetworkGraph, leaf: Leaf) -> bool:
-    """Whether an input was on the CPU when the network was captured elsewhere.
-
-    (Where it is now says nothing: before a network is cut it waits on the CPU, with its inputs.)
-    """
-    example = leaf.node.meta.get("example_value")
-    return isinstance(example, Tensor) and example.device.type == "cpu" != graph.device.type
-
-
 def _measure(
     graph: NetworkGraph,
     partitions: Sequence[NetworkPartition],
@@ -110,7 +101,7 @@ def _measure(
     cuts = Cuts(graph)
     numbers = graph.values_of_numbers(graph.sizes(leaves))
     values = [
-        value if _stays_on_cpu(graph, leaf) else value.to(device)
+        value if stays_on_cpu(graph, leaf) else value.to(device)
         for leaf, value in zip(graph.leaves, map(_outside_inference, fresh(graph, leaves)))
     ]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))

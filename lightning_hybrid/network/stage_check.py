@@ -2,48 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import StitchError
-from lightning_hybrid.network.graph import NetworkGraph
+from lightning_hybrid.network.graph import Leaf, NetworkGraph
 from lightning_hybrid.network.stage import Stage, StageCode, cut_at, make_stages
 from lightning_hybrid.network.untouched import untouched
+from lightning_hybrid.tensors import value_of
 
 _ALIGNMENT = 64
 """Torch's memory begins at a multiple of so many bytes, so that so many numbers are one, too."""
 
 
-def check(graph: NetworkGraph, codes: Sequence[StageCode], leaves: Sequence[Tensor]) -> None:
+_ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""Of the largest number, what two runs on a GPU may differ by; 5 % in shorter types."""
+
+
+def with_room_for(module: nn.Module, device: torch.device) -> torch.device:
+    """Where the whole of a network is computed: on the CPU, unless a GPU has twice its size free.
+
+    Args:
+        module: the network.
+        device: of this rank.
+    """
+    if device.type != "cuda":
+        return device
+    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    return device if 2 * size <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
+
+
+def check(
+    graph: NetworkGraph,
+    codes: Sequence[StageCode],
+    leaves: Sequence[Tensor],
+    device: torch.device | None = None,
+) -> None:
     """Run the captured network and its stages on the same inputs and compare bit for bit.
 
-    Both start from the same random state and the same buffers, without gradients; nothing of it
-    remains. Stages get copies, as over a wire, by which only the numbers of a slice come and not
-    what lies between them. Here it is exchanged and not left out, since the same numbers in another
-    order may be rounded otherwise.
+    (On a GPU up to rounding: it does not always add in the same order.) Both start from the same
+    random state and the same buffers, without gradients; nothing of it remains. Stages get copies,
+    as over a wire, by which only the numbers of a slice come and not what lies between them. Here
+    it is exchanged and not left out, since the same numbers in another order may be rounded
+    otherwise.
 
     Args:
         graph: the captured network.
         codes: its stages.
         leaves: from `NetworkGraph.bind`, on the device where the network is.
+        device: where to compute; by default there. Elsewhere copies are computed with.
 
     Raises:
         StitchError: the outputs differ, or stages fail.
     """
-    device = next((leaf.device for leaf in leaves), torch.device("cpu"))
+    device = device or next((leaf.device for leaf in leaves), torch.device("cpu"))
+    leaves = [
+        value if stays_on_cpu(graph, leaf) else value.to(device)
+        for leaf, value in zip(graph.leaves, leaves)
+    ]
     whole, parts = (make_stages(some, graph.network, device) for some in (cut_at(graph, []), codes))
     received = _Received()
-    expected = _once(graph, whole, leaves, lambda value: value)
+    expected = _once(graph, whole, leaves, lambda value: value, device)
     try:
-        found = _once(graph, parts, leaves, received)
+        found = _once(graph, parts, leaves, received, device)
     except Exception as error:
         raise _refusal(graph, f"they fail with {error}", received.parts) from error
     names = [node.name for node in (*graph.tensor_outputs, *graph.scalar_outputs)]
     for name, one, other in zip(names, expected, found, strict=True):
-        if not _same_bits(one, other):
+        if not (_same_bits if device.type == "cpu" else _same)(one, other):
             differs = f"output {name!r} {_difference(one, other)}"
             raise _refusal(graph, differs, received.parts)
 
@@ -67,12 +97,23 @@ def run(
     stages: Sequence[Stage],
     leaves: Sequence[Tensor],
     received: Callable[[Any], Any] = lambda value: value,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> list[Any]:
-    """Run stages one after the other; ``received`` makes what a stage gets of what was sent."""
+    """Run stages one after the other.
+
+    Args:
+        graph: the captured network.
+        stages: its stages.
+        leaves: from `NetworkGraph.bind`.
+        received: makes what a stage gets of what was sent.
+        tensors: parameters and buffers by name; ``None``: the network's own.
+    """
     numbers = graph.values_of_numbers(graph.sizes(leaves))
     values: list[Any] = list(leaves)
     for stage in stages:
-        values = stage([received(value) for value in values], numbers)
+        own = stage.taken()
+        taken = [own[name] if tensors is None else tensors[name] for name in own]
+        values = stage.run_with(taken, [received(value) for value in values], numbers)
     return values
 
 
@@ -115,10 +156,12 @@ def _once(
     stages: Sequence[Stage],
     leaves: Sequence[Tensor],
     received: Callable[[Any], Any],
+    device: torch.device,
 ) -> list[Any]:
     grad = torch.set_grad_enabled(graph.differentiable)
-    with untouched(graph.network, graph.written), grad:
-        found = run(graph, stages, fresh(graph, leaves), received)
+    forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with untouched(graph.network, graph.written), forked, grad:
+        found = run(graph, stages, fresh(graph, leaves), received, _copies(stages, device))
         # (copies: a buffer that is written and returned is put back now)
         return [value.detach().clone() if isinstance(value, Tensor) else value for value in found]
 
@@ -130,6 +173,42 @@ def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:
         tensor.detach().clone() if leaf.node in written else tensor
         for leaf, tensor in zip(graph.leaves, leaves)
     ]
+
+
+def stays_on_cpu(graph: NetworkGraph, leaf: Leaf) -> bool:
+    """Whether an input was on the CPU when the network was captured elsewhere.
+
+    (Where it is now says nothing: before a network is cut it waits on the CPU, with its inputs.)
+    """
+    example = leaf.node.meta.get("example_value")
+    return isinstance(example, Tensor) and example.device.type == "cpu" != graph.device.type
+
+
+def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] | None:
+    """What stages take of their network, on another device; ``None``: it is there."""
+    named = {name: tensor for stage in stages for name, tensor in stage.taken().items()}
+    with as_they_are():
+        if all(tensor.device == device for tensor in named.values()):
+            return None
+        return {
+            name: value_of(tensor).detach().to(device, copy=True).requires_grad_(wanted)
+            for name, tensor in named.items()
+            for wanted in [tensor.requires_grad]
+        }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two results are the same up to rounding."""
+    if not isinstance(one, Tensor) or not (one.is_floating_point() or one.is_complex()):
+        return _same_bits(one, other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    finite = one.isfinite()
+    if not bool((finite == other.isfinite()).all()):
+        return False
+    largest, apart = (value[finite].abs().double() for value in (one, one - other))
+    share = _ROUNDED.get(one.abs().dtype, 0.05)
+    return not apart.numel() or bool(apart.max() <= share * largest.max())
 
 
 def _same_bits(one: Any, other: Any) -> bool:

@@ -118,7 +118,7 @@ def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) 
         with suppress(RuntimeError):
             answers.append(ask())
 
-    thread = BackgroundThread(run, "hybrid-asks")
+    thread = BackgroundThread(run, "hybrid-asks", awaited=True)
     with suppress(MemoryError):  # there is no answer then
         thread.start()
         thread.join(limit_s)

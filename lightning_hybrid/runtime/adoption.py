@@ -24,6 +24,7 @@ from lightning_hybrid.network import (
     follow,
     place_of,
     why_whole,
+    with_room_for,
 )
 from lightning_hybrid.pipeline import Synchronised, borrowed_parameters, tensors_of
 from lightning_hybrid.planning import Plan
@@ -117,7 +118,7 @@ class Adoption:
         codes = cut(graph, partitions, boundaries, self._driver.device)
         if found.is_materialized:
             self._announcements.doing(found, "checking the stages of")
-            check(graph, codes, leaves)
+            check(graph, codes, leaves, with_room_for(found.module, self._driver.device))
         return plan, codes
 
     def add(

@@ -254,6 +254,7 @@ class CapturedCalls:
                     with self._logging_later.unheard():
                         self._check.begin(call, values, synchronised=synchronised)
                 return call(values, self._saved)
+            self._driver.have_here(found.module, whole=True)
             with self._statistics:
                 return compute_whole(graph, values)
 

@@ -50,7 +50,7 @@ from lightning_hybrid.runtime.found_network import FoundNetwork, count, indented
 from lightning_hybrid.runtime.microbatch_reference import call_in_chunks
 from lightning_hybrid.runtime.network_call import NetworkCall
 from lightning_hybrid.runtime.network_options import NetworkOptions
-from lightning_hybrid.tensors import Hollow, hook_refused, materialize
+from lightning_hybrid.tensors import Hollow, hook_refused
 
 
 class Discovery:
@@ -165,7 +165,7 @@ class Discovery:
         if not self._is_around_a_network(module):
             return self._called_first(name, module, arguments, keywords)
         unwatch(module)  # its Python calls the network
-        self._have_here(module)
+        self._driver.have_here(module)
         try:
             return own_forward(module)(*arguments, **keywords)
         finally:
@@ -260,6 +260,7 @@ class Discovery:
     ) -> Any:
         """Run a call that stages cannot compute on the driver; later calls are looked at again."""
         self._called_aside[name] = reason
+        self._driver.have_here(self._watched[name], whole=True)
         try:
             return call()
         finally:
@@ -302,18 +303,10 @@ class Discovery:
 
     def _open(self, found: FoundNetwork, parts: Mapping[str, nn.Module]) -> None:
         """Let a module run its own Python from here on, and look at the modules that it calls."""
-        self._have_here(found.module)
+        self._driver.have_here(found.module)
         if found.name:
             self._announcements.runs_its_own_python(found, self._opened[found.name])
         self._watch(parts)
-
-    def _have_here(self, module: nn.Module) -> None:
-        """Bring what a module itself owns to the device of the driver, which runs its Python."""
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        materialize(own)
-        for tensor in own:
-            if tensor.device != self._driver.device:
-                tensor.data = tensor.data.to(self._driver.device)
 
     def _watch(self, modules: Mapping[str, nn.Module]) -> None:
         for name, module in modules.items():

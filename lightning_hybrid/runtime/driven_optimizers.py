@@ -240,9 +240,7 @@ class DrivenOptimizers:
             ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         names = (self._names.get(i) for i in ids)
         remote = [name for name in names if name in self._ownership.network_of]
-        proxies = self._commands.remote
-        proxies.move(remote, self._device)
-        with proxies.at_hand(remote):
+        with self._commands.remote.at_hand(remote):
             yield
 
     def _tell(self, command: OptimizerCommand) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid.comm import Failure, Mesh, meet, signals_deferred
 from lightning_hybrid.comm.protocol import (
     AwaitShards,
@@ -26,6 +27,7 @@ from lightning_hybrid.comm.protocol import (
     SaveShard,
     Share,
 )
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.network import StageCode
 from lightning_hybrid.pipeline import (
     ReplicaGroup,
@@ -128,7 +130,7 @@ class Driver:
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
         self._workers, unsettled = Workers(mesh), Unsettled()
         self._ownership = Ownership(self._workers, unsettled)
-        self.remote = RemoteTensors(self._ownership)
+        self.remote = RemoteTensors(self._ownership, device)
         self.commands = Commands(self._workers, self.remote)
         files = FilesOfWorkers(self.commands, folder)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
@@ -218,6 +220,31 @@ class Driver:
         """Give up calls that run ahead: what follows is for weights and networks as they are."""
         for network in self._networks:
             network.stream.drop()
+
+    def have_here(self, module: nn.Module, *, whole: bool = False) -> None:
+        """Bring a module to the device of this rank, which runs its Python.
+
+        Args:
+            module: of which the parts that are cut stay where they are.
+            whole: with all of its parts, else what it owns itself.
+
+        Raises:
+            HybridError: the device has no room for it.
+        """
+        tensors = (*module.parameters(recurse=whole), *module.buffers(recurse=whole))
+        materialize(tensors)
+        try:
+            with outside_of_transforms(), torch.inference_mode(False):  # (of an evaluation)
+                for tensor in tensors:
+                    if tensor.device != self.device:
+                        tensor.data = tensor.data.to(self.device)
+        except torch.OutOfMemoryError as error:
+            size = sum(tensor.nbytes for tensor in tensors) / 1e9
+            raise HybridError(
+                f"{type(module).__name__}, {size:.2f} GB, has no room on {self.device}, and is "
+                "computed there as a whole until training cuts it. Is that for the validation "
+                "before the training? Then leave it out: Trainer(num_sanity_val_steps=0)."
+            ) from error
 
     def keep(self, module: nn.Module) -> None:
         """Take in a network that is not cut."""

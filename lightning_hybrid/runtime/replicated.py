@@ -23,7 +23,7 @@ class Replicated:
     Attributes:
         networks: of each network, in the order of their numbers, the group of this rank's stages.
         rest: the group of what no network owns: temperatures, loss weights, small networks.
-        here: whether the rest is on the device; until a network is cut everything waits on the CPU.
+        here: whether the rest is on the device; until a network is cut all may wait on the CPU.
     """
 
     def __init__(self, module: nn.Module, group: Group, device: torch.device, trace: Trace) -> None:

@@ -227,12 +227,14 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def present_bytes(module: nn.Module, device: torch.device) -> int:
-    """What parameters and buffers take on a device before any is given to another rank.
+    """What parameters and buffers took on a device when it was asked for its free memory.
 
     Args:
         module: that is to be cut.
-        device: of this rank; weights that wait on the CPU for a GPU take nothing of it.
+        device: of this rank. A GPU is asked before weights come to it.
     """
+    if device.type != "cpu":
+        return 0
     with as_they_are():
         tensors = (*module.parameters(), *module.buffers())
-        return sum(t.nbytes for t in tensors if t.device == device and not is_deferred(t))
+        return sum(t.nbytes for t in tensors if not (t.is_meta or is_deferred(t)))

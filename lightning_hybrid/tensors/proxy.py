@@ -28,6 +28,8 @@ class Source(Protocol):
 
     name: str
 
+    @property
+    def device(self) -> torch.device: ...
     def read(self) -> None: ...
     def touch(self) -> None: ...
     def enter_graph(self) -> None: ...
@@ -50,6 +52,8 @@ class _Proxy(Intercepted):
                 return source.gradient()
             if func in _SET_GRADIENT:
                 return source.assign_gradient(args[1] if len(args) > 1 else None)
+        if func in _PLACES:
+            return func(torch.empty(0, device=args[0]._source.device))
         proxies = list(intercepted_in((args, kwargs), _Proxy))
         with as_they_are():
             for proxy in proxies:
@@ -148,10 +152,8 @@ def hook_refused(name: str) -> HybridError:
     )
 
 
-_Proxy.looks = LOOKS | {
-    *getters("device", "is_cuda", "is_cpu", "is_meta", "is_xla"),
-    *(Tensor.get_device, Tensor.is_pinned, Tensor.retain_grad),
-}
+_PLACES = {*getters("device", "is_cuda", "is_cpu", "is_meta", "is_xla"), Tensor.get_device}
+_Proxy.looks = LOOKS | {Tensor.is_pinned, Tensor.retain_grad}
 
 _NORMS = {
     *(F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm),

@@ -46,16 +46,19 @@ class RemoteTensors:
 
     Args:
         owners: of the tensors.
+        device: of this rank. To the user's code all of them are there; those that nobody has read
+            may be on the CPU still.
 
     Attributes:
+        device: that one.
         places: of the parameters and buffers in the module.
         gradients: of the parameters.
         in_graph: whether a proxy has entered the graph of this step.
         changed_here: whether code on this rank has changed a parameter or buffer.
     """
 
-    def __init__(self, owners: RemoteStore) -> None:
-        self._owners = owners
+    def __init__(self, owners: RemoteStore, device: torch.device) -> None:
+        self._owners, self.device = owners, device
         self.places = RemotePlaces(self)
         self._tensors: dict[Kind, dict[str, Remote]] = {**self.places.tensors, Kind.GRADIENT: {}}
         self._here_too: set[str] = set()
@@ -129,8 +132,8 @@ class RemoteTensors:
             give_up(remote.value, name)
         for name, gradient in self._brought.items():
             parameter = parameters[name].value
-            if is_unread(gradient) and not is_unread(parameter):
-                gradient = value_of(gradient)
+            if not is_unread(parameter):
+                gradient = value_of(gradient).to(parameter.device)
             parameter.grad = gradient
         self._brought = {}
         for table in (self._touched, self._here_too, self.gradients, self._tensors[Kind.GRADIENT]):
@@ -174,16 +177,6 @@ class RemoteTensors:
                     tensor.data = data
 
     # -- what an optimizer that steps whole does
-
-    def move(self, names: Iterable[str], device: torch.device) -> None:
-        """Give parameters their memory on this rank's device: what other ranks own waits on CPU."""
-        self.flush()
-        with as_they_are():
-            for name in names:
-                value = self._tensors[Kind.PARAMETER][name].value
-                if value.device != device:
-                    value.data = value.data.to(device)
-                    self._tensors[Kind.GRADIENT].pop(name, None)
 
     @contextmanager
     def at_hand(self, names: Iterable[str]) -> Iterator[None]:
@@ -420,12 +413,15 @@ class RemoteTensors:
                     "read here. Only an optimizer of configure_optimizers can use it there; for "
                     "any other use make it dense (torch.nn.Embedding(sparse=False))."
                 )
-            if is_vacant(remote.value):
-                occupy(remote.value)
+            if empty := is_vacant(remote.value):
+                occupy(remote.value, self.device)
                 self._here.append(remote)
+            elif remote.value.device != self.device:
+                remote.value.data = remote.value.data.to(self.device)
             # a graph may have saved it, and autograd refuses what was written to since
-            if not same_numbers(remote.value, values[remote.name]):
-                remote.value.copy_(values[remote.name])
+            value = values[remote.name].to(self.device)
+            if empty or not same_numbers(remote.value, value):
+                remote.value.copy_(value)
             remote.seen = self._age[kind]
             remote.settle()
         for other in self._tensors[kind].values():

@@ -70,7 +70,8 @@ class RemoteGradients:
         if not self._present <= self._held.keys():
             with torch.inference_mode(False), as_they_are():
                 for name in self._present - self._held.keys():  # a second read fetches all
-                    memory = torch.zeros_like(self._parameters[name].value)
+                    parameter = self._parameters[name].value
+                    memory = torch.zeros_like(parameter, device=self._table.device)
                     self._held[name] = Remote(self._table, Kind.GRADIENT, name, memory.detach())
         return self._present
 

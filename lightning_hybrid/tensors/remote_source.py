@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import version
@@ -27,7 +28,13 @@ class RemoteStore(Protocol):
 
 
 class Table(Protocol):
-    """The remote tensors of one driver, who know what is here and how old it is."""
+    """The remote tensors of one driver, who know what is here and how old it is.
+
+    Attributes:
+        device: where they are to the user's code.
+    """
+
+    device: torch.device
 
     def read(self, remote: "Remote") -> None:
         """Fetch what the owner has, unless that is here already."""
@@ -65,6 +72,11 @@ class Remote:
         self.version = version(value)
         self.written = False
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is to the user's code; its memory comes there when it is read."""
+        return self.table.device
+
     def read(self) -> None:
         """Have here what the owner has."""
         self.table.read(self)
@@ -100,7 +112,7 @@ class Remote:
 
     def keep(self) -> None:
         """The owner has it no more: proxies hold from now on what ``value`` holds."""
-        self.table = _Kept()
+        self.table = _Kept(self.value.device)
 
     @property
     def changed(self) -> bool:
@@ -113,6 +125,9 @@ class Remote:
 
 class _Kept:
     """The table of what no other rank has any more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def read(self, remote: Remote) -> None:
         """It is here."""

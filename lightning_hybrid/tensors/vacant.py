@@ -37,11 +37,17 @@ def vacate(tensor: Tensor) -> None:
         tensor.data = empty
 
 
-def occupy(tensor: Tensor) -> None:
-    """Give a vacant tensor memory again, with no numbers in it."""
+def occupy(tensor: Tensor, device: torch.device | None = None) -> None:
+    """Give a vacant tensor memory again, with no numbers in it.
+
+    Args:
+        tensor: a tensor.
+        device: where; ``None``: where it was.
+    """
     if is_vacant(tensor):
         with torch.no_grad(), as_they_are():
-            tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            contiguous = torch.contiguous_format
+            tensor.data = torch.empty_like(tensor, device=device, memory_format=contiguous)
 
 
 def give_up(tensor: Tensor, name: str) -> None:

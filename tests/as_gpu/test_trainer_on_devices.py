@@ -24,7 +24,8 @@ STEPS, PARTS = 4, 2
 
 def train(folder: Path, **config: Any) -> list[dict[str, Any]]:
     """What each rank has seen."""
-    config = {"trainer": {}, "strategy": {}, "steps": STEPS, "microbatches": PARTS} | config
+    defaults = {"steps": STEPS, "microbatches": PARTS, "looks": False, "waits": False}
+    config = {"trainer": {}, "strategy": {}} | defaults | config
     (folder / "config.json").write_text(json.dumps(config))
     paths = [str(ROOT), str(SCRIPT.parent), str(ROOT / "tests" / "helpers")]
     done = subprocess.run(
@@ -103,6 +104,29 @@ def test_the_trainer_trains_as_one_cpu(
         assert not any(rank["passes"][4:])
         # and a rank has nothing on another's device
         assert [n for n, peak in enumerate(rank["peak"]) if peak] == [number]
+
+
+@pytest.mark.parametrize(
+    ("network", "waits"), [("resattnet", False), ("prints", False), ("prints", True)]
+)
+def test_who_validates_and_looks_at_weights_and_gradients_finds_what_one_device_has(
+    tmp_path: Path, network: str, waits: bool
+) -> None:
+    """Also where a network waits on the CPU until it is cut, since a device has no room for it."""
+    # (the emulated devices have no inference mode)
+    options = {"trainer": {"inference_mode": False}, "looks": True, "microbatches": 1}
+    options["waits"] = waits
+    found = []
+    for stages in (1, 2):
+        folder = tmp_path / f"{stages}"
+        folder.mkdir()
+        shape = {"network": network, "replicas": 1, "stages": stages, "schedule": "gpipe"}
+        found.append(train(folder, **shape, **options)[0])
+    one, two = found
+    assert len(one["found"]) > 2 * STEPS
+    assert two["found"] == pytest.approx(one["found"], rel=1e-9)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-9)
+    assert not any(value.is_cuda for value in two["weights"].values())
 
 
 CLIP = 0.1

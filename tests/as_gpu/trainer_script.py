@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraStrategy, building
 from lightning_hybrid.pipeline.engine import Engine
 from models import ResAttNet3D
 
@@ -32,9 +32,9 @@ BATCH = 4
 class Encoder(nn.Module):
     """A transformer with dropout, and one number for each class."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.head = nn.Linear(16, 2)
 
@@ -42,9 +42,22 @@ class Encoder(nn.Module):
         return self.head(self.layers(x).mean(1))
 
 
+class Prints(Encoder):
+    """Cut between two graphs, since TorchDynamo follows no ``print``."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers.layers[0](x)
+        print(end="")
+        return self.head(self.layers(x).mean(1))
+
+
 NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "resattnet": (lambda: ResAttNet3D(18), (1, 24, 24, 24)),
     "transformer": (Encoder, (5, 16)),
+    "prints": (Prints, (5, 16)),
 }
 
 
@@ -70,6 +83,32 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
+class Looks(Classifier):
+    """The same, by one who validates, and looks at weights and gradients of all layers."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        self.found: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.found.append(nn.functional.cross_entropy(self.net(x), y).item())
+        assert {p.device for p in self.parameters()} == {x.device}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert {p.device for p in self.parameters()} == {batch[0].device}
+        return loss + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        assert {g.device for g in gradients} == {self.device}
+        self.found.append(torch.stack([g.norm() for g in gradients]).norm().item())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append(sum(p.abs().sum().item() for p in self.parameters()))
+
+
 def samples(network: str, steps: int, replicas: int = 1) -> TensorDataset:
     """All that is trained on."""
     count = steps * BATCH * replicas
@@ -79,9 +118,9 @@ def samples(network: str, steps: int, replicas: int = 1) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 2, (count,), generator=generator))
 
 
-def made(network: str) -> Classifier:
+def made(network: str, kind: type[Classifier] = Classifier) -> Classifier:
     seed_everything(0, verbose=False)
-    return Classifier(network)
+    return kind(network)
 
 
 def waits() -> int:
@@ -116,8 +155,10 @@ def main(folder: Path) -> None:
     passes: list[list[tuple[str, str]]] = []
     steps: list[int] = []
     watch_engines(passes, steps)
+    if config["waits"]:
+        building.with_room_for = lambda *_: torch.device("cpu")
     replicas, stages, network = config["replicas"], config["stages"], config["network"]
-    module = made(network)
+    module = made(network, Looks if config["looks"] else Classifier)
     trainer = Trainer(
         strategy=HybridGabraStrategy(
             data_parallel_size=replicas,
@@ -135,11 +176,13 @@ def main(folder: Path) -> None:
         enable_model_summary=False,
         **config["trainer"],
     )
-    trainer.fit(module, DataLoader(samples(network, config["steps"], replicas), batch_size=BATCH))
+    loader = DataLoader(samples(network, config["steps"], replicas), batch_size=BATCH)
+    trainer.fit(module, loader, loader if config["looks"] else None)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     found = {
         "device": str(module.device),
         "losses": [loss.item() for loss in module.losses],
+        "found": getattr(module, "found", []),
         "weights": {name: value.cpu() for name, value in module.state_dict().items()},
         "passes": passes,
         "waits": [after - before for before, after in pairwise(steps)],

@@ -129,7 +129,7 @@ class TrainsAdversaries(Row):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch
         g_optimizer, d_optimizer = self.optimizers()
-        noise = torch.randn(len(x), 4, dtype=x.dtype)
+        noise = torch.randn(len(x), 4, dtype=x.dtype).to(x.device)
 
         self.toggle_optimizer(g_optimizer)
         loss = nn.functional.softplus(-self.discriminator(self.generator(noise))).mean()

@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
         place = folder / name
         place.mkdir(exist_ok=True)
         record = run_row(suite, rows[name], place)
-        rank = os.environ.get("LOCAL_RANK", "0")
+        rank = os.environ["TEST_RANK"]
         torch.save(record, place / f"writing{rank}")
         (place / f"writing{rank}").rename(place / f"rank{rank}.pt")
         if not _may_go_on(suite, rows[name], record):
@@ -221,7 +221,7 @@ class Session:
 
     def _read(self, folder: Path) -> list[Record | None]:
         files = [folder / f"rank{rank}.pt" for rank in range(self._ranks)]
-        return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
+        return [torch.load(f, "cpu", weights_only=False) if f.exists() else None for f in files]
 
     def _start_and_wait(self, rows: list[str], folder: Path) -> None:
         here = HERE

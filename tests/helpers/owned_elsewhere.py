@@ -59,7 +59,7 @@ class World:
             for tensor in self.there.parameters():
                 tensor += 1
         self.owner = Owner(self.there)
-        self.remote = RemoteTensors(self.owner)
+        self.remote = RemoteTensors(self.owner, torch.device("cpu"))
         names = [n for n, _ in self.here.named_parameters()]
         names += [n for n, _ in self.here.named_buffers()]
         self.remote.add(self.here, names, views=views_of(self.here))

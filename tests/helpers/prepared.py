@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from places import variables
 from ports import free_port
 
 IMPORTED = ("torch._dynamo", "torchmetrics", "{package}", "lightning_hybrid.session")
@@ -57,10 +58,9 @@ def start_ranks(
     first, others = prepared(package)
     port, ranks = free_port(), []
     for rank in range(count):
-        mine = {"LOCAL_RANK": f"{rank}", "NODE_RANK": "0"}
-        mine |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        mine = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **variables(rank, count)}
         place = others if rank else first
-        told = {**env, **(mine if count > 1 else {})}
+        told = {**env, "TEST_RANK": f"{rank}", **(mine if count > 1 else {})}
         ranks.append(place.start(command, env=told, cwd=cwd, output=output))
     return ranks
 

@@ -61,7 +61,7 @@ def test_scattered_weights_are_those_that_the_stages_compute_with(
 
 def test_before_any_network_is_cut_nothing_is_fetched_or_sent(crew: Any) -> None:
     ownership = Ownership(crew.workers, Unsettled())
-    commands = Commands(crew.workers, RemoteTensors(ownership))
+    commands = Commands(crew.workers, RemoteTensors(ownership, torch.device("cpu")))
     nothing: Any = None
     weights = Weights(model(), (), Coordinates(0, 1, 3), commands, ownership, *[nothing] * 3)
     weights.gather()  # else it would wait for answers

@@ -36,6 +36,7 @@ class Elsewhere:
     """
 
     name = "net.weight"
+    device = torch.device("cpu")
 
     def __init__(self, kind: type = nn.Parameter, requires_grad: bool = True) -> None:
         here: Any = nn.Parameter(torch.zeros(3), requires_grad)
@@ -91,6 +92,14 @@ def test_looks_ask_nobody() -> None:
     assert (weight.shape, weight.device, weight.is_cuda) == ((3,), torch.device("cpu"), False)
     assert weight.requires_grad_(False).is_leaf
     assert there.heard == []
+
+
+def test_it_is_on_the_device_of_its_source_wherever_its_memory_waits() -> None:
+    other = Elsewhere()
+    other.device = torch.device("meta")
+    weight = other.proxy
+    assert (weight.device.type, weight.is_meta, weight.is_cpu) == ("meta", True, False)
+    assert other.heard == []
 
 
 @pytest.mark.parametrize(
