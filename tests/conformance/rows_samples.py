@@ -17,7 +17,7 @@ class MakesItsLossInside(Row):
     class Net(Layers):
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
             logits = super().forward(x)
-            weight = torch.arange(1.0, 4, dtype=x.dtype)
+            weight = torch.arange(1.0, 4, dtype=x.dtype, device=x.device)
             kept = (y > 0).to(x.dtype)
             mean = (logits.square().sum(1) * kept).sum() / (kept.sum() + 1)
             return cross_entropy(logits, y, weight) + 0.1 * mean, logits

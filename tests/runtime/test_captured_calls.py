@@ -40,6 +40,7 @@ class Calls:
         )
         driver: Any = SimpleNamespace(
             remote=remote,
+            have_here=lambda module, whole: None,
             calls=SimpleNamespace(
                 one_stream=lambda: self.noted("one stream"), in_region=lambda _: nullcontext()
             ),

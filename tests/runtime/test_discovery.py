@@ -33,6 +33,7 @@ class Watched:
             device=torch.device("cpu"),
             settle=self.settle,
             keep=lambda module: None,
+            have_here=lambda module, whole=False: None,
             remote=SimpleNamespace(suspended=nullcontext, places=SimpleNamespace(names=set)),
             calls=SimpleNamespace(
                 one_stream=nullcontext, in_region=lambda _: nullcontext(), follows=False
