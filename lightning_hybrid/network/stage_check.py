@@ -26,13 +26,16 @@ _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-2}
 def with_room_for(module: nn.Module, device: torch.device) -> torch.device:
     """Where the whole of a network is computed: on the CPU, unless a GPU has twice its size free.
 
+    What is there already needs no more.
+
     Args:
         module: the network.
         device: of this rank.
     """
     if device.type != "cuda":
         return device
-    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    tensors = (*module.parameters(), *module.buffers())
+    size = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
     return device if 2 * size <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
 
 

@@ -237,4 +237,4 @@ def present_bytes(module: nn.Module, device: torch.device) -> int:
         return 0
     with as_they_are():
         tensors = (*module.parameters(), *module.buffers())
-        return sum(t.nbytes for t in tensors if not (t.is_meta or is_deferred(t)))
+        return sum(t.nbytes for t in tensors if t.device == device and not is_deferred(t))

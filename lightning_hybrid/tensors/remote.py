@@ -419,8 +419,8 @@ class RemoteTensors:
             elif remote.value.device != self.device:
                 remote.value.data = remote.value.data.to(self.device)
             # a graph may have saved it, and autograd refuses what was written to since
-            value = values[remote.name].to(self.device)
-            if empty or not same_numbers(remote.value, value):
+            value = values[remote.name]
+            if empty or not same_numbers(remote.value, value.to(self.device)):
                 remote.value.copy_(value)
             remote.seen = self._age[kind]
             remote.settle()

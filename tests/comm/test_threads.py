@@ -1,5 +1,7 @@
 """A thread that cannot begin is an error, and not a wait without an end."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -32,3 +34,14 @@ def test_one_that_has_no_room_for_its_stack_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading, "_start_new_thread", refuse)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         BackgroundThread(print, "of a test").start()
+
+
+def test_a_process_gives_those_that_it_awaits_time_to_end() -> None:
+    script = (
+        "import time; from lightning_hybrid.comm.threads import BackgroundThread\n"
+        "def run(seconds): time.sleep(seconds); print(seconds, flush=True)\n"
+        "BackgroundThread(run, 'awaited', 0.5, awaited=True).start()\n"
+        "BackgroundThread(run, 'not awaited', 60).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0.5\n"), done.stderr

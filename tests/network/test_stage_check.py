@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_hybrid.errors import StitchError
 from lightning_hybrid.network import StageCode, check, cut, network_partitions, why_whole
 from lightning_hybrid.network.graph import NetworkGraph
+from lightning_hybrid.network.stage_check import _same
 
 
 def two_stages(graph: NetworkGraph) -> list[StageCode]:
@@ -151,3 +152,11 @@ def test_a_buffer_that_is_counted_up_and_returned_is_what_it_was_then() -> None:
     before = network.calls.clone()
     check(found.graph, two_stages(found.graph), found.leaves)
     assert network.calls == before
+
+
+def test_on_a_gpu_results_may_differ_by_rounding_and_by_nothing_else() -> None:
+    one = torch.tensor([1.0, torch.nan, -100.0])
+    assert _same(one, one * (1 + 1e-4))
+    for other in (one + 2, one.nan_to_num(), one.double(), one[:2]):
+        assert not _same(one, other)
+    assert not _same(torch.tensor([3]), torch.tensor([4]))

@@ -2,6 +2,7 @@
 
 import threading
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from lightning_hybrid.comm.call_key import Precision
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.errors import HybridError, RemoteError
+from lightning_hybrid.runtime.driver import Driver
 
 DEVICES = [(1, 0), (1, 2, 0), (1, 2, 1, 0)]
 
@@ -189,3 +191,15 @@ def test_a_lost_worker_keeps_an_error_from_no_other(replicas: Any) -> None:
     replica.close()
     assert type(replica.results[2]) is KeyError
     assert "Lost" in str(replica.results[1])
+
+
+def test_a_device_without_room_for_a_network_that_is_not_cut_yet_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("on purpose")
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    driver: Any = SimpleNamespace(device=torch.device("meta"))
+    with pytest.raises(HybridError, match=r"^Linear, .* no room on meta.*num_sanity_val_steps=0"):
+        Driver.have_here(driver, nn.Linear(2, 2), whole=True)
