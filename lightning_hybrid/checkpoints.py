@@ -25,6 +25,7 @@ from lightning_hybrid.runtime import (
     load_unread,
     may_be_mapped,
     read_sharded,
+    remember_mapped,
 )
 from lightning_hybrid.tensors import streaming
 
@@ -86,6 +87,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         loaded: dict[str, Any] = torch.load(
             path, map_location=map_location, weights_only=weights_only, mmap=True
         )
+        remember_mapped(path)
         return loaded
 
 

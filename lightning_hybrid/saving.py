@@ -13,7 +13,7 @@ from lightning_hybrid.checkpoints import ShardedSaves, with_atomic_writes
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.refusals import refuse_checkpoint_io
-from lightning_hybrid.runtime import is_sharded
+from lightning_hybrid.runtime import is_sharded, let_go_of_checkpoints
 from lightning_hybrid.session import DriverSession
 from lightning_hybrid.steps import SteppingStrategy
 from lightning_hybrid.world import NoWorld, Phase
@@ -111,6 +111,7 @@ class SavingStrategy(SteppingStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         with self._session.loading(self._module):
             super().load_model_state_dict(checkpoint, strict=strict)
+        let_go_of_checkpoints()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(self._driving.optimizer_states(checkpoint))

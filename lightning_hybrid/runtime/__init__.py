@@ -13,6 +13,7 @@ from lightning_hybrid.runtime.deferred_weights import (
 from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
+from lightning_hybrid.runtime.mapped_checkpoint import let_go_of_checkpoints, remember_mapped
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
 from lightning_hybrid.runtime.sharded_checkpoint import (
     LAST_S,
@@ -44,12 +45,14 @@ __all__ = [
     "gather_optimizer_after_run",
     "is_sharded",
     "let_go",
+    "let_go_of_checkpoints",
     "load_unread",
     "make_what_no_network_owns",
     "may_be_mapped",
     "outline",
     "present_bytes",
     "read_sharded",
+    "remember_mapped",
     "save_alone",
     "whole",
 ]
