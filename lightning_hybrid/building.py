@@ -98,11 +98,8 @@ class DeferredModule:
     @contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
         """Inside, weights of a checkpoint are kept for their owners; an outline has none."""
-        if not self.outlined:
-            with self._deferral.building(module, loading=True):
-                yield
-            return
-        with self._deferral.building(module), Unfilled():  # type: ignore[no-untyped-call]
+        unfilled: Any = Unfilled() if self.outlined else nullcontext()  # type: ignore[no-untyped-call]
+        with self._deferral.loading(module, outlined=self.outlined), unfilled:
             yield
 
     def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:

@@ -37,6 +37,7 @@ from lightning_hybrid.process import (
     HybridSubprocessLauncher,
     Parted,
     Results,
+    has_met,
     look_around,
 )
 from lightning_hybrid.ranks import given
@@ -240,7 +241,7 @@ class HybridGabraStrategy(SavingStrategy):
         refuse_copies(self._module, self._per_host - 1, free_of_host())
 
     def _refuse_no_room(self) -> None:
-        if self._shape()[1] > 1:
+        if self._shape()[1] > 1 and not has_met():
             refuse_no_room(self._module, free_bytes())
 
     def setup_distributed(self) -> None:

@@ -26,7 +26,7 @@ from lightning_hybrid.network.measure import device_name
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import Profile
 
-FORMAT = 2
+FORMAT = 3
 """Raised when what is measured, or how, changes within a version of this package."""
 
 

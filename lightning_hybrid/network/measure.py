@@ -22,6 +22,7 @@ from lightning_hybrid.network.profile import PartitionProfile, Profile, paramete
 from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
 from lightning_hybrid.network.stage_check import fresh, stays_on_cpu
+from lightning_hybrid.network.working_memory import PeakMemory
 from lightning_hybrid.tensors import value_of
 
 ENOUGH_S = 0.1
@@ -105,9 +106,8 @@ def _measure(
         for leaf, value in zip(graph.leaves, map(_outside_inference, fresh(graph, leaves)))
     ]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
-    known: dict[Hashable, tuple[_Times, int]] = {}
+    known: dict[Hashable, tuple[_Times, int, int]] = {}
     profiles = []
-    clock = clock_of(device)
     codes = cut(graph, partitions, range(1, len(partitions)))
     for number, (partition, code) in enumerate(zip(partitions, codes), 1):
         if advance is not None:
@@ -116,8 +116,8 @@ def _measure(
         tensors = [_own(state[name], device) for name in code.tensors]
         key = code.code.shape(), code.layers[0] == 0, _sizes((*tensors, *values))
         if key not in known:
-            known[key] = _timed(stage, tensors, values, numbers, repeats, clock)
-        times, saved = known[key]
+            known[key] = _timed(stage, tensors, values, numbers, repeats, device)
+        times, saved, working = known[key]
         with torch.no_grad():
             values = stage.run_with(tensors, values, numbers)
         output_bytes = sum(value.nbytes for value in values)
@@ -135,6 +135,7 @@ def _measure(
                 saved,
                 times.input_apart_s,
                 times.weight_apart_s,
+                working_bytes=working,
             )
         )
     return Profile(tuple(profiles), batch, device_name(device))
@@ -199,11 +200,12 @@ def _timed(
     values: Sequence[Tensor],
     numbers: Sequence[Any],
     repeats: int,
-    clock: Clock,
-) -> tuple[_Times, int]:
-    """Median seconds; bytes held between forward and backward."""
+    device: torch.device,
+) -> tuple[_Times, int, int]:
+    """Median seconds; bytes held between forward and backward; see `working_bytes`."""
+    clock = clock_of(device)
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
-    held = _Held(tensors)
+    held, peak = _Held(tensors), PeakMemory(device)
 
     def once(wanted: Sequence[Tensor]) -> tuple[float, float]:
         return _round(stage, tensors, values, numbers, wanted, clock)
@@ -216,13 +218,15 @@ def _timed(
             raise
         once(parameters)  # torch.func goes together with no such hooks: its memory is not counted
     saved = held.forget()
+    made = sum(t.nbytes for t in parameters) + 2 * sum(v.nbytes for v in values)
+    working = max(0, peak.taken() - saved - made)  # gradients are counted elsewhere
     forwards, backwards = _medians(lambda: once(parameters), repeats)
     if not parameters or stage.layers[0] == 0:  # one kind of gradient alone
         halves = (0.0, backwards) if parameters else (backwards, 0.0, backwards, 0.0)
-        return _Times(forwards, *halves), saved
+        return _Times(forwards, *halves), saved, working
     for_inputs = min(_medians(lambda: once([]), repeats)[1], backwards)
     apart = _medians(lambda: _parts(stage, tensors, values, numbers, clock), repeats)
-    return _Times(forwards, for_inputs, backwards - for_inputs, *apart), saved
+    return _Times(forwards, for_inputs, backwards - for_inputs, *apart), saved, working
 
 
 def _parts(

@@ -36,6 +36,7 @@ class PartitionProfile:
         optimizer_bytes: size of the state that the optimizer keeps; see `Profile.with_optimizer`.
         bucket_bytes: size of the copies of its gradients that replicas average; see
             `Profile.averaged`.
+        working_bytes: what its operations take for themselves while they run.
     """
 
     name: str
@@ -51,6 +52,7 @@ class PartitionProfile:
     weight_apart_s: float | None
     optimizer_bytes: int = 0
     bucket_bytes: int = 0
+    working_bytes: int = 0
 
     @property
     def forward(self) -> float:

@@ -16,13 +16,14 @@ class Life:
 
     Attributes:
         start_bytes: before the cut: a network that is built in ``__init__`` is whole on each rank.
-        largest_bytes: by name of the partition: its largest parameter.
+        passing_bytes: by name of the partition: the most that is there for a moment, for an
+            operation, or beside its largest parameter.
         batch_bytes: on the driver: inputs and outputs of all micro-batches, and their gradients.
         on_cpu: whether processes and tensors share their memory.
     """
 
     start_bytes: int
-    largest_bytes: Mapping[str, int]
+    passing_bytes: Mapping[str, int]
     batch_bytes: int
     on_cpu: bool = True
 
@@ -31,10 +32,11 @@ def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
     """A plan whose rows say what the rank of each stage takes at most, and what it may take.
 
     Steps hold the stages, what crosses their cuts (of each micro-batch what was sent until it has
-    come back, two gradients on their way), once more the largest parameter (a gradient that is
-    added to another one, or what an optimizer divides by) and, where activations are computed
-    again, the inputs of all micro-batches. A checkpoint and the end of a run hold no more: what is
-    kept, and a piece of a file, which is one tensor at most.
+    come back, two gradients on their way), and, where activations are computed again, the inputs
+    of all micro-batches. For a moment there is more: what operations take for themselves, or once
+    more the largest parameter (a gradient that is added to another one, or what an optimizer
+    divides by), whichever is more. A checkpoint and the end of a run hold no more: what is kept,
+    and a piece of a file, which is one tensor at most.
 
     Args:
         plan: of one network.
@@ -44,17 +46,17 @@ def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
     rows = plan.rows
     if any(row.memory_bytes is None for row in rows):
         return plan
-    steps, largest = dict.fromkeys(plan.devices, 0), dict.fromkeys(plan.devices, 0)
+    steps, passing = dict.fromkeys(plan.devices, 0), dict.fromkeys(plan.devices, 0)
     steps[0] = life.batch_bytes
     inputs = [0, *(row.cut_bytes or 0 for row in rows[:-1])]
     for row, taken in zip(rows, inputs):
         crossing = plan.microbatches * (row.cut_bytes or 0) + 2 * max(taken, row.cut_bytes or 0)
         again = plan.microbatches * taken if plan.recompute else 0
         steps[row.device] += (row.memory_bytes or 0) + crossing + again
-        sizes = (life.largest_bytes.get(name, 0) for name in row.partitions)
-        largest[row.device] = max(largest[row.device], *sizes)
+        sizes = (life.passing_bytes.get(name, 0) for name in row.partitions)
+        passing[row.device] = max(passing[row.device], *sizes)
     peaks = {
-        device: max(life.start_bytes, steps[device] + largest[device])
+        device: max(life.start_bytes, steps[device] + passing[device])
         + (DRIVER_BYTES if device == 0 else WORKER_BYTES) * life.on_cpu
         for device in plan.devices
     }

@@ -149,6 +149,8 @@ def make_plan(
     batch_bytes = microbatches * passed if optimizers is not None else 0
     # the driver has the batch, and what the network makes of it
     for_stages = limits and (max(0, limits[0] - batch_bytes), *limits[1:])
+    working = max(row.working_bytes for row in profile.partitions)
+    for_stages = for_stages and tuple(max(0, limit - working) for limit in for_stages)
     room = partial(
         _memory,
         profile,
@@ -169,9 +171,9 @@ def make_plan(
     sizes = {name: p.nbytes for name, p in graph.network.named_parameters()}
     life = Life(
         start_bytes=max(present_bytes, max(row.parameter_bytes for row in profile.partitions)),
-        largest_bytes={
-            partition.name: max((sizes[name] for name in partition.parameters), default=0)
-            for partition in partitions
+        passing_bytes={
+            row.name: max(row.working_bytes, *(sizes[name] for name in partition.parameters), 0)
+            for row, partition in zip(profile.partitions, partitions)
         },
         batch_bytes=batch_bytes,
         on_cpu=device.type == "cpu",

@@ -9,7 +9,7 @@ from lightning_hybrid.process.faults import (
     read_fault,
     say_at_next_meeting,
 )
-from lightning_hybrid.process.joining import Everyone, Joined, forget, gather, join
+from lightning_hybrid.process.joining import Everyone, Joined, forget, gather, has_met, join
 from lightning_hybrid.process.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
@@ -36,6 +36,7 @@ __all__ = [
     "first_fault",
     "forget",
     "gather",
+    "has_met",
     "is_loss",
     "join",
     "look_around",

@@ -76,6 +76,11 @@ class _Process:
     failed = False
 
 
+def has_met() -> bool:
+    """Whether this process has threads, groups and all else that a first run begins with."""
+    return _Process.everyone is not None
+
+
 def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     """Meet all other ranks: as in the last run, unless that has failed.
 

@@ -101,6 +101,7 @@ class Discovery:
         )
         self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how
         self._watched: dict[str, nn.Module] = {}
+        self._captures: list[Capture] = []
         self._ranks = mesh.coordinates.ranks_per_replica
         wanted = self._ranks > 1 or (options.microbatches or 1) > 1 or options.compiled
         # an evaluation may do without a network (metrics of files): then it is the driver's
@@ -152,9 +153,11 @@ class Discovery:
         )
 
     def close(self) -> None:
-        """Let every module run its own forward again."""
+        """Let every module run its own forward again, and let go of what was captured."""
         for module in self._watched.values():
             unwatch(module)
+        for capture in self._captures:
+            capture.close()
 
     # ------------------------------------------------------------------ the first call of a module
 
@@ -297,6 +300,7 @@ class Discovery:
         divides = self._options.microbatches != 1
         draws = not self._driver.calls.follows
         capture = Capture(module, forward, run, shared, whole=whole, divides=divides, draws=draws)
+        self._captures.append(capture)
         reason = "" if whole else self._opened[name]
         found = FoundNetwork(name, module, forward, hollow, whole, reason, capture)
         return found

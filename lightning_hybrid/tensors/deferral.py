@@ -61,25 +61,36 @@ class Deferral:
         self._shown: dict[int, list[weakref.ref[Any]]] = {}
 
     @contextlib.contextmanager
-    def building(self, module: nn.Module, *, loading: bool = False) -> Iterator[None]:
-        """Inside, new tensors have no memory; afterwards those of ``module`` are deferred.
+    def building(self, module: nn.Module) -> Iterator[None]:
+        """Inside, new tensors have no memory; afterwards those of ``module`` are deferred."""
+        with self._noting():
+            yield
+        self._take(module)
+
+    @contextlib.contextmanager
+    def loading(self, module: nn.Module, *, outlined: bool) -> Iterator[None]:
+        """Inside, what is written to tensors comes from a checkpoint.
 
         Args:
-            module: the LightningModule.
-            loading: what is written to tensors comes from a checkpoint, which other ranks do not
-                have; see `has_loaded`.
+            module: the LightningModule, whose tensors may be on other ranks after an earlier run.
+            outlined: another rank has the numbers; else other ranks lack them: see `has_loaded`.
         """
-        away = self._bring_back(module) if loading else []
-        self.active, self.tape.marking = True, loading
+        away = self._bring_back(module)
+        with self._noting(marking=not outlined):
+            yield
+        for tensor, name, where in away:
+            if not has_loaded(tensor):
+                offload(tensor, name, where)
+        self._take(module)
+
+    @contextlib.contextmanager
+    def _noting(self, *, marking: bool = False) -> Iterator[None]:
+        self.active, self.tape.marking = True, marking
         try:
             with _Answers(self), _Recorder(self):
                 yield
         finally:
             self.active = self.tape.marking = False
-        for tensor, name, where in away:
-            if not has_loaded(tensor):
-                offload(tensor, name, where)
-        self._take(module)
 
     def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
         """Let tensors that other ranks have be written to here. Returns what they were."""

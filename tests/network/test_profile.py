@@ -142,9 +142,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, graph: NetworkGraph) -> tuple[int,
     # (the package's `measure` is the function)
     module: Any = sys.modules["lightning_hybrid.network.measure"]
 
-    def note(*_: Any, **__: Any) -> tuple[Any, int]:
+    def note(*_: Any, **__: Any) -> tuple[Any, int, int]:
         timed.append(None)
-        return module._Times(0.1, 0.2, 0.3), 8
+        return module._Times(0.1, 0.2, 0.3), 8, 0
 
     monkeypatch.setattr(module, "_timed", note)
     partitions = network_partitions(graph)

@@ -34,10 +34,10 @@ def plan(*held: int, cut: int = 0, microbatches: int = 3) -> Plan:
     )
 
 
-def life(start: int = 0, largest: int = 0, batch: int = 0) -> Life:
+def life(start: int = 0, passing: int = 0, batch: int = 0) -> Life:
     return Life(
         start_bytes=start * GB,
-        largest_bytes=dict.fromkeys("abc", largest * GB),
+        passing_bytes=dict.fromkeys("abc", passing * GB),
         batch_bytes=batch * GB,
         on_cpu=False,
     )
@@ -60,8 +60,8 @@ def test_steps_hold_what_crosses_the_cuts_and_the_driver_the_batch() -> None:
     assert peaks(with_peaks(again, life(), None)) == [10, 10 + 3, 7 + 3]
 
 
-def test_a_step_holds_the_largest_parameter_once_more() -> None:
-    assert peaks(with_peaks(plan(5, 6), life(largest=2), None)) == [7, 8]
+def test_a_step_holds_what_is_there_for_a_moment() -> None:
+    assert peaks(with_peaks(plan(5, 6), life(passing=2), None)) == [7, 8]
 
 
 def test_on_cpus_the_processes_take_of_the_same_memory() -> None:

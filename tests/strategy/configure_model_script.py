@@ -223,6 +223,12 @@ def run(name: str, folder: Path, replicas: int, stages: int, kind: str) -> dict[
     trainer.fit(again, ckpt_path=folder / "2.ckpt")
     seen["resumed"] = list(again.seen)
     seen["resumed whole"] = strategy.full_state_dict()
+    # and so does what was trained, whose weights lie on several ranks
+    module.seen.clear()
+    trainer = make_trainer(case, folder, hybrid(case, replicas, stages, kind), devices=devices)
+    seen["tested again"] = trainer.test(module, ckpt_path=folder / "2.ckpt", verbose=False)
+    trainer.fit(module, ckpt_path=folder / "2.ckpt")
+    seen["trained again"] = list(module.seen)
     return seen
 
 

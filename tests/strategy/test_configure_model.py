@@ -52,11 +52,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int, 
     return run
 
 
-def one_device(name: str, folder: Path, replicas: int) -> tuple[Case, Case, dict[str, float]]:
+def one_device(name: str, folder: Path, replicas: int) -> tuple[Case, Case, list[Any]]:
     """Plain Lightning; for two replicas it takes two batches before it steps.
 
     Returns:
-        What was trained, what was trained on from a checkpoint, and the first one's test.
+        What was trained, what was trained on from a checkpoint, and the tests of the first one
+        and of the checkpoint.
     """
     torch.set_num_threads(1)
     seed_everything(SEED, verbose=False)
@@ -65,10 +66,11 @@ def one_device(name: str, folder: Path, replicas: int) -> tuple[Case, Case, dict
     batches = replicas * module.options.get("accumulate_grad_batches", 1)
     trainer = make_trainer(case, folder, devices=1, accumulate_grad_batches=batches)
     trainer.fit(module)
-    tested = trainer.test(module, verbose=False)[0]
+    tested = [trainer.test(module, verbose=False)]
     trainer.save_checkpoint(folder / "end.ckpt")
     trainer = make_trainer(case, folder, devices=1, accumulate_grad_batches=batches)
     trainer.fit(again, ckpt_path=folder / "2.ckpt")
+    tested.append(trainer.test(case(), ckpt_path=folder / "2.ckpt", verbose=False))
     return module, again, tested
 
 
@@ -91,6 +93,7 @@ def test_trains_as_one_device(runs: Any, tmp_path: Path, shape: Any, name: str) 
         driver = ranks[replica * stages]
         assert_same(driver["seen"], module.seen[replica::replicas])
         assert_same(driver["resumed"], again.seen[replica::replicas])
+        assert_same(driver["trained again"], again.seen[replica::replicas])
     expected = compared(dict(module.state_dict()), replicas)
     assert list(ranks[0]["whole"]) == list(module.state_dict())
     assert_same(compared(ranks[0]["whole"], replicas), expected)
@@ -98,7 +101,8 @@ def test_trains_as_one_device(runs: Any, tmp_path: Path, shape: Any, name: str) 
     assert_same(compared(ranks[0]["resumed whole"], replicas), resumed)
     assert all(rank["whole"] == {} for rank in ranks[1:])
     if replicas == 1:
-        assert_same([rank["test"] for rank in ranks], [[tested]] * len(ranks))
+        for rank in ranks:
+            assert_same([rank["test"], rank["tested again"]], tested)
     for rank in ranks:  # the generator stands where it stands on one device
         assert torch.equal(rank["drawn"], module.drawn)
 

@@ -146,7 +146,7 @@ def test_only_what_was_loaded_must_travel() -> None:
     network, deferral = build(pair)
     offload(network[1].bias, "1.bias", "on rank 1")
     state = {"0.weight": torch.ones(5, 4)}
-    with deferral.building(network, loading=True):
+    with deferral.loading(network, outlined=False):
         network.load_state_dict(state, strict=False)
     assert [has_loaded(p) for p in network.parameters()] == [True, False, False, False]
     assert is_offloaded(network[1].bias)
@@ -162,7 +162,7 @@ def test_what_is_loaded_from_a_file_is_read_when_its_rank_makes_it() -> None:
         return value.clone().view(-1).view(torch.uint8)
 
     state = {"0.weight": unread(value.shape, value.stride(), value.dtype, read)}
-    with deferral.building(network, loading=True):
+    with deferral.loading(network, outlined=False):
         network.load_state_dict(state, strict=False)
     assert reads == []
     assert has_loaded(network[0].weight)
