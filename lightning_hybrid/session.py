@@ -22,6 +22,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
+from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.comm import Failure, broadcast_object, run_pending
 from lightning_hybrid.device_times import StepWatcher
@@ -281,7 +282,8 @@ class DriverSession:
             self._driver.weights.broadcast_buffers()
         if not here:
             return {}
-        with self._driver.weights.whole(unread=self._saves_shards and not gathers):
+        unread, at_once = self._saves_shards and not gathers, self._streams and not gathers
+        with self._driver.weights.whole(unread=unread, at_once=at_once):
             return module.state_dict()
 
     def full_state_dict(self, module: LightningModule, *, here: bool) -> dict[str, Any]:
@@ -294,8 +296,16 @@ class DriverSession:
         """The state dict of one device; for a sharded checkpoint as :meth:`state_dict`."""
         if not here:
             return {}
-        with self._driver.optimizers.unread() if self._saves_shards else nullcontext():
+        if not (self._saves_shards or self._streams):
             return optimizer.state_dict()
+        with self._driver.optimizers.unread(always=self._saves_shards):
+            return optimizer.state_dict()
+
+    @property
+    def _streams(self) -> bool:
+        """Whether a checkpoint is written at once, tensor by tensor."""
+        io = self._run.trainer.strategy.checkpoint_io
+        return type(io) is AtomicCheckpointIO and self._run.world.phase is Phase.RUNNING
 
     @property
     def _saves_shards(self) -> bool:

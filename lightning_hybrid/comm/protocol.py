@@ -306,9 +306,14 @@ class TakeGroups(OptimizerCommand):
 
 @dataclass(frozen=True)
 class GiveOptimizer(OptimizerCommand):
-    """Answer with the state of an optimizer, by parameter name."""
+    """Answer with the state of an optimizer, by parameter name.
+
+    Attributes:
+        of: this parameter alone; empty: of all.
+    """
 
     answered = True
+    of: str = ""
 
 
 @dataclass(frozen=True)

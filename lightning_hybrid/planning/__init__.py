@@ -15,7 +15,12 @@ from lightning_hybrid.planning.cluster import (
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
 from lightning_hybrid.planning.memory import ASSUMED_TENSORS, optimizer_bytes
-from lightning_hybrid.planning.memory_limits import free_addresses, free_bytes, free_of_host
+from lightning_hybrid.planning.memory_limits import (
+    free_addresses,
+    free_bytes,
+    free_of_host,
+    free_on,
+)
 from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.performance import PerformanceModel, fit
@@ -58,6 +63,7 @@ __all__ = [
     "free_addresses",
     "free_bytes",
     "free_of_host",
+    "free_on",
     "gigabytes",
     "given_speeds",
     "look_at",

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+import torch
+
 try:
     import resource
 except ImportError:  # Windows
@@ -48,6 +50,11 @@ def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"
     """Bytes that this process may still take, alone on its host; ``None``: nothing is known."""
     host, limits = host_bytes(proc), [left for _, left in memory_limits(proc, cgroups)]
     return min(limits if host is None else [host, *limits], default=None)
+
+
+def free_on(device: torch.device) -> int | None:
+    """Bytes that this process may still take on its device; ``None``: nothing is known."""
+    return free_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def free_of_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -3,10 +3,15 @@
 (Where a rank cannot read the file of another one, since it is on another host, weights travel.)
 """
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are, version
-from lightning_hybrid.comm.protocol import MapTensors
+from lightning_hybrid.comm.protocol import MapTensors, Report
+from lightning_hybrid.planning import free_on, gigabytes, optimizer_bytes
 from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.files import FilesOfWorkers, put_mapped
 from lightning_hybrid.runtime.tensor_file import TensorFile, Ticket
@@ -59,6 +64,33 @@ class AfterRun:
                 for name, tensor in elsewhere.items()
             }
         return True
+
+    def lacking(self, device: torch.device, optimizers: Iterable[Optimizer]) -> str:
+        """Where files cannot be read: why the ranks have no room for all, if they have not.
+
+        Args:
+            device: of this rank, which gets weights, gradients and states.
+            optimizers: the user's.
+        """
+        elsewhere = self._weights.owned_elsewhere()
+        with as_they_are():
+            weights = sum(tensor.nbytes for tensor in elsewhere.values())
+            here = sum(tensor.nbytes for tensor in self._weights.everyones().values()) - weights
+        states = sum(optimizer_bytes(self._module, optimizers).values())
+        needed = weights * 2 + round(states * weights / max(1, weights + here))
+        left = [free_on(device), *(a.value for a in self._commands.ask(Report("free")))]
+        wanted = [needed, *(weights + here for _ in left[1:])]
+        for rank, (free, size) in enumerate(zip(left, wanted)):
+            if free is not None and free < size:
+                return (
+                    f"Each rank keeps the {gigabytes(weights + here)} of weights that it has "
+                    "trained for itself: it cannot read the files of the others (they are on "
+                    "another host, or there is no room for files), and all that a script may read "
+                    f"would take {gigabytes(size)} more on rank {rank} of a replica, which has "
+                    f"{gigabytes(free)}. Checkpoints of the run have all of it; a parameter of "
+                    "another rank cannot be read after it."
+                )
+        return ""
 
     def hand_out(self) -> bool:
         """Have on the workers the weights and buffers of all other ranks.

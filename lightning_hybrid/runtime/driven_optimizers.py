@@ -34,7 +34,8 @@ from lightning_hybrid.runtime.optimizer_link import OptimizerLink
 from lightning_hybrid.runtime.optimizer_trial import announce, refuse_deferred, why_whole
 from lightning_hybrid.runtime.optimizers import ship
 from lightning_hybrid.runtime.ownership import Ownership
-from lightning_hybrid.runtime.sharded_checkpoint import Owned, unread_there
+from lightning_hybrid.runtime.sharded_checkpoint import Owned, refuse_later, unread_there
+from lightning_hybrid.tensors import Kind
 
 ALL = -1
 """Every bit of ``fresh``."""
@@ -76,7 +77,7 @@ class DrivenOptimizers:
         self._optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
         self._precision: Precision | None = None  # that the workers know of
-        self.streamed_by, self._unread = "", False
+        self.streamed_by, self._stays = "", ""
         self.before_step: Callable[[], None] = lambda: None
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
@@ -194,24 +195,29 @@ class DrivenOptimizers:
         """The state of an optimizer by parameter name on the workers, tensors on the CPU."""
         if not self._ownership.any_network:
             return {}
-        return self._states_there(index) if self._unread else self._states_here(index)
-
-    def _states_here(self, index: int) -> dict[str, dict[str, Any]]:
+        if self._stays == "always":
+            return self._states_there(index)
         if (kept := self._files.states(index)) is not None:
             return kept
+        if self._stays:
+            return self._states_there(index)
         remote: dict[str, dict[str, Any]] = {}
         for answer in self._commands.ask(GiveOptimizer(index)):
             remote |= answer.value
         return remote
 
     @contextmanager
-    def unread(self) -> Iterator[None]:
-        """Inside, state dicts have tensors of workers unread, which stay where they are."""
-        self._unread = True
+    def unread(self, *, always: bool = True) -> Iterator[None]:
+        """Inside, state dicts have tensors of workers unread, which stay where they are.
+
+        Args:
+            always: else where files of workers cannot be read here.
+        """
+        self._stays = "always" if always else "without files"
         try:
             yield
         finally:
-            self._unread = False
+            self._stays = ""
 
     def _states_there(self, index: int) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -227,8 +233,14 @@ class DrivenOptimizers:
         return found
 
     def _unread_one(self, index: int, owned: Owned, spec: TensorSpec) -> Tensor:
+        remote = self._commands.remote
+        before = remote.state(Kind.PARAMETER)  # a step changes both
+
         def read() -> Tensor:
-            found: Tensor = self._states_here(index)[owned.name][owned.state]
+            refuse_later(f"{owned.state} of {owned.name}", remote.state(Kind.PARAMETER) == before)
+            workers = self._commands.workers
+            workers.send(owned.rank, GiveOptimizer(index, owned.name))
+            found: Tensor = workers.hear([owned.rank])[0].value[owned.name][owned.state]
             return found
 
         return unread_there(spec, owned, read)

@@ -123,6 +123,7 @@ class Driver:
         here = mesh.coordinates
         self._module, self._mesh, self.device = module, mesh, device
         self._share, self._share_optimizers = share, False
+        self._apart: frozenset[str] = frozenset()  # what stays with its owners after the run
         self._say, self._first_failure = say, first_failure
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
@@ -401,10 +402,25 @@ class Driver:
 
     @signals_deferred
     def bring_all(self) -> None:
-        """Have the weights, buffers and gradients of all stages in the module."""
-        if not self._after.map_tensors():
-            self.weights.gather()
+        """Have the weights, buffers and gradients of all stages in the module.
+
+        Where files of workers cannot be read, they travel, if all ranks have room for them. Else
+        each rank keeps what it owns, and the user is told.
+        """
+        if self._after.map_tensors():
+            return
+        if lacking := self._after.lacking(self.device, self.optimizers.optimizers):
+            self._say(lacking)
+            self._apart = self._parameters_of_stages()
+        self.weights.gather(but=self._apart)
+        if not self._apart:
             self.remote.bring_gradients()
+
+    def _parameters_of_stages(self) -> frozenset[str]:
+        prefixed = ((f"{n.name}." if n.name else "", n.owned_names) for n in self._networks)
+        here = {prefix + name for prefix, names in prefixed for name in names}
+        parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        return frozenset((here | self._ownership.network_of.keys()) & parameters)
 
     @signals_deferred
     def end(self, results: Any, *, weights: bool) -> None:
@@ -418,7 +434,7 @@ class Driver:
         """
         if weights and self._workers.ranks:
             if not self._after.hand_out():
-                self.weights.hand_out_all()
+                self.weights.hand_out(but=self._apart)
             self.optimizers.ship_in_any_case(fresh=0)
         # an evaluation after a fit has given them away, too
         self.optimizers.bring_states()
@@ -439,8 +455,9 @@ class Driver:
             self.commands.tell(ForgetFailure())
             self.bring_all()
         if not self._after.hand_out():
-            self.weights.hand_out_all()
-        self.optimizers.gather_states()
+            self.weights.hand_out(but=self._apart)
+        if not self._apart:
+            self.optimizers.gather_states()
 
     def abort(self, failure: Failure) -> None:
         """Tell the workers that this replica has failed: all that are still there."""

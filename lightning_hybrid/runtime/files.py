@@ -25,10 +25,13 @@ class FilesOfWorkers:
     Args:
         commands: to the workers.
         folder: where files are written, if possible.
+
+    Attributes:
+        readable: whether they can be read here; false since one could not be, as on another host.
     """
 
     def __init__(self, commands: Commands, folder: str) -> None:
-        self.folder = folder
+        self.folder, self.readable = folder, True
         self._commands = commands
 
     def tensors(self, *, at_end: bool = False) -> tuple[dict[int, Ticket], list[Any]] | None:
@@ -48,8 +51,11 @@ class FilesOfWorkers:
         return {name: state for file in found[1] for name, state in file.items()}
 
     def _ask(self, command: KeepTensors | KeepStates) -> tuple[dict[int, Ticket], list[Any]] | None:
+        if not self.readable:
+            return None
         answers = [answer.value for answer in self._commands.ask(command)]
         files = None if None in answers else read_files(answers)
+        self.readable = files is not None
         return None if files is None else (dict(zip(self._commands.workers.ranks, answers)), files)
 
 

@@ -20,7 +20,7 @@ from lightning_hybrid.runtime.deferred_weights import leave_to_worker, to_send, 
 from lightning_hybrid.runtime.files import FilesOfWorkers
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
-from lightning_hybrid.runtime.sharded_checkpoint import Owned, unread_there
+from lightning_hybrid.runtime.sharded_checkpoint import Owned, refuse_later, unread_there
 from lightning_hybrid.tensors import Kind, is_deferred, is_of_one_rank
 
 
@@ -93,10 +93,15 @@ class Weights:
         if graph.writes_parameters:
             self._remote.outdate(Kind.PARAMETER)
 
-    def gather(self) -> None:
-        """Bring the weights of the workers' stages into the module, where it has room for them."""
+    def gather(self, *, but: Collection[str] = ()) -> None:
+        """Bring the weights of the workers' stages into the module, where it has room for them.
+
+        Args:
+            but: names of those that stay.
+        """
         tensors = self.owned_elsewhere()
-        self._fetch([name for name, tensor in tensors.items() if not is_deferred(tensor)])
+        wanted = tensors.keys() - but
+        self._fetch([n for n, tensor in tensors.items() if n in wanted and not is_deferred(tensor)])
 
     def leave_inference(self) -> None:
         """Make ordinary buffers of those that calls in inference mode have replaced.
@@ -111,13 +116,17 @@ class Weights:
                         buffers[key] = value.clone()
 
     @contextmanager
-    def whole(self, *, unread: bool = False) -> Iterator[None]:
+    def whole(self, *, unread: bool = False, at_once: bool = False) -> Iterator[None]:
         """Inside, the module holds the weights of all stages; those of workers in their files.
 
         Args:
             unread: those of workers stay there, and are fetched one by one if they are read.
+            at_once: what is made of them is written before the next step, so that they are unread
+                where files of workers cannot be read here, too.
         """
-        values = self._unread() if unread else self._mapped()
+        values = None if unread else self._mapped()
+        if unread or (values is None and at_once):
+            values = self._unread()
         if values is None:
             with whole(self._module, self._fetch([*self.owned_elsewhere()])):
                 yield
@@ -142,7 +151,13 @@ class Weights:
 
     def _unread_one(self, name: str, spec: TensorSpec) -> Tensor:
         owned = Owned(self._ownership.rank_of(name), name)
-        return unread_there(spec, owned, lambda: self._ownership.give(Kind.PARAMETER, [name])[name])
+        before = self._remote.state(Kind.PARAMETER)
+
+        def read() -> Tensor:
+            refuse_later(name, self._remote.state(Kind.PARAMETER) == before)
+            return self._ownership.give(Kind.PARAMETER, [name])[name]
+
+        return unread_there(spec, owned, read)
 
     @signals_deferred
     def _mapped(self) -> dict[str, Tensor] | None:
@@ -197,12 +212,16 @@ class Weights:
             if name in self._shared and not is_of_one_rank(tensor)
         }
 
-    def hand_out_all(self) -> None:
-        """Give every worker the weights of all stages."""
-        everyones = self.everyones()
+    def hand_out(self, *, but: Collection[str] = ()) -> None:
+        """Give every worker the weights of all stages.
+
+        Args:
+            but: names of those that stay.
+        """
+        everyones = [(name, t) for name, t in self.everyones().items() if name not in but]
         for worker in self._commands.workers.ranks:
             with as_they_are():
-                self._commands.workers.send(worker, TakeWeights(everyones.items()))
+                self._commands.workers.send(worker, TakeWeights(everyones))
 
     @signals_deferred
     def broadcast_buffers(self, *, state: bool = False) -> None:

@@ -53,6 +53,7 @@ from lightning_hybrid.pipeline import (
     own_parameters,
     state_buffers,
 )
+from lightning_hybrid.planning import free_on
 from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
 from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
@@ -89,7 +90,7 @@ class Worker:
         self._module, self._mesh, self._device = module, mesh, device
         self._channel = mesh.channel(DRIVER)
         self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
-        self._reports = reports
+        self._reports: dict[str, Callable[[], Any]] = {"free": partial(free_on, device), **reports}
         self._networks: list[StagedNetwork] = []
         # a weight that is tied may be asked for under any of its names
         parameters = dict(module.named_parameters(remove_duplicate=False))

@@ -77,7 +77,7 @@ class WorkerOptimizers:
         take_groups(self.all[command.optimizer], command.groups, self._parameters)
 
     def _give_optimizer(self, command: GiveOptimizer) -> Answer:
-        return Answer(value=state_of(self.all[command.optimizer], self.names))
+        return Answer(value=state_of(self.all[command.optimizer], self.names, command.of))
 
     def states(self, index: int) -> dict[str, dict[str, Any]]:
         """The states of an optimizer, by name of the parameter."""

@@ -12,8 +12,9 @@ from torch.optim import AdamW
 
 from lightning_hybrid.checkpoints import AtomicCheckpointIO
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.runtime import bring_here, files, tensor_file
-from lightning_hybrid.tensors import is_unread, is_vacant
+from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.runtime import after_run, bring_here, files, tensor_file, worker
+from lightning_hybrid.tensors import is_deferred, is_unread, is_vacant
 
 DEVICES = [(1, 0), (1, 2, 0)]
 
@@ -252,3 +253,53 @@ def test_what_was_taken_of_a_weight_shows_it_afterwards_too(replicas: Any) -> No
     replica.driver.end("results", weights=True)
     replica.close()
     assert_same(taken, [torch.full_like(t, 3) for t in taken])
+
+
+@pytest.fixture
+def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file of another rank can be read."""
+    monkeypatch.setattr(files, "read_files", lambda _: None)
+
+
+@pytest.mark.usefixtures("several_hosts")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_not_all_have_room_each_rank_keeps_what_it_owns(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    module = after_run if rank == 0 else worker
+    monkeypatch.setattr(module, "free_on", lambda _: 100)
+    trained = Trained(replicas, (1, 0))
+    said: list[str] = []
+    monkeypatch.setattr(trained.replica.driver, "_say", said.append)
+    trained.end()
+    [line] = said
+    assert f"on rank {rank} of a replica, which has 1e-07 GB" in line
+    for rank_module in trained.modules:
+        for name, expected in trained.reference.named_parameters():
+            found = rank_module.get_parameter(name)
+            if is_deferred(found):
+                with pytest.raises(DeferredError, match=name):
+                    found.sum().item()
+            else:
+                assert_same(found.detach(), expected.detach())
+    here = [{n for n, p in m.named_parameters() if not is_deferred(p)} for m in trained.modules]
+    assert set.union(*here) == dict(trained.reference.named_parameters()).keys()
+    assert all(names != set.union(*here) for names in here)
+
+
+@pytest.mark.usefixtures("several_hosts")
+def test_a_checkpoint_is_fetched_tensor_by_tensor_and_before_the_next_step(
+    replicas: Any, tmp_path: Path
+) -> None:
+    trained = Trained(replicas, (1, 2, 0))
+    driver = trained.replica.driver
+    with driver.weights.whole(at_once=True), driver.optimizers.unread(always=False):
+        saved = {"state_dict": trained.module.state_dict(), "states": trained.mine.state_dict()}
+    assert any(map(is_unread, saved["state_dict"].values()))
+    AtomicCheckpointIO().save_checkpoint(saved, tmp_path / "saved.ckpt")
+    found = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    assert_same(dict(found["state_dict"]), dict(trained.reference.state_dict()))
+    assert_same(found["states"], trained.theirs.state_dict())
+    trained.mine.step()
+    with pytest.raises(DeferredError, match="not read before the next step"):
+        saved["state_dict"]["net.0.weight"].sum().item()
