@@ -242,6 +242,7 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
             num_microbatches=2,
             verify="auto" if again == "verify" else False,
             recompute=again == "recompute",
+            schedule="looped" if again == "looped" else "auto",
         )
     module = Model(where, arguments.model, sizes)
     saves = Saves(phases, folder)

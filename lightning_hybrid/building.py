@@ -15,10 +15,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid._lightning import Callback, LightningModule, Trainer, WeightAveraging
+from lightning_hybrid._lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    WeightAveraging,
+    rank_zero_info,
+)
 from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm import Failure
 from lightning_hybrid.network import with_room_for
+from lightning_hybrid.planning import gigabytes
 from lightning_hybrid.runtime import Unfilled, outline, save_alone, whole
 from lightning_hybrid.tensors import Deferral, is_deferred
 from lightning_hybrid.world import NoWorld, Phase, World
@@ -180,6 +187,19 @@ class BetweenRuns:
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
+
+
+def announce_averages(trainer: Trainer, module: LightningModule) -> None:
+    """Say what a callback needs that averages weights: it has them whole, on each driver."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            rank_zero_info(
+                f"{type(callback).__name__} averages all weights on the driver of each replica, "
+                f"where that takes {gigabytes(size)} beside the driver's own stages; no less with "
+                "more stages."
+            )
 
 
 def move_module(module: LightningModule, device: torch.device, *, all_of_it: bool) -> None:

@@ -29,7 +29,7 @@ from lightning_hybrid._lightning import (
     rank_zero_info,
 )
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_as_ever
-from lightning_hybrid.building import move_module
+from lightning_hybrid.building import announce_averages, move_module
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
 from lightning_hybrid.config import Checkpoint, Config, Count, Rng, ScheduleName
 from lightning_hybrid.planning import Plan, free_bytes, free_of_host
@@ -280,6 +280,8 @@ class HybridGabraStrategy(SavingStrategy):
         self._session = DriverSession.begin(run, partial(self._plan_network, run))
         if run.fitting:
             self.setup_optimizers(trainer)
+            if self._shape()[1] > 1:
+                announce_averages(trainer, self._module)
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, *self._shape(), scaled=scaled)
             if self._config.streamed is not None and self._config.streamed.plain_sgd:
