@@ -2,9 +2,9 @@
 
 ``PYTHONPATH=.:tests/helpers python tests/strategy/random_kills.py --kills 100`` trains in two and
 three ranks, with networks made in ``__init__`` and in ``configure_model``, large activations and a
-checkpoint every other step. Ranks are started by the script, forked as if by a cluster, or each by
-an agent of torchrun, as on a host of its own. It takes a random phase of a random rank and,
-somewhere in it, sends SIGKILL (as the kernel does where memory ends) or SIGTERM, or leaves the
+checkpoint every other step, of each kind. Ranks are started by the script, forked as if by a
+cluster, or each by an agent of torchrun, as on a host of its own. It takes a random phase of a
+random rank and, somewhere in it, sends SIGKILL (as the kernel does where memory ends) or SIGTERM, or leaves the
 process no more memory than it has. Whatever happens then:
 
 * no rank lives 30 s longer than the first that has died;
@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ports import free_port
 from prepared import start_ranks
@@ -53,16 +53,23 @@ class Shape:
     Attributes:
         ranks: of one replica, a stage each.
         deferred: whether the network is made in `configure_model`.
+        checkpoint: as the strategy wants it.
     """
 
     ranks: int
     deferred: bool
+    checkpoint: str = "full"
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks, {'configure_model' if self.deferred else '__init__'}"
+        where = "configure_model" if self.deferred else "__init__"
+        return f"{self.ranks} ranks, {where}, {self.checkpoint}"
 
 
-SHAPES = [Shape(ranks, deferred) for ranks in (2, 3) for deferred in (False, True)]
+SHAPES = [
+    *(Shape(ranks, deferred) for ranks in (2, 3) for deferred in (False, True)),
+    Shape(2, deferred=False, checkpoint="sharded"),
+    Shape(3, deferred=True, checkpoint="sharded_async"),
+]
 
 
 def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
@@ -128,6 +135,7 @@ def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
             data_parallel_size=1,
             num_microbatches=1,
             allocation=["net.1", "net.2"][: shape.ranks - 1],
+            checkpoint=cast(Any, shape.checkpoint),
         ),
         accelerator="cpu",
         devices=shape.ranks // hosts,
@@ -162,7 +170,14 @@ class Run:
         self.folder, self._launch = folder, launch
         for name in ("phases", "temporary", "checkpoints"):
             (folder / name).mkdir(parents=True)
-        command = [str(HERE), "--train", str(folder), str(shape.ranks), str(int(shape.deferred))]
+        command = [
+            str(HERE),
+            "--train",
+            str(folder),
+            str(shape.ranks),
+            str(int(shape.deferred)),
+            shape.checkpoint,
+        ]
         usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "PYTHONWARNINGS": "ignore"}
         environment = {**os.environ, **usual, "TMPDIR": str(folder / "temporary")}
         output = folder / "output.txt"
@@ -310,9 +325,9 @@ class Undisturbed:
 
 
 def _load(path: Path) -> Any:
-    import torch
+    from lightning_hybrid.checkpoints import AtomicCheckpointIO
 
-    loaded = torch.load(path, weights_only=True)
+    loaded = AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
     for callback in loaded["callbacks"].values():  # paths of this run
         callback.clear()
     return loaded
@@ -360,6 +375,8 @@ def left_behind(run: Run, expected: dict[str, Any]) -> list[str]:
     """What is wrong with the files of a run that has ended."""
     wrong = []
     for path in (run.folder / "checkpoints").iterdir():
+        if path.name.startswith(".") and path.is_dir():  # the next attempt removes it
+            continue
         try:
             if path.name not in expected:
                 wrong.append(f"{path.name} was left")
@@ -425,11 +442,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        folder, ranks, deferred = arguments.train
-        train(Path(folder), Shape(int(ranks), bool(int(deferred))))
+        folder, ranks, deferred, checkpoint = arguments.train
+        train(Path(folder), Shape(int(ranks), bool(int(deferred)), checkpoint))
         return
     longest, failed, counts = 0.0, 0, Counter[str]()
     for seen in kill_many(arguments.kills, arguments.seed):
