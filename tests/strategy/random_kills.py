@@ -4,8 +4,8 @@
 three ranks, with networks made in ``__init__`` and in ``configure_model``, large activations and a
 checkpoint every other step, of each kind. Ranks are started by the script, forked as if by a
 cluster, or each by an agent of torchrun, as on a host of its own. It takes a random phase of a
-random rank and, somewhere in it, sends SIGKILL (as the kernel does where memory ends) or SIGTERM, or leaves the
-process no more memory than it has. Whatever happens then:
+random rank and, somewhere in it, sends SIGKILL (as the kernel does where memory ends) or SIGTERM,
+or leaves the process no more memory than it has. Whatever happens then:
 
 * no rank lives 30 s longer than the first that has died;
 * a checkpoint that is there is whole, and bit for bit that of the undisturbed run;
