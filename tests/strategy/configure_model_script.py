@@ -178,8 +178,9 @@ def make_trainer(case: type[Case], folder: Path, strategy: Any = "auto", **optio
         enable_model_summary=False,
         use_distributed_sampler=False,
         num_sanity_val_steps=1,
-        callbacks=[Saves()],
-        **{"max_steps": STEPS, "limit_val_batches": 1} | case.options | options,
+        **{"max_steps": STEPS, "limit_val_batches": 1, "callbacks": [Saves()]}
+        | case.options
+        | options,
     )
 
 
@@ -210,7 +211,7 @@ def run(name: str, folder: Path, replicas: int, stages: int, kind: str) -> dict[
         "drawn": module.drawn,
         "gradients": Counter(module.gradients),
         "held": held(module),
-        "whole": strategy.full_state_dict(),
+        "whole": {n: t.clone() for n, t in strategy.full_state_dict().items()},
     }
     seen["test"] = trainer.test(module, verbose=False)
     trainer.save_checkpoint(folder / "end.ckpt")
@@ -219,13 +220,14 @@ def run(name: str, folder: Path, replicas: int, stages: int, kind: str) -> dict[
     # another Trainer goes on from the checkpoint
     again = case()
     strategy = hybrid(case, replicas, stages, kind)
-    trainer = make_trainer(case, folder, strategy, devices=devices)
+    trainer = make_trainer(case, folder, strategy, devices=devices, callbacks=[])
     trainer.fit(again, ckpt_path=folder / "2.ckpt")
     seen["resumed"] = list(again.seen)
     seen["resumed whole"] = strategy.full_state_dict()
     # and so does what was trained, whose weights lie on several ranks
     module.seen.clear()
-    trainer = make_trainer(case, folder, hybrid(case, replicas, stages, kind), devices=devices)
+    strategy = hybrid(case, replicas, stages, kind)
+    trainer = make_trainer(case, folder, strategy, devices=devices, callbacks=[])
     seen["tested again"] = trainer.test(module, ckpt_path=folder / "2.ckpt", verbose=False)
     trainer.fit(module, ckpt_path=folder / "2.ckpt")
     seen["trained again"] = list(module.seen)

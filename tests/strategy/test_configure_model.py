@@ -68,7 +68,8 @@ def one_device(name: str, folder: Path, replicas: int) -> tuple[Case, Case, list
     trainer.fit(module)
     tested = [trainer.test(module, verbose=False)]
     trainer.save_checkpoint(folder / "end.ckpt")
-    trainer = make_trainer(case, folder, devices=1, accumulate_grad_batches=batches)
+    options: dict[str, Any] = {"accumulate_grad_batches": batches, "callbacks": []}
+    trainer = make_trainer(case, folder, devices=1, **options)
     trainer.fit(again, ckpt_path=folder / "2.ckpt")
     tested.append(trainer.test(case(), ckpt_path=folder / "2.ckpt", verbose=False))
     return module, again, tested
