@@ -161,12 +161,29 @@ def _once(
     received: Callable[[Any], Any],
     device: torch.device,
 ) -> list[Any]:
-    grad = torch.set_grad_enabled(graph.differentiable)
-    forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with untouched(graph.network, graph.written), forked, grad:
-        found = run(graph, stages, fresh(graph, leaves), received, _copies(stages, device))
-        # (copies: a buffer that is written and returned is put back now)
-        return [value.detach().clone() if isinstance(value, Tensor) else value for value in found]
+    tensors = _copies(stages, device)
+
+    def forward() -> list[Any]:
+        grad = torch.set_grad_enabled(graph.differentiable)
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with untouched(graph.network, graph.written), forked, grad:
+            found = run(graph, stages, fresh(graph, leaves), received, tensors)
+            # (copies: a buffer that is written and returned is put back now)
+            return [v.detach().clone() if isinstance(v, Tensor) else v for v in found]
+
+    try:
+        # no backward follows, so that no activation of the whole network needs to be kept
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_dropped):
+            return forward()
+    except RuntimeError as error:
+        # torch.func goes together with no such hooks; a forward may go back through a part of it
+        if "saved tensor" not in str(error):
+            raise
+    return forward()
+
+
+def _was_dropped(_: None) -> Tensor:
+    raise RuntimeError("this saved tensor was dropped")
 
 
 def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -30,6 +30,7 @@ from lightning_hybrid.runtime.deferred_weights import (
     to_send,
 )
 from lightning_hybrid.runtime.driven_network import DrivenNetwork, Placement
+from lightning_hybrid.runtime.mapped_checkpoint import let_go_of_checkpoints
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ class Distribution:
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)
             leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
+            let_go_of_checkpoints()
         return remote
 
     def _make_engine(

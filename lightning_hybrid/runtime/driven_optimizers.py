@@ -30,6 +30,7 @@ from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.files import FilesOfWorkers
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.loss_scaling import unscale
+from lightning_hybrid.runtime.mapped_checkpoint import let_go_of_checkpoints
 from lightning_hybrid.runtime.optimizer_link import OptimizerLink
 from lightning_hybrid.runtime.optimizer_trial import announce, refuse_deferred, why_whole
 from lightning_hybrid.runtime.optimizers import ship
@@ -139,6 +140,7 @@ class DrivenOptimizers:
             self._commands.workers.send(worker, TakeOptimizers(fresh, *shipped))
             for link in self._links:
                 link.leave(parameters[name] for name in owned & parameters.keys())
+            let_go_of_checkpoints()
         for link in self._links:
             link.shipped()
 

@@ -50,7 +50,6 @@ from lightning_hybrid.runtime.driven_optimizers import ALL, DrivenOptimizers
 from lightning_hybrid.runtime.files import FilesOfWorkers
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.held_hooks import HeldHooks
-from lightning_hybrid.runtime.mapped_checkpoint import let_go_of_checkpoints
 from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.sharded_checkpoint import (
@@ -282,7 +281,6 @@ class Driver:
         if self._trains:
             self._workers.flush()  # what is on its way shows the memory of weights
             self.remote.vacate()
-            let_go_of_checkpoints()  # workers have what was read for them
         if self._share:
             self._share_from_replica_0(driven.number, replica_group)
 

@@ -1,4 +1,5 @@
 import dataclasses
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_hybrid.errors import StitchError
 from lightning_hybrid.network import StageCode, check, cut, network_partitions, why_whole
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.stage_check import _same
+from lightning_hybrid.network.working_memory import PeakMemory
 
 
 def two_stages(graph: NetworkGraph) -> list[StageCode]:
@@ -160,3 +162,28 @@ def test_on_a_gpu_results_may_differ_by_rounding_and_by_nothing_else() -> None:
     for other in (one + 2, one.nan_to_num(), one.double(), one[:2]):
         assert not _same(one, other)
     assert not _same(torch.tensor([3]), torch.tensor([4]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_check_keeps_no_activations() -> None:
+    network = nn.Sequential(nn.Linear(1, 1), *(nn.Tanh() for _ in range(40)))
+    found = captured(network, torch.randn(2**20, 1))  # 4 MiB, 41 times
+    peak = PeakMemory(torch.device("cpu"))
+    check(found.graph, two_stages(found.graph), found.leaves)
+    assert peak.taken() < 80 * 2**20
+
+
+class LooksAtItsSlope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        slope = torch.func.grad(lambda y: torch.tanh(y).sum())(x)
+        return self.last(x * slope)  # type: ignore[no-any-return]
+
+
+def test_a_network_that_goes_back_through_a_part_of_itself_is_checked() -> None:
+    found = captured(LooksAtItsSlope(), torch.randn(3, 4))
+    check(found.graph, cut(found.graph, network_partitions(found.graph), []), found.leaves)
