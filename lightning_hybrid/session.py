@@ -107,6 +107,7 @@ class DriverSession:
             folder=run.trainer.default_root_dir,
             say=rank_zero_info,
             follows=config.rng == "device",
+            shards=config.shard_optimizer_states,
             first_failure=lambda: read_fault(mesh).exception(),
         )
         network_options = NetworkOptions(
@@ -292,10 +293,10 @@ class DriverSession:
         self, module: LightningModule, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
         """The state dict of one device; for a sharded checkpoint as :meth:`state_dict`."""
-        if not here:
-            return {}
-        with self._driver.optimizers.unread() if self._saves_shards else nullcontext():
-            return optimizer.state_dict()
+        if self._run.world.phase is Phase.RUNNING:
+            optimizers = self._driver.optimizers
+            return optimizers.state_dict(optimizer, here=here, unread=self._saves_shards)
+        return self._driver.optimizers.left(optimizer) if here else {}
 
     @property
     def _saves_shards(self) -> bool:
@@ -310,6 +311,15 @@ class DriverSession:
         """
         save = self._driver.save_shards if self._saves_shards else save_alone
         save(checkpoint, folder)
+
+    def help_to_save_shards(self, checkpoint: Mapping[str, Any]) -> None:
+        """Where states are divided: write what this replica has of them.
+
+        Args:
+            checkpoint: without the states of any rank.
+        """
+        if self._saves_shards and self._run.config.shard_optimizer_states:
+            self._driver.save_shards(checkpoint, Path())
 
     def stage_shards(
         self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
@@ -336,9 +346,11 @@ class DriverSession:
 
     def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """The checkpoint from which this rank is to load its optimizers."""
-        if self._run.building.deferred:
+        divided = self._run.config.shard_optimizer_states
+        if self._run.building.deferred and not divided:
             self._driver.expect_optimizers()
-        return self._run.building.optimizer_states(checkpoint)
+        states = self._run.building.optimizer_states(checkpoint, all_read=divided)
+        return self._driver.optimizers.share_of(states)
 
     # ------------------------------------------------------------------ the end
 
@@ -406,7 +418,11 @@ class WorkerSession:
         """Get ready to serve."""
         reports = {_DEVICE: run.device_stats, **run.measurement.reports}
         options, watch = run.stage_options(), run.measurement.stopwatch
-        return cls(run, Worker(run.module, run.world.mesh, run.device, options, watch, reports))
+        shards = run.config.shard_optimizer_states
+        worker = Worker(
+            *(run.module, run.world.mesh, run.device, options, watch, reports), shards=shards
+        )
+        return cls(run, worker)
 
     @property
     def fitting(self) -> bool:
