@@ -102,6 +102,7 @@ class DrivenOptimizers:
         self._divisions = {
             worker: Division(replicas, self._replica_of) for worker in commands.workers.ranks
         }
+        self._all_here = not commands.workers.ranks
         self._shares: StateShares | None = None
         self._others: OtherReplicas | None = None
         if shards and replicas > 1:
@@ -123,10 +124,11 @@ class DrivenOptimizers:
         Raises:
             HybridError: one has the share of an earlier run.
         """
+        if self._all_here and (self._shares is None or self._optimizers == list(optimizers)):
+            self._optimizers = list(optimizers)  # they have no counterparts, or are connected
+            return
         self.close()
         self._optimizers, self._links = list(optimizers), []
-        if not self._commands.workers.ranks and self._shares is None:
-            return  # they have no counterparts, and stay as they are
         refuse_earlier_shares(optimizers)
         self._links = [
             OptimizerLink(optimizer, self._names, index, self, self._others)
@@ -157,7 +159,13 @@ class DrivenOptimizers:
     @property
     def _steps_all(self) -> bool:
         """Whether it is known which rank steps what: a network is cut, or there is none to cut."""
-        return self._ownership.any_network or not self._commands.workers.ranks
+        return self._ownership.any_network or self._all_here
+
+    def stay_here(self) -> None:
+        """No network will be cut: this rank steps all, or its share of it."""
+        if self._shares is not None and not self._all_here:
+            self._all_here = True
+            self.ship(fresh=ALL)
 
     def ship_in_any_case(self, fresh: int) -> None:
         """The same, also where no network has been cut."""
@@ -224,6 +232,12 @@ class DrivenOptimizers:
                 self._say(announce_undivided(link.optimizer, link.reason))
             if link.reason:
                 refuse_deferred(link.optimizer, link.reason)
+            if link.reason and link.was_divided:
+                raise HybridError(
+                    f"{type(link.optimizer).__name__} cannot be stepped in parts any more: "
+                    f"{link.reason}. Its states are divided over the replicas, so that none can "
+                    "step it as a whole. Leave shard_optimizer_states=True out."
+                )
 
     def gather_states(self) -> None:
         """Have the states of all ranks here."""
@@ -326,7 +340,9 @@ class DrivenOptimizers:
         for link, state in zip(self._links, checkpoint["optimizer_states"]):
             numbers = [number for group in state["param_groups"] for number in group["params"]]
             parameters = [p for group in link.optimizer.param_groups for p in group["params"]]
-            away = {number for number, p in zip(numbers, parameters) if others.have(p)}
+            away = {
+                number for number, p in zip(numbers, parameters) if link.divided and others.have(p)
+            }
             mine = {number: s for number, s in state["state"].items() if number not in away}
             left.append({**state, "state": mine})
         return {**checkpoint, "optimizer_states": left}

@@ -269,6 +269,7 @@ class Driver:
     def settle(self) -> None:
         """No network will be cut: treat all parameters as the driver's own."""
         self._replicated.settle()
+        self.optimizers.stay_here()
 
     def expect_optimizers(self) -> None:
         """Only replica 0 has loaded the state of optimizers."""

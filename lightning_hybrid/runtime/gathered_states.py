@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,9 +48,8 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
     found: States = {}
     for source, theirs in enumerate(outlines[1:], 1):
         with closing(TensorFile(folder)) as file:
-            store = partial(_store, file, group, source)
             stored = {
-                name: {key: store(value) for key, value in state.items()}
+                name: {key: _stored(file, group, source, value) for key, value in state.items()}
                 for name, state in theirs.items()
             }
             for states in read_files([file.ticket(stored)]) or ():
@@ -60,16 +58,16 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
 
 
 def _send(group: Group, tensor: Tensor) -> None:
-    for piece in bytes_of(tensor).split(PIECE_BYTES):
+    for piece in bytes_of(tensor).split(PIECE_BYTES) if tensor.numel() else ():
         wait(start(group.send, [piece.cpu()], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
 
 
-def _store(file: TensorFile, group: Group, source: int, value: Any) -> Any:
-    return file.store(value, _pieces(group, source, value)) if _travels(value) else value
-
-
-def _travels(value: Any) -> bool:
-    return isinstance(value, TensorSpec)
+def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:
+    if not isinstance(value, TensorSpec):
+        return value
+    if 0 in value.shape:
+        return value.empty(torch.device("cpu"))
+    return file.store(value, _pieces(group, source, value))
 
 
 def _pieces(group: Group, source: int, spec: TensorSpec) -> Iterator[Tensor]:

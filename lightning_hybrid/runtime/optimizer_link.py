@@ -65,6 +65,7 @@ class OptimizerLink:
 
     Attributes:
         reason: why it cannot step in parts; empty: it can; ``None``: not known yet.
+        was_divided: whether replicas have begun to divide its states.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class OptimizerLink:
     ) -> None:
         self.optimizer, self._index, self._counterparts = optimizer, index, counterparts
         self._others, self._reads = others, False
+        self.was_divided = False
         self.reason: str | None = None
         self._names = names
         self._sent = self._begun = groups_of(optimizer, names)
@@ -154,7 +156,8 @@ class OptimizerLink:
 
     def states_here(self) -> dict[str, dict[str, Any]]:
         """The states that this rank has, by name of the parameter."""
-        own = self._state.own() if self._state is not None else self.optimizer.state
+        state = self.optimizer.state
+        own = state.own() if isinstance(state, DriverState) else state
         return {self._names.get(id(p), ""): state for p, state in own.items() if state}
 
     def ship_quietly(self) -> None:
@@ -172,7 +175,7 @@ class OptimizerLink:
 
     def shipped(self) -> None:
         """The workers have it as it is now, and the states of their parameters."""
-        self._reads = self.divided is not None
+        self._reads = self.was_divided = self.divided is not None
         if not self._reads:
             self._read_states()
         self._entered.close()

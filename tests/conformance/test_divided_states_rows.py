@@ -1,0 +1,40 @@
+"""Rows about optimizers and checkpoints, where the replicas of a stage divide optimizer states."""
+
+from typing import Any, ClassVar
+
+import pytest
+from suite import TWO_OF_TWO, Row
+from test_conformance import TwoDevices, _Hybrid
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0), pytest.mark.conformance]
+
+
+class _Divided(_Hybrid):
+    @classmethod
+    def make_strategy(cls, row: type[Row]) -> Any:
+        defaults = {
+            "data_parallel_size": cls.replicas,
+            "pipeline_parallel_size": cls.stages,
+            "num_microbatches": row.microbatches,
+            "allocation": row.cuts.get(cls.stages, "gabra"),
+            "shard_optimizer_states": True,
+        }
+        return cls.strategy(**{**defaults, **row.arguments})
+
+    @classmethod
+    def rows(cls) -> list[type[Row]]:
+        files = ("rows_optimizers", "rows_by_hand", "rows_callbacks", "rows_steps", "rows_trainer")
+        return [r for r in cls.catalogue() if TWO_OF_TWO in r.shapes and r.__module__ in files]
+
+
+class TestReplicasOfTwoStages(_Divided):
+    replicas: ClassVar = 2
+    stages: ClassVar = 2
+    reference = TwoDevices
+
+
+class TestReplicas(_Divided):
+    replicas: ClassVar = 2
+    stages: ClassVar = 1
+    settled = False
+    reference = TwoDevices
