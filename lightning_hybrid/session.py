@@ -38,6 +38,7 @@ from lightning_hybrid.runtime import (
     Planner,
     Worker,
     save_alone,
+    were_divided,
 )
 from lightning_hybrid.world import Phase
 
@@ -208,7 +209,13 @@ class DriverSession:
             self._driver.gradients.synchronize = True
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step on all ranks."""
+        """Let optimizers step on all ranks.
+
+        Raises:
+            HybridError: this run trains, and an earlier one has divided their states.
+        """
+        if were_divided(optimizers, trains=self._run.fitting):
+            return  # an evaluation leaves them as they are
         self._driver.optimizers.connect(optimizers)
 
     def train_loader(self, loader: Any) -> Any:

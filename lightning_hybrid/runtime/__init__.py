@@ -14,6 +14,7 @@ from lightning_hybrid.runtime.discovery import Discovery
 from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
+from lightning_hybrid.runtime.optimizer_state import were_divided
 from lightning_hybrid.runtime.sharded_checkpoint import (
     LAST_S,
     is_sharded,
@@ -51,5 +52,6 @@ __all__ = [
     "present_bytes",
     "read_sharded",
     "save_alone",
+    "were_divided",
     "whole",
 ]

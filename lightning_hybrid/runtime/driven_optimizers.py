@@ -33,7 +33,7 @@ from lightning_hybrid.runtime.gathered_states import States, gather_states
 from lightning_hybrid.runtime.gradients import ReplicaGradients
 from lightning_hybrid.runtime.loss_scaling import unscale
 from lightning_hybrid.runtime.optimizer_link import OptimizerLink
-from lightning_hybrid.runtime.optimizer_state import outlined, refuse_earlier_shares
+from lightning_hybrid.runtime.optimizer_state import outlined
 from lightning_hybrid.runtime.optimizer_trial import (
     announce,
     announce_undivided,
@@ -119,17 +119,12 @@ class DrivenOptimizers:
         return self._optimizers
 
     def connect(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take charge of the user's optimizers.
-
-        Raises:
-            HybridError: one has the share of an earlier run.
-        """
+        """Take charge of the user's optimizers."""
         if self._all_here and (self._shares is None or self._optimizers == list(optimizers)):
             self._optimizers = list(optimizers)  # they have no counterparts, or are connected
             return
         self.close()
         self._optimizers, self._links = list(optimizers), []
-        refuse_earlier_shares(optimizers)
         self._links = [
             OptimizerLink(optimizer, self._names, index, self, self._others)
             for index, optimizer in enumerate(optimizers)
@@ -338,11 +333,12 @@ class DrivenOptimizers:
             return checkpoint
         left = []
         for link, state in zip(self._links, checkpoint["optimizer_states"]):
+            if link.divided is None:  # it may have a form of its own
+                left.append(state)
+                continue
             numbers = [number for group in state["param_groups"] for number in group["params"]]
             parameters = [p for group in link.optimizer.param_groups for p in group["params"]]
-            away = {
-                number for number, p in zip(numbers, parameters) if link.divided and others.have(p)
-            }
+            away = {number for number, p in zip(numbers, parameters) if others.have(p)}
             mine = {number: s for number, s in state["state"].items() if number not in away}
             left.append({**state, "state": mine})
         return {**checkpoint, "optimizer_states": left}

@@ -150,9 +150,10 @@ class OptimizerLink:
             optimizer.state = states
         if self._others is not None:
             left = DriverState(optimizer.state, dict, self._others)
-            left.away = False
+            left.away, self._others.over = False, True
             optimizer.state = left
             optimizer.register_state_dict_pre_hook(self._others.refuse_alone)
+            optimizer.register_step_pre_hook(self._others.refuse_step)
 
     def states_here(self) -> dict[str, dict[str, Any]]:
         """The states that this rank has, by name of the parameter."""

@@ -105,20 +105,21 @@ def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
     }
 
 
-def refuse_earlier_shares(optimizers: Iterable[Optimizer]) -> None:
-    """An optimizer of an earlier run, whose states were divided then.
+def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
+    """Whether there are optimizers of an earlier run that has divided their states.
 
     Raises:
-        HybridError: there is one.
+        HybridError: there are, and this run trains.
     """
-    for optimizer in optimizers:
-        others = getattr(optimizer.state, "others", None)
-        if others is not None:
-            raise HybridError(
-                f"configure_optimizers has returned the {type(optimizer).__name__} of an earlier "
-                "run, and shard_optimizer_states=True has left each replica a part of its states. "
-                "Make a new one, and give trainer.fit(ckpt_path=...) to go on with its states."
-            )
+    states = ((optimizer, getattr(optimizer.state, "others", None)) for optimizer in optimizers)
+    divided = [optimizer for optimizer, others in states if others is not None and others.over]
+    if divided and trains:
+        raise HybridError(
+            f"configure_optimizers has returned the {type(divided[0]).__name__} of an earlier "
+            "run, and shard_optimizer_states=True has left each replica a part of its states. "
+            "Make a new one, and give trainer.fit(ckpt_path=...) to go on with its states."
+        )
+    return bool(divided)
 
 
 def outlined(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ what no worker owns is divided when it is stepped for the first time.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
@@ -65,11 +66,12 @@ class OtherReplicas:
 
     Attributes:
         gathering: whether all replicas are about to bring their states together.
+        over: whether the run has ended.
     """
 
     def __init__(self, names: Mapping[int, str], replica_of: Replicas, replica: int) -> None:
         self._names, self._replica_of, self._replica = names, replica_of, replica
-        self.gathering = False
+        self.gathering = self.over = False
 
     def have(self, parameter: object) -> bool:
         """Whether another replica has the state of a parameter."""
@@ -97,6 +99,14 @@ class OtherReplicas:
                 "trainer.save_checkpoint(path), called on all ranks; or leave "
                 "shard_optimizer_states out."
             )
+
+    def refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise HybridError: the run is over, and nobody steps the rest."""
+        raise HybridError(
+            f"{type(optimizer).__name__}.step() after the fit would step what replica "
+            f"{self._replica} has of its states: shard_optimizer_states=True divides them over the "
+            "replicas. Make a new optimizer, or leave shard_optimizer_states out."
+        )
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

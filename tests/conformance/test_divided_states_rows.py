@@ -9,6 +9,15 @@ from test_conformance import TwoDevices, _Hybrid
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0), pytest.mark.conformance]
 
 
+ROWS = (
+    *("AddsGroups", "ChangesSettings", "ClipsByHand", "ClipsInItsStep", "CountsBeforeItsClosure"),
+    *("EncodesWithAMask", "Evaluates", "FitsTwice", "GoesOnAfterFit", "HasStepHooks"),
+    *("LimitsBatches", "LooksAhead", "MakesAnOptimizerAnew", "PacksWhatIsPadded"),
+    *("ResumesOptimizers", "SavesAfterFit", "SavesCheckpoints", "ScalesGradients"),
+    *("StepsTwiceInAStep", "TrainsAtTestTime", "UnfreezesBackbone"),
+)
+
+
 class _Divided(_Hybrid):
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Any:
@@ -23,8 +32,7 @@ class _Divided(_Hybrid):
 
     @classmethod
     def rows(cls) -> list[type[Row]]:
-        files = ("rows_optimizers", "rows_by_hand", "rows_callbacks", "rows_steps", "rows_trainer")
-        return [r for r in cls.catalogue() if TWO_OF_TWO in r.shapes and r.__module__ in files]
+        return [r for r in cls.catalogue() if TWO_OF_TWO in r.shapes and r.__name__ in ROWS]
 
 
 class TestReplicasOfTwoStages(_Divided):

@@ -210,7 +210,8 @@ def main(folder: Path) -> None:
     rank = environment.global_rank() if environment else 0
     seen = {
         "losses": module.losses,
-        "weights": dict(module.state_dict()) if not config.get("later") else {},
+        # (after a kill they are nowhere)
+        "weights": {} if config.get("later") or "Lost" in error else dict(module.state_dict()),
         "kept": KEPT,
         "refused": looking.refused,
         "error": error,
