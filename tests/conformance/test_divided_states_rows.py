@@ -14,7 +14,8 @@ ROWS = (
     *("EncodesWithAMask", "Evaluates", "FitsTwice", "GoesOnAfterFit", "HasStepHooks"),
     *("LimitsBatches", "LooksAhead", "MakesAnOptimizerAnew", "PacksWhatIsPadded"),
     *("ResumesOptimizers", "SavesAfterFit", "SavesCheckpoints", "ScalesGradients"),
-    *("StepsTwiceInAStep", "TrainsAtTestTime", "UnfreezesBackbone"),
+    *("StepsTwiceInAStep", "TiesAcrossStages", "TrainsAdversaries", "TrainsAtTestTime"),
+    *("TruncatesThroughTime", "UnfreezesBackbone"),
 )
 
 
