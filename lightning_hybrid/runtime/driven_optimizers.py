@@ -379,9 +379,10 @@ class DrivenOptimizers:
     def _unread_all(
         self, index: int, replica: int, name: str, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        rank = self._ownership.rank_of(name) if name in self._ownership.network_of else 0
+        rank = replica * self._mesh.coordinates.ranks_per_replica
+        rank += self._ownership.rank_of(name) if name in self._ownership.network_of else 0
         return {
-            key: self._unread_one(index, Owned(rank, name, index, key, replica), value)
+            key: self._unread_one(index, Owned(rank, name, index, key), value)
             if isinstance(value, TensorSpec)
             else value
             for key, value in state.items()
@@ -389,9 +390,10 @@ class DrivenOptimizers:
 
     def _unread_one(self, index: int, owned: Owned, spec: TensorSpec) -> Tensor:
         def read() -> Tensor:
-            if owned.replica != self._replica:
+            replica = owned.rank // self._mesh.coordinates.ranks_per_replica
+            if replica != self._replica:
                 raise HybridError(
-                    f"The state {owned.state!r} of {owned.name!r} is on replica {owned.replica}, "
+                    f"The state {owned.state!r} of {owned.name!r} is on replica {replica}, "
                     "which writes it to this checkpoint by itself (checkpoint='sharded' and "
                     "shard_optimizer_states=True). Leave it as it is, or use checkpoint='full'."
                 )

@@ -369,11 +369,12 @@ class Driver:
             finish(folder, [shard for shard in written if isinstance(shard, Shard)])
 
     def _write(
-        self, divided: Divided, elsewhere: Mapping[tuple[int, int], Any], folder: Path
+        self, divided: Divided, elsewhere: Mapping[int, Any], folder: Path
     ) -> list[Shard | OSError]:
         """What this replica writes, rank by rank."""
         here = self._mesh.coordinates
-        parts = {rank: part for (dp, rank), part in elsewhere.items() if dp == here.dp_rank}
+        mine = range(here.index, here.index + here.ranks_per_replica)
+        parts = {rank - here.index: part for rank, part in elsewhere.items() if rank in mine}
         lent = {key: self.optimizers.find(owned) for key, owned in parts.pop(0, {}).items()}
         self._tell_shards(parts, folder, staged=False)
         written: list[Shard | OSError] = []
@@ -402,17 +403,16 @@ class Driver:
             What writes this rank's, and makes a checkpoint of it, in any thread.
         """
         divided = Divided.of(checkpoint)
-        parts = {rank: part for (_, rank), part in divided.elsewhere.items()}
-        self._tell_shards(parts, folder, staged=True)
+        self._tell_shards(divided.elsewhere, folder, staged=True)
         try:
             write_rest(folder, divided.rest)
             here = staged(divided.here)
         finally:
-            self._workers.hear(parts)
+            self._workers.hear(divided.elsewhere)
 
         def write() -> None:
             shards = [write_shard(folder, 0, here)]
-            shards += [await_shard(folder, rank, given_up) for rank in parts]
+            shards += [await_shard(folder, rank, given_up) for rank in divided.elsewhere]
             finish(folder, shards)
 
         return write

@@ -17,7 +17,7 @@ from lightning_hybrid.comm import (
     wait,
 )
 from lightning_hybrid.runtime.optimizer_state import outlined
-from lightning_hybrid.runtime.tensor_file import PIECE_BYTES, TensorFile, read_files
+from lightning_hybrid.runtime.tensor_file import PIECE_BYTES, TensorFile, let_go, read_files
 
 States = dict[str, dict[str, Any]]
 """Of one optimizer, by name of the parameter."""
@@ -59,7 +59,9 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
 
 def _send(group: Group, tensor: Tensor) -> None:
     for piece in bytes_of(tensor).split(PIECE_BYTES) if tensor.numel() else ():
-        wait(start(group.send, [piece.cpu()], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        here = piece.cpu()
+        wait(start(group.send, [here], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        let_go(here.numpy().data)  # of a worker's file
 
 
 def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:

@@ -62,18 +62,16 @@ class Owned:
     """A tensor that another rank has.
 
     Attributes:
-        rank: its ``pp_rank``.
+        rank: its number in the mesh, replica by replica; in replica 0 that is its ``pp_rank``.
         name: of the parameter or buffer, dotted.
         optimizer: number of the optimizer whose state it is; ``None``: it is the weight itself.
         state: its name among the states of the parameter.
-        replica: of the rank, where states are divided over the replicas.
     """
 
     rank: int
     name: str
     optimizer: int | None = None
     state: str = ""
-    replica: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,18 +80,18 @@ class Divided:
 
     Attributes:
         here: tensors that this rank writes.
-        elsewhere: tensors that other ranks write, by their replica and ``pp_rank``.
+        elsewhere: tensors that other ranks write, by their numbers in the mesh.
         rest: what `meta.pt` holds.
     """
 
     here: dict[Key, Tensor]
-    elsewhere: dict[tuple[int, int], dict[Key, Owned]]
+    elsewhere: dict[int, dict[Key, Owned]]
     rest: dict[str, Any]
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> "Divided":
         """Divide an ordinary checkpoint of Lightning's."""
-        here, elsewhere = dict[Key, Tensor](), dict[tuple[int, int], dict[Key, Owned]]()
+        here, elsewhere = dict[Key, Tensor](), dict[int, dict[Key, Owned]]()
         rest, outlined = dict(checkpoint), dict[str, Any]()
         known: dict[Any, Tensor] = {}  # what is there twice, as a tied weight, is written once
         for part, value in checkpoint.items():
@@ -109,7 +107,7 @@ class Divided:
                     if owned is None:
                         here[key] = tensor
                     else:
-                        elsewhere.setdefault((owned.replica, owned.rank), {})[key] = owned
+                        elsewhere.setdefault(owned.rank, {})[key] = owned
                 outlines[id(tensor)] = known[same]
             if outlines:
                 outlined[part] = deepcopy(rest.pop(part), outlines)
