@@ -131,11 +131,13 @@ def each(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-def batches(trainer: Trainer | None = None) -> DataLoader:
+def batches(config: dict[str, Any]) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(96, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 4, (96,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=4)
+    # schedules that begin early want a process for it
+    apart = {"num_workers": 1, "multiprocessing_context": "fork"} if config.get("apart") else {}
+    return DataLoader(TensorDataset(x, y), batch_size=4, **apart)
 
 
 def strategy(config: dict[str, Any]) -> Any:
@@ -146,11 +148,10 @@ def strategy(config: dict[str, Any]) -> Any:
     return HybridGabraStrategy(
         data_parallel_size=config["replicas"],
         pipeline_parallel_size=config["stages"],
-        num_microbatches=2,
         allocation=["net.second"] if config["stages"] == 2 else "gabra",
         shard_optimizer_states=config.get("divides", False),
         checkpoint=config.get("checkpoint", "full"),
-        **config.get("arguments", {}),
+        **{"num_microbatches": 2, **config.get("arguments", {})},
     )
 
 
@@ -202,7 +203,7 @@ def main(folder: Path) -> None:
     )
     error = ""
     try:
-        trainer.fit(module, batches(), ckpt_path=config.get("ckpt_path"))
+        trainer.fit(module, batches(config), ckpt_path=config.get("ckpt_path"))
         trainer.save_checkpoint(folder / "after.ckpt")
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
