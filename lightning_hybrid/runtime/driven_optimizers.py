@@ -195,7 +195,7 @@ class DrivenOptimizers:
         """
         if self._shares is None:
             return
-        divided = [link.optimizer for link in self._links if not link.whole]
+        divided = [link.optimizer for link in self._links if link.divided]
         known = {id(p) for o in divided for group in o.param_groups for p in group["params"]}
         with as_they_are():
             mine = {name: p for name, p in parameters.items() if id(p) in known}

@@ -375,13 +375,14 @@ class Driver:
         here = self._mesh.coordinates
         mine = range(here.index, here.index + here.ranks_per_replica)
         parts = {rank - here.index: part for rank, part in elsewhere.items() if rank in mine}
-        lent = {key: self.optimizers.find(owned) for key, owned in parts.pop(0, {}).items()}
+        own = {key: self.optimizers.find(owned) for key, owned in parts.pop(0, {}).items()}
         self._tell_shards(parts, folder, staged=False)
         written: list[Shard | OSError] = []
         try:
             if here.dp_rank == 0:
+                own = divided.here
                 write_rest(folder, divided.rest)
-            written.append(write_shard(folder, here.index, lent or divided.here))
+            written.append(write_shard(folder, here.index, own))
         except OSError as error:
             written.append(error)
         finally:  # they answer in any case

@@ -114,8 +114,8 @@ class OptimizerLink:
 
     @property
     def divided(self) -> OtherReplicas | None:
-        """Which of its states are on other replicas; one that steps whole has all on each."""
-        return None if self.whole else self._others
+        """Which states are on other replicas; of what steps whole, or is not tried yet, none."""
+        return self._others if self.reason == "" else None
 
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
         """Find out whether it steps whole, unless that is known of groups of these kinds."""
