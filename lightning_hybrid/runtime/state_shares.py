@@ -144,9 +144,10 @@ class StateShares:
         """Inside, an optimizer sees the gradients of this rank's share, and steps no other."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         # (of what a replica alone knows, nobody averages the gradients: it is stepped by each)
-        found = [p for p in parameters if p.grad is not None and id(p) in self._names]
-        self._stepped = found
-        if self.add(found):
+        known = [p for p in parameters if id(p) in self._names]
+        self._stepped = found = [p for p in known if p.grad is not None]
+        # (a checkpoint may have states of what is frozen now)
+        if self.add(found) | self.add(p for p in known if p in optimizer.state):
             self.drop(optimizer)
         hidden = [(p, p.grad) for p in found if self._where(p) != self.replica]
         for parameter, _ in hidden:

@@ -97,7 +97,7 @@ def test_schedules_that_begin_early_step_divided_states(tmp_path: Path, schedule
 @slow
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_any_shape_goes_on_with_what_divided_states_have_saved(tmp_path: Path, kind: str) -> None:
-    whole = train(tmp_path / "whole", stages=2)
+    train(tmp_path / "whole", stages=2)
     train(tmp_path / "divided", stages=2, divides=True, checkpoint=kind)
     saved = tmp_path / "divided" / SAVED
     if kind == "sharded":
@@ -112,19 +112,18 @@ def test_any_shape_goes_on_with_what_divided_states_have_saved(tmp_path: Path, k
             assert mine["losses"] == theirs["losses"]
             assert_equal(mine["weights"], theirs["weights"])
         assert_divided(found, expected, stages)
-        if shape["replicas"] == 2:
-            assert found[0]["losses"] == whole[0]["losses"][4:]
 
 
 @slow
 @pytest.mark.parametrize("later", [False, True])
 def test_each_rank_has_its_share_alone_of_what_is_loaded(tmp_path: Path, later: bool) -> None:
     config = {"stages": 2, "later": later}
-    whole = train(tmp_path / "saved", **config)
-    path = str(tmp_path / "saved" / SAVED)
-    divided = train(tmp_path / "on", divides=True, ckpt_path=path, **config)
-    assert_divided(divided, whole, 2)
-    assert_equal(load(tmp_path / "on/after.ckpt"), load(tmp_path / "saved/after.ckpt"))
+    train(tmp_path / "saved", **config)
+    config["ckpt_path"] = str(tmp_path / "saved" / SAVED)
+    divided = train(tmp_path / "divided", divides=True, **config)
+    whole = train(tmp_path / "whole", **config)
+    assert_divided(divided, whole, 2)  # of what is frozen by now, too
+    assert_equal(load(tmp_path / "divided/after.ckpt"), load(tmp_path / "whole/after.ckpt"))
 
 
 @slow
