@@ -4,7 +4,8 @@ Three steps with Adam, a checkpoint in the middle of the fit, the end of the fit
 which goes on from that checkpoint. Counted is the most that a process has in memory (`VmHWM`, which
 is set back between phases; Linux), without what it had before the model was made. Beside it stands
 its ratio to the aim, which is 1.15 x (one device's peak of the steps / stages) + 64 MiB, and what
-the plan says. A worker's figure is that of the whole fit.
+the plan says. A worker's figure is that of the whole fit. `2x2` are two replicas of two stages, and
+`zero` has the replicas divide the states of the optimizer, of which each rank's size is shown.
 
     python benchmarks/large_models.py --width 4096 --layers 24
     python benchmarks/large_models.py --model gpt --width 1024 --layers 24
@@ -44,6 +45,8 @@ PEERS = (
     "hybrid 4 __init__",
     "hybrid 4 configure_model",
     "hybrid 4 configure_model recompute",
+    "hybrid 2x2 __init__",
+    "hybrid 2x2 __init__ zero",
 )
 MIB = 2**20
 VOCABULARY = 8192
@@ -140,6 +143,17 @@ NETWORKS = {
 """What makes each of them, and its width, layers and size if nothing is said."""
 
 
+class Adam(torch.optim.Adam):
+    """Notes what this process has of its states."""
+
+    states = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        Adam.states = sum(v.nbytes for state in self.state.values() for v in state.values())
+        return loss
+
+
 class Model(LightningModule):
     """One of the networks.
 
@@ -179,7 +193,7 @@ class Model(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-4)
+        return Adam(self.parameters(), lr=1e-4)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -218,7 +232,7 @@ def numbers_after(module: Model, trainer: Any) -> dict[str, float]:
         if trainer.is_global_zero:
             assert parameter.grad is not None
             found[f"{name}.grad"] = parameter.grad.double().norm().item()
-            for key, value in optimizer.state[parameter].items():
+            for key, value in (optimizer.state.get(parameter) or {}).items():
                 found[f"{name}.{key}"] = value.double().norm().item()
     return found
 
@@ -231,6 +245,8 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     kind, count, where, again = [*peer.split(), "1", "__init__", ""][:4]
     strategy: Any = kind
+    replicas, _, count = count.rpartition("x")
+    replicas = replicas or "1"
     if peer == "one device":
         strategy, count, where = "auto", "1", "__init__"
     elif kind == "fsdp2":
@@ -238,16 +254,18 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
         where = "fsdp2"
     elif kind == "hybrid":
         strategy = HybridGabraStrategy(
+            data_parallel_size=int(replicas),
             pipeline_parallel_size=int(count),
             num_microbatches=2,
             verify="auto" if again == "verify" else False,
             recompute=again == "recompute",
             schedule="looped" if again == "looped" else "auto",
+            shard_optimizer_states=again == "zero",
         )
     module = Model(where, arguments.model, sizes)
     saves = Saves(phases, folder)
     trainer = bare_trainer(
-        strategy=strategy, devices=int(count), max_epochs=1, callbacks=[saves],
+        strategy=strategy, devices=int(replicas) * int(count), max_epochs=1, callbacks=[saves],
         default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, ckpt_path=arguments.resume)
@@ -258,6 +276,7 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
         "peaks": phases.peaks,
         "times": phases.times,
         "losses": module.losses,
+        "states": Adam.states / MIB,
         "after": after,
         "planned": {row.device: row.peak_bytes / MIB for row in plan.rows} if plan else {},
     }
@@ -269,8 +288,9 @@ def show(peer: str, path: Path, alone: float | None, how: str) -> float:
     seen = json.loads(path.read_text())
     highest = max(seen["peaks"].values())
     text = f"{peer}{how}, {path.stem}: {seen['peaks']} s: {seen['times']}"
+    text += f", states {seen['states']:.0f}"
     if alone is not None and peer != "one device":
-        aim = 1.15 * alone / int(peer.split()[1]) + 64
+        aim = 1.15 * alone / int(peer.split()[1].rpartition("x")[2]) + 64
         text += f", {highest / aim:.2f} of the aim of {aim:.0f}"
     planned = seen["planned"].get(path.stem.removeprefix("rank"))
     text += "" if planned is None else f", planned {planned:.0f}"

@@ -71,7 +71,9 @@ class WholeModule:
         """What ``read`` gives: every rank reads for itself."""
         return read()
 
-    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def optimizer_states(
+        self, checkpoint: Mapping[str, Any], *, all_read: bool
+    ) -> Mapping[str, Any]:
         """The checkpoint, from which every rank loads its optimizers."""
         return checkpoint
 
@@ -91,6 +93,7 @@ class DeferredModule:
     def __init__(self, device: torch.device) -> None:
         self._deferral = Deferral(device)
         self.outlined = False
+        self._read: Callable[[], Checkpoint] = dict
 
     def deferred_if_apart(
         self, trainer: Trainer, device: torch.device, stages: int
@@ -123,13 +126,22 @@ class DeferredModule:
             checkpoint = read()
             ranks.broadcast(outline(checkpoint))
             return checkpoint
-        self.outlined = True
+        self.outlined, self._read = True, read
         return ranks.broadcast({})
 
-    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The checkpoint, without the states that an outline has no numbers of."""
+    def optimizer_states(
+        self, checkpoint: Mapping[str, Any], *, all_read: bool
+    ) -> Mapping[str, Any]:
+        """The checkpoint, without the states that an outline has no numbers of.
+
+        Args:
+            checkpoint: what this rank has read, or an outline of it.
+            all_read: whether a rank that has an outline reads the file by itself.
+        """
         if not self.outlined:
             return checkpoint
+        if all_read:
+            return self._read()
         states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
         return {**checkpoint, "optimizer_states": states}
 
@@ -140,10 +152,17 @@ class BetweenRuns:
     Args:
         ranks: all ranks.
         building: who has the weights of the module.
+        divided: whether states of optimizers are divided over the replicas.
     """
 
-    def __init__(self, ranks: World | NoWorld, building: WholeModule | DeferredModule) -> None:
-        self._ranks, self._building = ranks, building
+    def __init__(
+        self,
+        ranks: World | NoWorld,
+        building: WholeModule | DeferredModule,
+        *,
+        divided: bool = False,
+    ) -> None:
+        self._ranks, self._building, self._divided = ranks, building, divided
 
     def loading(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, weights are written to the module."""
@@ -172,12 +191,15 @@ class BetweenRuns:
         self, module: nn.Module, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
         """The state dict of one device, with what other ranks hold; all ranks call it together."""
-        state = self._ranks.optimizer_state(module, optimizer)
+        state = self._ranks.optimizer_state(module, optimizer, self._divided)
         return state if here else {}
 
     def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
         """Write a sharded checkpoint: what other ranks have is mapped here, or was gathered."""
         save_alone(checkpoint, folder)
+
+    def help_to_save_shards(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: replica 0 has brought together what there is."""
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """Do nothing: no worker waits for this rank."""

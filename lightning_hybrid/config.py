@@ -38,6 +38,7 @@ class Config:
         verify: which calls of a network are compared with what its own Python gives.
         rng: whose random numbers networks draw.
         checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
+        shard_optimizer_states: whether the replicas of a stage divide its optimizer states.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -54,6 +55,7 @@ class Config:
     verify: int | Literal["auto", False]
     rng: Rng
     checkpoint: Checkpoint = "full"
+    shard_optimizer_states: bool = False
     chosen: bool = False
 
     @classmethod
@@ -78,6 +80,7 @@ class Config:
         verify: int | Literal["auto", False] = "auto",
         rng: Rng = "microbatch",
         checkpoint: Checkpoint = "full",
+        shard_optimizer_states: bool = False,
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -107,6 +110,11 @@ class Config:
         if checkpoint not in get_args(Checkpoint):
             kinds = ", ".join(map(repr, get_args(Checkpoint)))
             raise PlanError(f"checkpoint={checkpoint!r} is none of {kinds}.")
+        if shard_optimizer_states and checkpoint == "sharded_async":
+            raise PlanError(
+                "checkpoint='sharded_async' makes copies on replica 0, and shard_optimizer_states="
+                "True leaves it a part of the states. Use checkpoint='sharded' or 'full'."
+            )
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -122,6 +130,7 @@ class Config:
                 recompute=recompute,
                 compiled=compile_stages,
                 delayed_weights=delayed_weights,
+                shards_states=shard_optimizer_states,
             ),
             capacity=None if device_capacity == "auto" else tuple(device_capacity),
             compile_stages=compile_stages,
@@ -131,6 +140,7 @@ class Config:
             verify=verify,
             rng=rng,
             checkpoint=checkpoint,
+            shard_optimizer_states=shard_optimizer_states,
         )
 
     @property

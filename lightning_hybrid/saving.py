@@ -87,6 +87,8 @@ class SavingStrategy(SteppingStrategy):
             )
         later = self._config.checkpoint == "sharded_async" and self._world.phase is Phase.RUNNING
         if not self.is_global_zero:
+            # where states are divided, other replicas write a part of them
+            self._session.help_to_save_shards(checkpoint)
             return
         if later:
             self._saves.begin(self._driving, checkpoint, Path(filepath))

@@ -39,6 +39,7 @@ from lightning_hybrid.runtime import (
     Planner,
     Worker,
     save_alone,
+    were_divided,
 )
 from lightning_hybrid.world import Phase
 
@@ -108,6 +109,7 @@ class DriverSession:
             folder=run.trainer.default_root_dir,
             say=rank_zero_info,
             follows=config.rng == "device",
+            shards=config.shard_optimizer_states,
             first_failure=lambda: read_fault(mesh).exception(),
         )
         network_options = NetworkOptions(
@@ -208,7 +210,13 @@ class DriverSession:
             self._driver.gradients.synchronize = True
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step on all ranks."""
+        """Let optimizers step on all ranks.
+
+        Raises:
+            HybridError: this run trains, and an earlier one has divided their states.
+        """
+        if were_divided(optimizers, trains=self._run.fitting):
+            return  # an evaluation leaves them as they are
         self._driver.optimizers.connect(optimizers)
 
     def train_loader(self, loader: Any) -> Any:
@@ -294,12 +302,12 @@ class DriverSession:
         self, module: LightningModule, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
         """The state dict of one device; for a sharded checkpoint as :meth:`state_dict`."""
-        if not here:
-            return {}
-        if not (self._saves_shards or self._streams):
-            return optimizer.state_dict()
-        with self._driver.optimizers.unread(always=self._saves_shards):
-            return optimizer.state_dict()
+        if self._run.world.phase is Phase.RUNNING:
+            optimizers = self._driver.optimizers
+            return optimizers.state_dict(
+                optimizer, here=here, unread=self._saves_shards, at_once=self._streams
+            )
+        return self._driver.optimizers.left(optimizer) if here else {}
 
     @property
     def _streams(self) -> bool:
@@ -320,6 +328,15 @@ class DriverSession:
         """
         save = self._driver.save_shards if self._saves_shards else save_alone
         save(checkpoint, folder)
+
+    def help_to_save_shards(self, checkpoint: Mapping[str, Any]) -> None:
+        """Where states are divided: write what this replica has of them.
+
+        Args:
+            checkpoint: without the states of any rank.
+        """
+        if self._saves_shards and self._run.config.shard_optimizer_states:
+            self._driver.save_shards(checkpoint, Path())
 
     def stage_shards(
         self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
@@ -346,9 +363,11 @@ class DriverSession:
 
     def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """The checkpoint from which this rank is to load its optimizers."""
-        if self._run.building.deferred:
+        divided = self._run.config.shard_optimizer_states
+        if self._run.building.deferred and not divided:
             self._driver.expect_optimizers()
-        return self._run.building.optimizer_states(checkpoint)
+        states = self._run.building.optimizer_states(checkpoint, all_read=divided)
+        return self._driver.optimizers.share_of(states)
 
     # ------------------------------------------------------------------ the end
 
@@ -416,7 +435,11 @@ class WorkerSession:
         """Get ready to serve."""
         reports = {_DEVICE: run.device_stats, **run.measurement.reports}
         options, watch = run.stage_options(), run.measurement.stopwatch
-        return cls(run, Worker(run.module, run.world.mesh, run.device, options, watch, reports))
+        shards = run.config.shard_optimizer_states
+        worker = Worker(
+            *(run.module, run.world.mesh, run.device, options, watch, reports), shards=shards
+        )
+        return cls(run, worker)
 
     @property
     def fitting(self) -> bool:

@@ -115,7 +115,9 @@ class SizeChooser:
                     self._machine,
                     [
                         _Measured(
-                            seen, self._device, self._progress, compiled=config.compile_stages
+                            *(seen, self._device, self._progress),
+                            compiled=config.compile_stages,
+                            divides_states=config.shard_optimizer_states,
                         )
                         for seen in looked
                     ],
@@ -192,10 +194,16 @@ class _Measured:
     """What a network takes, by the number of micro-batches; from the cache where it is known."""
 
     def __init__(
-        self, seen: Seen, device: torch.device, progress: StartProgress, *, compiled: bool
+        self,
+        seen: Seen,
+        device: torch.device,
+        progress: StartProgress,
+        *,
+        compiled: bool,
+        divides_states: bool,
     ) -> None:
         self._seen, self._device, self._progress = seen, device, progress
-        self._compiled = compiled
+        self._compiled, self._divides_states = compiled, divides_states
 
     def __call__(self, microbatches: int) -> PartitionTable:
         graph, partitions = self._seen.graph, self._seen.partitions
@@ -216,5 +224,6 @@ class _Measured:
         )
         weights = graph.network.named_parameters()
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
-        table = PartitionTable.of(graph, partitions, profile.with_optimizer(partitions, state))
+        profile = profile.with_optimizer(partitions, state)
+        table = PartitionTable.of(graph, partitions, profile, divides_states=self._divides_states)
         return table.joint() if self._compiled else table

@@ -52,7 +52,9 @@ class SteppingStrategy(ReplicaStrategy):
         )
 
     def _rest(self) -> None:
-        self._session: BetweenRuns | DriverSession = BetweenRuns(self._world, self._building)
+        self._session: BetweenRuns | DriverSession = BetweenRuns(
+            self._world, self._building, divided=self._config.shard_optimizer_states
+        )
 
     def process_dataloader(self, dataloader: object) -> object:
         """The train loader may be asked for batches before their turn."""

@@ -137,6 +137,12 @@ class HybridGabraStrategy(SavingStrategy):
             on with it, and `lightning-hybrid consolidate` makes the ordinary file of it.
             ``"sharded_async"``: likewise, from copies that each rank makes of what it owns, while
             training goes on.
+        shard_optimizer_states: whether the replicas of a stage divide its optimizer states among
+            themselves, as ``ZeroRedundancyOptimizer`` does: each rank keeps those of some whole
+            parameters (1/R of their bytes, as far as the sizes of parameters allow), steps these,
+            and gets the new weights of the others. The numbers and the ordinary checkpoint are
+            those without it. An optimizer that must step as a whole keeps all of its states on each
+            replica, with a line that says so.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -176,6 +182,7 @@ class HybridGabraStrategy(SavingStrategy):
         verify: int | Literal["auto", False] = "auto",
         rng: Rng = "microbatch",
         checkpoint: Checkpoint = "full",
+        shard_optimizer_states: bool = False,
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -205,6 +212,7 @@ class HybridGabraStrategy(SavingStrategy):
             verify=verify,
             rng=rng,
             checkpoint=checkpoint,
+            shard_optimizer_states=shard_optimizer_states,
             seed=seed,
         )
         super().__init__(

@@ -189,9 +189,17 @@ class World:
         """After a run: what other ranks have of a module, on rank 0. All ranks call it."""
         return gather_after_run(module, self.mesh)
 
-    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """After a run: the state dict of one device, on rank 0. All ranks call it."""
-        return gather_optimizer_after_run(module, optimizer, self.mesh)
+    def optimizer_state(
+        self, module: nn.Module, optimizer: Optimizer, divided: bool
+    ) -> dict[str, Any]:
+        """After a run: the state dict of one device, on rank 0. All ranks call it.
+
+        Args:
+            module: the LightningModule.
+            optimizer: one of its.
+            divided: whether the replicas have different states.
+        """
+        return gather_optimizer_after_run(module, optimizer, self.mesh, divided=divided)
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
@@ -280,7 +288,9 @@ class NoWorld:
         """Nothing is on other ranks."""
         return {}
 
-    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(
+        self, module: nn.Module, optimizer: Optimizer, divided: bool
+    ) -> dict[str, Any]:
         """All of it is here."""
         return optimizer.state_dict()
 

@@ -55,6 +55,14 @@ def test_one_device_s_random_numbers_are_not_for_schedules_that_begin_early() ->
         Config.resolve(rng="cpu")  # type: ignore[arg-type]
 
 
+def test_divided_states_are_not_saved_beside_training() -> None:
+    with pytest.raises(PlanError, match=r"'sharded_async' makes copies on replica 0, and shard_"):
+        Config.resolve(checkpoint="sharded_async", shard_optimizer_states=True)
+    config = Config.resolve(checkpoint="sharded", shard_optimizer_states=True)
+    assert config.shard_optimizer_states
+    assert config.settings.shards_states
+
+
 @pytest.mark.parametrize("capacity", [(1.0, 2.0, 3.0), (1.0, -1.0)])
 def test_capacities_are_one_positive_number_per_device(capacity: tuple[float, ...]) -> None:
     config = Config.resolve(device_capacity=capacity)

@@ -9,7 +9,7 @@ of :mod:`~lightning_hybrid.runtime.worker`, :mod:`~lightning_hybrid.runtime.work
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -283,11 +283,13 @@ class TakeOptimizers(Command):
         fresh: bit k: forget the state that optimizer k has here.
         data: as written by :func:`lightning_hybrid.runtime.optimizers.ship`.
         tensors: the large ones of their states, in the order in which they are needed.
+        replica_of: by name of a parameter the replica that steps it; of others each replica does.
     """
 
     fresh: int
     data: bytes
     tensors: Tensors
+    replica_of: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -299,9 +301,14 @@ class OptimizerCommand(Command):
 
 @dataclass(frozen=True)
 class TakeGroups(OptimizerCommand):
-    """Take the parameter groups of an optimizer."""
+    """Take the parameter groups of an optimizer.
+
+    Attributes:
+        replica_of: see :class:`TakeOptimizers`.
+    """
 
     groups: list[Hyperparameters]
+    replica_of: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

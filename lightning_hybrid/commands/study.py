@@ -97,6 +97,11 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="of torch.optim, for the memory of its state: Adam (the default), 'SGD(momentum=0.9)'",
     )
+    parser.add_argument(
+        "--shard-optimizer-states",
+        action="store_true",
+        help="replicas divide that state, as HybridGabraStrategy(shard_optimizer_states=True) does",
+    )
 
 
 def make_study(options: argparse.Namespace) -> Study:
@@ -114,7 +119,10 @@ def make_study(options: argparse.Namespace) -> Study:
     batch = graph.batch_of(leaves) or 1
     if options.measure:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        costs_of = measured_parts(graph, partitions, leaves, device, optimizer, state, _advance)
+        costs_of = measured_parts(
+            *(graph, partitions, leaves, device, optimizer, state, _advance),
+            divides_states=options.shard_optimizer_states,
+        )
         threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         origin = (
             f"Measured on this machine ({device_name(device)}{threads}), taken for the first "
@@ -127,7 +135,9 @@ def make_study(options: argparse.Namespace) -> Study:
                 f"cluster {cluster.name!r} has relative speeds only: counted operations need a "
                 "rate ('compute: 15.7 TFLOP/s' for each device), or use --measure"
             )
-        costs_of = counted_parts(graph, partitions, rate, state)
+        costs_of = counted_parts(
+            *(graph, partitions, rate, state), divides_states=options.shard_optimizer_states
+        )
         origin = (
             f"Not measured: counted operations at the rate that cluster {cluster.name!r} states "
             f"({rate / 1e12:.4g} TFLOP/s on {cluster.devices[0].name}), which no network reaches. "

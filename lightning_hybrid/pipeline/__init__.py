@@ -1,6 +1,7 @@
 """The stages of one rank at work: forward and backward, random numbers, averaged gradients."""
 
 from lightning_hybrid.pipeline.batchnorm import Synchronised
+from lightning_hybrid.pipeline.broadcasts import Broadcasts
 from lightning_hybrid.pipeline.busy_time import Stopwatch, bubble, serial_s
 from lightning_hybrid.pipeline.calls import Call, Gradients, Values
 from lightning_hybrid.pipeline.engine import Engine
@@ -30,6 +31,7 @@ from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.pipeline.weight_hooks import is_of_the_user
 
 __all__ = [
+    "Broadcasts",
     "Call",
     "Engine",
     "Gradients",

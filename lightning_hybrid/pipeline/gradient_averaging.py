@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.tensors import copy_each
-from lightning_hybrid.comm import ANOTHER_REPLICA, Group, bytes_of, start, wait
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
+from lightning_hybrid.pipeline.broadcasts import Broadcasts
 from lightning_hybrid.pipeline.trace import Trace
 from lightning_hybrid.tensors import is_deferred
 
@@ -181,14 +182,14 @@ class ReplicaGroup:
         if state:
             read = {id(buffer) for buffer in self._state()}
             buffers = [buffer for buffer in buffers if id(buffer) in read]
-        _broadcast(self._group, buffers)
+        Broadcasts(self._group).send(buffers)
 
     def broadcast_weights(self) -> None:
         """Give every replica the weights and buffers of replica 0."""
         if self._size == 1:
             return
         self.broadcast_buffers()
-        _broadcast(self._group, self._parameters)
+        Broadcasts(self._group).send(self._parameters)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -247,31 +248,6 @@ def state_buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for part in parts for buffer in part.buffers(recurse=False)]
 
 
-def _broadcast(group: Group, tensors: Sequence[Tensor]) -> None:
-    """Give every rank the numbers of the first, many in one message.
-
-    As bytes, since NCCL takes neither every type nor every order in memory. (Those of large numbers
-    come first, so that all of them lie at multiples of their size.)
-    """
-    waiting: list[Tensor] = []
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
-        if waiting and sum(t.nbytes for t in waiting) + tensor.nbytes > BUCKET_BYTES:
-            _broadcast_together(group, waiting)
-            waiting = []
-        waiting.append(tensor)
-    if waiting:
-        _broadcast_together(group, waiting)
-
-
-def _broadcast_together(group: Group, tensors: Sequence[Tensor]) -> None:
-    flat = torch.cat([bytes_of(tensor.detach().contiguous()) for tensor in tensors])
-    wait(start(group.broadcast, [flat], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
-    if group.rank() != 0:
-        for tensor, part in zip(tensors, flat.split([tensor.nbytes for tensor in tensors])):
-            # (autograd need not know: nothing that it keeps is of this step)
-            tensor.data.copy_(part.view(tensor.dtype).view(tensor.shape))
-
-
 def broadcast_module(module: nn.Module, group: Group) -> None:
     """Give every rank of a gloo ``group`` the weights and buffers of its first.
 
@@ -283,6 +259,6 @@ def broadcast_module(module: nn.Module, group: Group) -> None:
     everything = (*module.parameters(), *module.buffers())
     tensors = [t.detach() for t in everything if not is_deferred(t)]
     sent = [t.cpu().contiguous() for t in tensors]
-    _broadcast(group, [value for value in sent if value.numel()])
+    Broadcasts(group).send([value for value in sent if value.numel()])
     for tensor, value in zip(tensors, sent):
         tensor.copy_(value)

@@ -31,10 +31,18 @@ ASSUMED_TENSORS = 2
 """The same for all others, as for Adam."""
 
 
-def optimizer_bytes(network: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, int]:
+def optimizer_bytes(
+    network: nn.Module, optimizers: Iterable[Optimizer], sharers: int = 1
+) -> dict[str, int]:
     """State that optimizers will keep, in bytes by name of the network's parameters.
 
     Nothing runs: before the first step there is no state to look at.
+
+    Args:
+        network: that they train.
+        optimizers: the user's.
+        sharers: replicas that divide it, parameter by parameter; each is taken to get an equal
+            part.
     """
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     sizes: dict[str, int] = {}
@@ -45,7 +53,7 @@ def optimizer_bytes(network: nn.Module, optimizers: Iterable[Optimizer]) -> dict
             count = known(group) if known else ASSUMED_TENSORS
             for parameter in group["params"]:
                 if id(parameter) in names:
-                    sizes[names[id(parameter)]] = count * parameter.nbytes
+                    sizes[names[id(parameter)]] = -(-count * parameter.nbytes // sharers)
     return sizes
 
 

@@ -72,6 +72,8 @@ def counted_parts(
     partitions: Sequence[NetworkPartition],
     flops_per_s: float,
     state_bytes: Mapping[str, int],
+    *,
+    divides_states: bool = False,
 ) -> CostsOf:
     """Costs from counted operations at a given rate; nothing runs.
 
@@ -83,13 +85,19 @@ def counted_parts(
         partitions: of the graph.
         flops_per_s: of the device.
         state_bytes: what the optimizer will keep, by name of parameter.
+        divides_states: whether replicas divide it.
     """
     profile = count(graph, partitions).with_optimizer(partitions, state_bytes)
 
     @cache
     def costs_of(samples: int) -> PartitionTable:
         scale = samples / profile.batch
-        return PartitionTable.of(graph, partitions, profile, share=scale, seconds=1 / flops_per_s)
+        return PartitionTable.of(
+            *(graph, partitions, profile),
+            share=scale,
+            seconds=1 / flops_per_s,
+            divides_states=divides_states,
+        )
 
     return costs_of
 
@@ -102,6 +110,8 @@ def measured_parts(
     optimizer: Optimizer,
     state_bytes: Mapping[str, int],
     advance: Callable[[int, int], None] | None = None,
+    *,
+    divides_states: bool = False,
 ) -> CostsOf:
     """Costs measured on this device, at each size of the micro-batch that is asked for.
 
@@ -113,6 +123,7 @@ def measured_parts(
         optimizer: of the network's parameters; a step of it is timed.
         state_bytes: what it keeps, by name of parameter.
         advance: hears which partition is measured, from 1, and how many there are.
+        divides_states: whether replicas divide the state.
     """
     batch = graph.batch_of(leaves) or 1
     rate_s = _step_s_per_element(optimizer, device)
@@ -127,7 +138,7 @@ def measured_parts(
             mine,
             device,
         ).with_optimizer(partitions, state_bytes)
-        table = PartitionTable.of(graph, partitions, profile)
+        table = PartitionTable.of(graph, partitions, profile, divides_states=divides_states)
         return replace(table, step_s=[rate_s * size for size in table.parameters])
 
     return costs_of

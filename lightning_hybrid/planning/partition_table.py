@@ -29,6 +29,7 @@ class PartitionTable:
         memory_bytes: what a partition holds while it trains; None: not known.
         gradient_bytes: sizes of its gradients; empty: not known.
         kept_bytes: parameters, gradients and the state of the optimizer; empty: not known.
+        state_bytes: of that the state which replicas divide; empty: each has all of it.
         activation_bytes: held for each micro-batch between its forward and its backward; likewise.
         input_part_s: times of the input part of a backward that is split, for `zero_bubble`;
             empty: half of the backward.
@@ -50,6 +51,7 @@ class PartitionTable:
     memory_bytes: Sequence[int] | None = None
     gradient_bytes: Sequence[float] = ()
     kept_bytes: Sequence[float] = ()
+    state_bytes: Sequence[float] = ()
     activation_bytes: Sequence[float] = ()
     input_part_s: Sequence[float] = ()
     weight_part_s: Sequence[float | None] = ()
@@ -73,6 +75,7 @@ class PartitionTable:
         *,
         share: float = 1.0,
         seconds: float = 1.0,
+        divides_states: bool = False,
     ) -> "PartitionTable":
         """What a profile says.
 
@@ -82,6 +85,7 @@ class PartitionTable:
             profile: of the partitions.
             share: size of the micro-batch, as a share of the profile's.
             seconds: that a unit of the profile's times is; a FLOP where they were counted.
+            divides_states: whether replicas divide the state of the optimizer.
         """
         sizes = {name: p.numel() for name, p in graph.network.named_parameters()}
         rows, unit_s = profile.partitions, share * seconds
@@ -95,6 +99,7 @@ class PartitionTable:
             layers=[len(partition.layers) for partition in partitions],
             gradient_bytes=[row.gradient_bytes for row in rows],
             kept_bytes=[row.memory_bytes(0) for row in rows],
+            state_bytes=[row.optimizer_bytes for row in rows] if divides_states else (),
             activation_bytes=[round(share * row.activation_bytes) for row in rows],
             input_part_s=[unit_s * row.parts[0] for row in rows],
             weight_part_s=[None if weight is None else unit_s * weight for weight in weights],
@@ -123,6 +128,14 @@ class PartitionTable:
         """The same where several replicas average their gradients, in copies of them."""
         kept = zip(self.kept_bytes, self.gradient_bytes)
         return replace(self, kept_bytes=[size + copy for size, copy in kept])
+
+    def divided(self, replicas: int) -> "PartitionTable":
+        """The same where so many replicas divide the states that they may divide."""
+        kept = [
+            size - state * (replicas - 1) / replicas
+            for size, state in zip(self.kept_bytes, self.state_bytes)
+        ]
+        return replace(self, kept_bytes=kept, state_bytes=()) if kept else self
 
     def scaled(self, share: float) -> "PartitionTable":
         """An estimate for a micro-batch of this share of the samples."""
@@ -173,6 +186,6 @@ def _at(values: Sequence[float], index: int) -> float:
 
 
 _MAY_BE_EMPTY = {
-    *("reduce_s", "step_s", "gradient_bytes", "kept_bytes", "activation_bytes"),
+    *("reduce_s", "step_s", "gradient_bytes", "kept_bytes", "activation_bytes", "state_bytes"),
     *("input_part_s", "weight_part_s"),
 }

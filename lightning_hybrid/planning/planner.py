@@ -54,6 +54,7 @@ class PlanSettings:
             nothing else fits.
         compiled: whether stages are compiled, whose backward is one.
         delayed_weights: what the backward of a batch computes with under a delayed schedule.
+        shards_states: whether replicas divide the state of the optimizer.
     """
 
     schedule: str
@@ -64,6 +65,7 @@ class PlanSettings:
     recompute: bool | Literal["auto"] = "auto"
     compiled: bool = False
     delayed_weights: DelayedWeights = "stash"
+    shards_states: bool = False
 
     @property
     def method(self) -> Method:
@@ -141,7 +143,10 @@ def make_plan(
         seed=settings.seed,
     )
     if optimizers is not None and profile.is_measured:
-        profile = profile.with_optimizer(partitions, optimizer_bytes(graph.network, optimizers))
+        sharers = replicas if settings.shards_states else 1
+        profile = profile.with_optimizer(
+            partitions, optimizer_bytes(graph.network, optimizers, sharers)
+        )
         profile = profile if replicas == 1 else profile.averaged()
     limits = remaining(None if cluster is None else cluster.memory_limits, beside)
     limits = limits and tuple(limit + present_bytes for limit in limits)

@@ -126,7 +126,7 @@ def rank_shapes(
     for devices in _divisors(count):
         links = links_of(cluster, devices)
         for microbatches in _divisors(batch, _MOST_MICROBATCHES) if splits else (1,):
-            costs = costs_of(batch // microbatches)
+            costs = costs_of(batch // microbatches).divided(count // devices)
             if devices > len(costs.names):
                 continue
             for recompute in (False, True):
@@ -167,7 +167,7 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
 
 def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
-    costs = costs_of(batch // shape.microbatches)
+    costs = costs_of(batch // shape.microbatches).divided(shape.replicas)
     devices, recompute = shape.devices_per_replica, shape.recompute
     problem = problem_of(costs, cluster, devices, shape.microbatches, recompute=recompute)
     held = costs.held_bytes(1 if recompute else shape.microbatches)
@@ -310,7 +310,7 @@ def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> It
 def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Shape:
     """The same cut by the dynamic programme, if that is quick and better."""
     devices = shape.devices_per_replica
-    costs = costs_of(batch // shape.microbatches)
+    costs = costs_of(batch // shape.microbatches).divided(shape.replicas)
     if devices * len(costs.names) > _QUICK:
         return shape
     again = shape.recompute

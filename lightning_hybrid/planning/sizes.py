@@ -256,6 +256,7 @@ class _Prediction:
     def _candidate(self, networks: Sequence[PartitionTable], sizes: Sizes) -> Candidate:
         plans: list[Plan] = []
         cluster = self._machine.cluster(sizes.replicas, sizes.stages)
+        networks = [each.divided(sizes.replicas) for each in networks]
         for parts in networks if sizes.replicas == 1 else [each.averaged() for each in networks]:
             # one with too few parts for the stages stays on the driver
             here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)

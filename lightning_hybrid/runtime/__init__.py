@@ -15,6 +15,7 @@ from lightning_hybrid.runtime.driver import Driver
 from lightning_hybrid.runtime.look_ahead import LookAhead, Seen
 from lightning_hybrid.runtime.mapped_checkpoint import let_go_of_checkpoints, remember_mapped
 from lightning_hybrid.runtime.network_options import NetworkOptions, Planner
+from lightning_hybrid.runtime.optimizer_state import were_divided
 from lightning_hybrid.runtime.sharded_checkpoint import (
     LAST_S,
     is_sharded,
@@ -54,5 +55,6 @@ __all__ = [
     "read_sharded",
     "remember_mapped",
     "save_alone",
+    "were_divided",
     "whole",
 ]

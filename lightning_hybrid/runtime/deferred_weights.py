@@ -6,7 +6,7 @@ when the network is cut, and to the other replicas from rank to rank of each sta
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.pipeline import tensors_of
 from lightning_hybrid.runtime.files import FilesOfWorker
+from lightning_hybrid.runtime.gathered_states import gather_states
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.tensor_file import read_files
@@ -250,10 +251,17 @@ def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def gather_optimizer_after_run(
-    module: nn.Module, optimizer: Optimizer, mesh: Mesh
+    module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, divided: bool
 ) -> dict[str, Any]:
-    """The state dict of one device, on the driver of replica 0; all ranks call it together."""
-    if mesh.coordinates.dp_rank:
+    """The state dict of one device, on the driver of replica 0; all ranks call it together.
+
+    Args:
+        module: the LightningModule.
+        optimizer: one of its.
+        mesh: the groups.
+        divided: whether replicas divide the states of optimizers, of which some may be whole.
+    """
+    if mesh.coordinates.dp_rank and not divided:
         return {}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     if not mesh.coordinates.is_driver:
@@ -263,9 +271,16 @@ def gather_optimizer_after_run(
     remote: dict[str, dict[str, Any]] = {}
     for states_there in _hear_workers(mesh):
         remote |= states_there
-    state_dict = optimizer.state_dict()
-    here = {names.get(id(parameter)) for parameter in optimizer.state}
+    here = {names.get(id(p), ""): state for p, state in optimizer.state.items()}
+    others = getattr(optimizer.state, "others", None)
+    gathered = nullcontext() if others is None else others.gathered()
     remote = {name: state for name, state in remote.items() if name not in here}
+    if others is not None:
+        remote |= gather_states(mesh.drivers, remote | here, "")
+    if mesh.coordinates.dp_rank:
+        return {}
+    with gathered:
+        state_dict = optimizer.state_dict()
     # one that has all of its states here has perhaps a form of its own for them
     return complete(optimizer, state_dict, names, remote) if remote else state_dict
 

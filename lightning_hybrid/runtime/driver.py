@@ -17,7 +17,14 @@ import torch
 from torch import nn
 
 from lightning_hybrid._torch.autograd import outside_of_transforms
-from lightning_hybrid.comm import Failure, Mesh, meet, signals_deferred
+from lightning_hybrid.comm import (
+    Failure,
+    Mesh,
+    broadcast_object,
+    gather_objects,
+    meet,
+    signals_deferred,
+)
 from lightning_hybrid.comm.protocol import (
     AwaitShards,
     Check,
@@ -54,6 +61,7 @@ from lightning_hybrid.runtime.ownership import Ownership
 from lightning_hybrid.runtime.replicated import Replicated
 from lightning_hybrid.runtime.sharded_checkpoint import (
     Divided,
+    Shard,
     await_shard,
     finish,
     staged,
@@ -86,6 +94,7 @@ class Driver:
         folder: where ranks write what others map, if possible.
         say: tells the user something, in one line.
         follows: see `StepCalls`.
+        shards: whether states of optimizers are divided over the replicas.
         first_failure: gives what the rank that failed first has raised; asked where a driver of
             another replica has failed.
 
@@ -117,6 +126,7 @@ class Driver:
         folder: str = "",
         say: Callable[[str], None] = lambda _: None,
         follows: bool = False,
+        shards: bool = False,
         first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
     ) -> None:
         here = mesh.coordinates
@@ -149,8 +159,10 @@ class Driver:
         )
         self.optimizers = DrivenOptimizers(
             *(module, self._names, device, self.commands, self._ownership, self.gradients),
-            *(files, say),
+            *(files, say, mesh),
+            shards=shards,
         )
+        self._shards = shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
@@ -258,6 +270,7 @@ class Driver:
     def settle(self) -> None:
         """No network will be cut: treat all parameters as the driver's own."""
         self._replicated.settle()
+        self.optimizers.stay_here()
 
     def expect_optimizers(self) -> None:
         """Only replica 0 has loaded the state of optimizers."""
@@ -332,25 +345,50 @@ class Driver:
     def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
         """Write a sharded checkpoint: each rank of this replica what it owns.
 
+        Where states are divided, all drivers call this together.
+
         Args:
-            checkpoint: the ordinary one; of workers it has tensors that are not read here.
-            folder: empty; all ranks see it.
+            checkpoint: the ordinary one; of workers it has tensors that are not read here. Only
+                replica 0's is written.
+            folder: empty; all ranks see it. Likewise.
 
         Raises:
             OSError: of any rank, which cannot write.
         """
         divided = Divided.of(checkpoint)
-        self._tell_shards(divided, folder, staged=False)
+        if not self._shards:
+            written = self._write(divided, divided.elsewhere, folder)
+        else:
+            orders = divided.elsewhere, folder
+            elsewhere, folder = broadcast_object(self._mesh.drivers, orders)
+            mine = self._write(divided, elsewhere, folder)
+            written = [shard for each in gather_objects(self._mesh.drivers, mine) for shard in each]
+        for shard in written:
+            if isinstance(shard, OSError):
+                raise shard
+        if self._mesh.coordinates.dp_rank == 0:
+            finish(folder, [shard for shard in written if isinstance(shard, Shard)])
+
+    def _write(
+        self, divided: Divided, elsewhere: Mapping[int, Any], folder: Path
+    ) -> list[Shard | OSError]:
+        """What this replica writes, rank by rank."""
+        here = self._mesh.coordinates
+        mine = range(here.index, here.index + here.ranks_per_replica)
+        parts = {rank - here.index: part for rank, part in elsewhere.items() if rank in mine}
+        own = {key: self.optimizers.find(owned) for key, owned in parts.pop(0, {}).items()}
+        self._tell_shards(parts, folder, staged=False)
+        written: list[Shard | OSError] = []
         try:
-            write_rest(folder, divided.rest)
-            shards = [write_shard(folder, 0, divided.here)]
+            if here.dp_rank == 0:
+                own = divided.here
+                write_rest(folder, divided.rest)
+            written.append(write_shard(folder, here.index, own))
+        except OSError as error:
+            written.append(error)
         finally:  # they answer in any case
-            answers = self._workers.hear(divided.elsewhere)
-        for answer in answers:
-            if isinstance(answer.value, OSError):
-                raise answer.value
-            shards.append(answer.value)
-        finish(folder, shards)
+            answers = self._workers.hear(parts)
+        return written + [answer.value for answer in answers]
 
     @signals_deferred
     def stage_shards(
@@ -367,7 +405,7 @@ class Driver:
             What writes this rank's, and makes a checkpoint of it, in any thread.
         """
         divided = Divided.of(checkpoint)
-        self._tell_shards(divided, folder, staged=True)
+        self._tell_shards(divided.elsewhere, folder, staged=True)
         try:
             write_rest(folder, divided.rest)
             here = staged(divided.here)
@@ -385,10 +423,9 @@ class Driver:
         """Wait until workers have written what was staged."""
         self.commands.ask(AwaitShards())
 
-    def _tell_shards(self, divided: Divided, folder: Path, *, staged: bool) -> None:
-        parts = divided.elsewhere.items()
+    def _tell_shards(self, parts: Mapping[int, Any], folder: Path, *, staged: bool) -> None:
         self.commands.tell_each(
-            {rank: SaveShard(str(folder), part, staged) for rank, part in parts}
+            {rank: SaveShard(str(folder), part, staged) for rank, part in parts.items()}
         )
 
     @signals_deferred

@@ -19,6 +19,7 @@ from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.runtime.optimizer_state import DriverState, placed
 from lightning_hybrid.runtime.optimizers import complete, groups_of, kind_of_group
 from lightning_hybrid.runtime.own_changes import OwnChanges
+from lightning_hybrid.runtime.state_shares import OtherReplicas
 from lightning_hybrid.tensors import is_deferred, is_of_one_rank, is_unread, materialize
 
 
@@ -48,6 +49,9 @@ class Counterparts(Protocol):
     def at_hand(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Inside, this rank has all parameters and gradients of an optimizer."""
 
+    def share(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Inside, this rank steps its share of what its stages have, if states are divided."""
+
 
 class OptimizerLink:
     """One optimizer on the driver, tied to its counterparts on the workers.
@@ -57,9 +61,11 @@ class OptimizerLink:
         names: names of the module's parameters by identity.
         index: its number among the user's optimizers.
         counterparts: are told what happens to it.
+        others: which of its states are on other replicas, if they are divided.
 
     Attributes:
         reason: why it cannot step in parts; empty: it can; ``None``: not known yet.
+        was_divided: whether replicas have begun to divide its states.
     """
 
     def __init__(
@@ -68,8 +74,11 @@ class OptimizerLink:
         names: Mapping[int, str],
         index: int,
         counterparts: Counterparts,
+        others: OtherReplicas | None = None,
     ) -> None:
         self.optimizer, self._index, self._counterparts = optimizer, index, counterparts
+        self._others, self._reads = others, False
+        self.was_divided = False
         self.reason: str | None = None
         self._names = names
         self._sent = self._begun = groups_of(optimizer, names)
@@ -95,8 +104,18 @@ class OptimizerLink:
             optimizer.register_step_post_hook(self._stepped),
             optimizer.register_state_dict_post_hook(self._complete),
             optimizer.register_load_state_dict_post_hook(lambda _: self._counterparts.ship()),
-            optimizer.register_state_dict_pre_hook(lambda _: self._silence_hooks()),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
         ]
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        if self.divided is not None:
+            self.divided.refuse_alone(optimizer)
+        self._silence_hooks()
+
+    @property
+    def divided(self) -> OtherReplicas | None:
+        """Which states are on other replicas; of what steps whole, or is not tried yet, none."""
+        return self._others if self.reason == "" else None
 
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
         """Find out whether it steps whole, unless that is known of groups of these kinds."""
@@ -124,9 +143,23 @@ class OptimizerLink:
         """Once closed: have the states of all parameters here, beside these if they are here."""
         optimizer = self.optimizer
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if not (self.whole or any(map(is_of_one_rank, parameters))):
+        if self.whole:
+            return
+        if not any(map(is_of_one_rank, parameters)):
             states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
             optimizer.state = states
+        if self._others is not None:
+            left = DriverState(optimizer.state, dict, self._others)
+            left.away, self._others.over = False, True
+            optimizer.state = left
+            optimizer.register_state_dict_pre_hook(self._others.refuse_alone)
+            optimizer.register_step_pre_hook(self._others.refuse_step)
+
+    def states_here(self) -> dict[str, dict[str, Any]]:
+        """The states that this rank has, by name of the parameter."""
+        state = self.optimizer.state
+        own = state.own() if isinstance(state, DriverState) else state
+        return {self._names.get(id(p), ""): state for p, state in own.items() if state}
 
     def ship_quietly(self) -> None:
         """Put the optimizer into the state that workers need, until :meth:`shipped`.
@@ -143,13 +176,15 @@ class OptimizerLink:
 
     def shipped(self) -> None:
         """The workers have it as it is now, and the states of their parameters."""
-        self._read_states()
+        self._reads = self.was_divided = self.divided is not None
+        if not self._reads:
+            self._read_states()
         self._entered.close()
         with self._own.undone():
             self._sent = groups_of(self.optimizer, self._names)
             self._attributes = _plain(self.optimizer)
         if self.is_back and not (self.whole or self._closed):
-            self._state = DriverState(self.optimizer.state, self._fetch)
+            self._state = DriverState(self.optimizer.state, self._fetch, self._others)
             self.optimizer.state = self._state
 
     def _read_states(self) -> None:
@@ -279,6 +314,10 @@ class OptimizerLink:
             self._begun = groups_of(self.optimizer, self._names)
         self._silence_hooks()
         self._entered.enter_context(as_they_are())
+        self._entered.enter_context(self._counterparts.share(self.optimizer))
+        if self._reads:  # of a loaded checkpoint, what is left is the share of this rank
+            self._read_states()
+            self._reads = False
 
     def _silence_hooks(self) -> None:
         """Until what has been entered is left, ``optimizer.state`` is this rank's own."""

@@ -6,13 +6,18 @@ fetches what the workers have; before the next step it goes back to them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from lightning_hybrid.comm import TensorSpec
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.runtime.state_shares import OtherReplicas
 from lightning_hybrid.tensors import is_unread
 
 States = dict[Parameter, dict[str, Any]]
@@ -24,14 +29,27 @@ class DriverState(defaultdict[Any, Any]):
     Args:
         here: what this rank has.
         fetch: adds what the other ranks have to what this one has.
+        others: which states are on other replicas, if any are.
 
     Attributes:
         away: whether other ranks have states that are not here.
+        others: as given.
     """
 
-    def __init__(self, here: Mapping[Any, Any], fetch: Callable[[States], States]) -> None:
+    def __init__(
+        self,
+        here: Mapping[Any, Any],
+        fetch: Callable[[States], States],
+        others: OtherReplicas | None = None,
+    ) -> None:
         super().__init__(dict, here)
         self._fetch, self._quiet, self.away = fetch, False, True
+        self.others = others
+
+    def __missing__(self, key: Any) -> Any:
+        if self.others is not None and not self._quiet:
+            self.others.refuse(key)
+        return super().__missing__(key)
 
     def arrive(self) -> None:
         """Fetch the states that the workers have, if that was not done yet."""
@@ -82,6 +100,35 @@ def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
     return {
         key: value.to(parameter.device)
         if isinstance(value, Tensor) and value.dim() and not (parameter.is_meta or is_unread(value))
+        else value
+        for key, value in state.items()
+    }
+
+
+def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
+    """Whether there are optimizers of an earlier run that has divided their states.
+
+    Raises:
+        HybridError: there are, and this run trains.
+    """
+    states = ((optimizer, getattr(optimizer.state, "others", None)) for optimizer in optimizers)
+    divided = [optimizer for optimizer, others in states if others is not None and others.over]
+    if divided and trains:
+        raise HybridError(
+            f"configure_optimizers has returned the {type(divided[0]).__name__} of an earlier "
+            "run, and shard_optimizer_states=True has left each replica a part of its states. "
+            "Make a new one, and give trainer.fit(ckpt_path=...) to go on with its states."
+        )
+    return bool(divided)
+
+
+def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Large tensors as their specs; what else there is, itself."""
+    return {
+        key: TensorSpec.of(value, gradient=False)
+        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
+        else value.detach().cpu()
+        if isinstance(value, Tensor)
         else value
         for key, value in state.items()
     }

@@ -94,6 +94,14 @@ def announce(optimizer: Optimizer, reason: str) -> str:
     )
 
 
+def announce_undivided(optimizer: Optimizer, reason: str) -> str:
+    """The line that says that replicas cannot divide the states of an optimizer."""
+    return (
+        f"hybrid_gabra: {type(optimizer).__name__} keeps all of its states on each replica, with "
+        f"shard_optimizer_states=True too: it cannot be stepped in parts, since {reason}."
+    )
+
+
 def refuse_deferred(optimizer: Optimizer, reason: str) -> None:
     """An optimizer that steps whole needs all parameters on the driver.
 

@@ -59,10 +59,10 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Owned:
-    """A tensor that a worker owns.
+    """A tensor that another rank has.
 
     Attributes:
-        rank: ``pp_rank`` of the worker.
+        rank: its number in the mesh, replica by replica; in replica 0 that is its ``pp_rank``.
         name: of the parameter or buffer, dotted.
         optimizer: number of the optimizer whose state it is; ``None``: it is the weight itself.
         state: its name among the states of the parameter.
@@ -80,7 +80,7 @@ class Divided:
 
     Attributes:
         here: tensors that this rank writes.
-        elsewhere: tensors that workers write, by their ``pp_rank``.
+        elsewhere: tensors that other ranks write, by their numbers in the mesh.
         rest: what `meta.pt` holds.
     """
 

@@ -86,7 +86,29 @@ class TensorFile:
         Raises:
             OSError: there is no room for them.
         """
-        packed = rebuild(value, lambda part: self._store(part) if _is_dense(part) else part)
+        return self.ticket(rebuild(value, lambda p: self._write(p) if _is_dense(p) else p))
+
+    def store(self, spec: TensorSpec, pieces: Iterable[Tensor]) -> Token:
+        """Write a tensor that comes in pieces. Returns what stands in its place.
+
+        Args:
+            spec: of the tensor.
+            pieces: its bytes, on the CPU.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        offset = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
+        for piece in pieces:
+            self._file.write(piece.numpy().data)
+        return _Stored(offset, spec)
+
+    def ticket(self, packed: Any) -> Ticket:
+        """For other processes, and this one.
+
+        Args:
+            packed: nested containers, with what :meth:`store` has returned.
+        """
         self._file.flush()
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return Ticket(path, self._token, packed)
@@ -104,13 +126,10 @@ class TensorFile:
         """Close the file; all processes that read it have opened it by now."""
         self._file.close()
 
-    def _store(self, tensor: Tensor) -> _Stored:
+    def _write(self, tensor: Tensor) -> Token:
         spec = TensorSpec.of(tensor, gradient=False)
-        offset = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
         memory = bytes_of(spec.laid_out(tensor))
-        for piece in memory.split(PIECE_BYTES):
-            self._file.write(piece.cpu().numpy().data)
-        return _Stored(offset, spec)
+        return self.store(spec, (piece.cpu() for piece in memory.split(PIECE_BYTES)))
 
 
 def _is_dense(value: Any) -> bool:

@@ -75,6 +75,7 @@ class Worker:
         options: how they compute.
         watch: adds up the time in which this rank computes.
         reports: what the driver may ask this rank for, by name.
+        shards: whether states of optimizers are divided over the replicas.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Worker:
         options: StageOptions,
         watch: Stopwatch | None = None,
         reports: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+        *,
+        shards: bool = False,
     ) -> None:
         self._options = options
         self._module, self._mesh, self._device = module, mesh, device
@@ -95,10 +98,11 @@ class Worker:
         # a weight that is tied may be asked for under any of its names
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._files = FilesOfWorker(module)
-        self._optimizers = WorkerOptimizers(parameters, self._files)
-        rank = mesh.coordinates.pp_rank
-        self._weights = WorkerWeights(module, parameters, self._networks, self._files, rank)
-        self._shards = WorkerShards(module, self._optimizers, rank)
+        here = mesh.coordinates
+        group = mesh.data_parallel if shards and here.replicas > 1 else None
+        self._optimizers = WorkerOptimizers(parameters, self._files, group)
+        self._weights = WorkerWeights(module, parameters, self._networks, self._files, here.pp_rank)
+        self._shards = WorkerShards(module, self._optimizers, here.index)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
@@ -173,6 +177,7 @@ class Worker:
     def _carry_out(self, command: Command) -> Answer:
         answer = None
         if self._failure is not None and isinstance(command, Step):
+            self._optimizers.attend(command)
             return Answer(self._failure)  # its gradients are not those of the step
         try:
             answer = self._handlers[type(command)](command)

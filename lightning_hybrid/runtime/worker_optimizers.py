@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import Answer, Precision
+from lightning_hybrid.comm import Answer, Group, Precision
 from lightning_hybrid.comm.protocol import (
     ClipValues,
     Command,
@@ -25,6 +25,7 @@ from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
 from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.loss_scaling import unscale
 from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
+from lightning_hybrid.runtime.state_shares import StateShares
 
 
 class WorkerOptimizers:
@@ -33,13 +34,19 @@ class WorkerOptimizers:
     Args:
         parameters: all of the LightningModule, by name; a tied one under each of its names.
         files: for what other ranks map.
+        shares_over: the ranks with the same stages, where they divide states.
 
     Attributes:
         all: the optimizers, in the user's order.
         names: of the parameters, by their identities; of a tied one the first, as on the driver.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], files: FilesOfWorker) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        files: FilesOfWorker,
+        shares_over: Group | None = None,
+    ) -> None:
         self._files = files
         self.all: list[Optimizer] = []
         self._parameters = parameters
@@ -47,6 +54,7 @@ class WorkerOptimizers:
         self.names: dict[int, str] = {}
         for name, parameter in parameters.items():
             self.names.setdefault(id(parameter), name)
+        self._shares = shares_over and StateShares(shares_over, self.names, {})
 
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
         """What carries out each command."""
@@ -72,8 +80,12 @@ class WorkerOptimizers:
         for old, new in zip(before, self.all):
             for parameter, state in old.state.items():
                 new.state.setdefault(parameter, state)
+        if self._shares:
+            self._shares.replica_of.update(command.replica_of)
 
     def _take_groups(self, command: TakeGroups) -> None:
+        if self._shares:
+            self._shares.replica_of.update(command.replica_of)
         take_groups(self.all[command.optimizer], command.groups, self._parameters)
 
     def _give_optimizer(self, command: GiveOptimizer) -> Answer:
@@ -95,8 +107,25 @@ class WorkerOptimizers:
         if command.groups is not None:
             take_groups(optimizer, command.groups, self._parameters)
         self._precision = command.precision or self._precision
+        if self._shares is None:
+            self._compute(optimizer)
+            return
+        try:
+            with self._shares.alone(optimizer):
+                self._compute(optimizer)
+        finally:  # the other replicas wait for it
+            self._shares.exchange()
+
+    def _compute(self, optimizer: Optimizer) -> None:
         with self._precision.applied() if self._precision else nullcontext():
             optimizer.step()
+
+    def attend(self, command: Step) -> None:
+        """A step that this rank cannot take, and in which other replicas may wait for it."""
+        if self._shares:
+            with self._shares.alone(self.all[command.optimizer]):
+                pass
+            self._shares.exchange()
 
     def _gradient_norm(self, command: GradientNorm) -> Answer:
         optimizer = self.all[command.optimizer]

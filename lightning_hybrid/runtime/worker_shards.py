@@ -4,13 +4,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.comm import Answer, TensorSpec
+from lightning_hybrid.comm import Answer
 from lightning_hybrid.comm.protocol import AwaitShards, Command, OutlineStates, SaveShard
 from lightning_hybrid.pipeline import tensors_of
 from lightning_hybrid.runtime.background import Background
+from lightning_hybrid.runtime.optimizer_state import outlined
 from lightning_hybrid.runtime.sharded_checkpoint import (
     LAST_S,
     Key,
@@ -29,7 +29,7 @@ class WorkerShards:
     Args:
         module: the LightningModule of this rank.
         optimizers: of this rank.
-        rank: ``pp_rank`` of this one.
+        rank: number of this one in the mesh.
     """
 
     def __init__(self, module: nn.Module, optimizers: WorkerOptimizers, rank: int) -> None:
@@ -54,7 +54,7 @@ class WorkerShards:
 
     def _outline_states(self, command: OutlineStates) -> Answer:
         states = self._optimizers.states(command.optimizer).items()
-        return Answer(value={name: _outlines(state) for name, state in states})
+        return Answer(value={name: outlined(state) for name, state in states})
 
     def _save_shard(self, command: SaveShard) -> Answer:
         weights, states = tensors_of(self._module), dict[int, Any]()
@@ -82,15 +82,3 @@ class WorkerShards:
             return write_shard(folder, self._rank, tensors)
         except OSError as error:  # of this save alone: the run may go on
             return error
-
-
-def _outlines(state: dict[str, Any]) -> dict[str, Any]:
-    """Large tensors as their specs; what else there is, itself."""
-    return {
-        key: TensorSpec.of(value, gradient=False)
-        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
-        else value.detach().cpu()
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }

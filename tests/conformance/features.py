@@ -70,6 +70,7 @@ WORKS = {
     "Checkpoints": {
         "tests/strategy/test_checkpoints.py": "*",
         "tests/strategy/test_sharded_checkpoints.py": "*",
+        "tests/strategy/test_divided_states.py": "*",
     },
     "Launchers and the command line": {
         "tests/strategy/test_launchers.py": "*",

@@ -255,7 +255,10 @@ class Lost:
     def size(self) -> int:
         return 2
 
-    def allreduce(self, tensors: list[Tensor]) -> None:
+    def rank(self) -> int:
+        return 0
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1234")
 
     broadcast = allgather = allreduce

@@ -55,6 +55,13 @@ def test_parameters_of_other_networks_do_not_count() -> None:
     assert optimizer_bytes(network, [optimizer]) == {"weight": 2 * 16}
 
 
+def test_replicas_that_divide_states_have_an_equal_part_each() -> None:
+    network = nn.Linear(3, 5)
+    optimizer = torch.optim.Adam(network.parameters())
+    assert optimizer_bytes(network, [optimizer]) == {"weight": 120, "bias": 40}
+    assert optimizer_bytes(network, [optimizer], 3) == {"weight": 40, "bias": 14}
+
+
 def test_fill_and_drain_holds_all_micro_batches() -> None:
     assert in_flight(gpipe(3, 5)) == 5
 

@@ -34,6 +34,16 @@ def test_counted_costs_are_proportional_to_the_micro_batch() -> None:
     assert third.kept_bytes == whole.kept_bytes == [100 + 2 * 4 * 608, 2 * 4 * 264]
 
 
+def test_states_that_replicas_divide_are_counted_apart() -> None:
+    with torch.device("meta"):
+        graph, _ = capture_call(network(), (torch.empty(6, 16),), {})
+    state = {"0.weight": 100}
+    given = graph, network_partitions(graph), 1e9, state
+    assert counted_parts(*given)(6).divided(2).kept_bytes[0] == 100 + 2 * 4 * 608
+    divided = counted_parts(*given, divides_states=True)(6).divided(2)
+    assert divided.kept_bytes == [50 + 2 * 4 * 608, 2 * 4 * 264]
+
+
 def test_capturing_runs_nothing() -> None:
     module = network()
     capture_call(module, (torch.randn(6, 16),), {})

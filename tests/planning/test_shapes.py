@@ -76,6 +76,20 @@ def test_the_prediction_is_the_simulation_of_the_plan() -> None:
         assert plan.world_size == 4
 
 
+def test_replicas_that_divide_states_fit_where_others_do_not() -> None:
+    def dividing(samples: int) -> PartitionTable:
+        return replace(costs_of(samples), state_bytes=(20_000_000,) * 8)
+
+    # a device needs 320 MB and its activations, or 320 - 160 * 3/4 MB of four replicas
+    small = cluster(4, memory=250e6)
+    for costs, fits in ((costs_of, False), (dividing, True)):
+        shapes = rank_shapes(costs, small, 6)
+        shape = next(s for s in shapes if s.replicas == 4)
+        assert shape.fits is fits
+    plan = plan_of(shape, dividing, small, 6)
+    assert plan.rows[0].memory_bytes == 8 * (40e6 - 20e6 * 3 / 4 + 6e6)
+
+
 def test_what_does_not_fit_is_never_the_fastest() -> None:
     # a whole network needs 320 MB and its activations, half of one 160 MB
     shapes = rank_shapes(costs_of, cluster(4, memory=250e6), 6)

@@ -152,6 +152,15 @@ def test_a_network_that_fits_nowhere_whole_is_cut() -> None:
     assert choose(small, [Network(held)], batch=8).best.sizes.stages > 1
 
 
+def test_replicas_that_divide_states_need_no_stages_where_others_do() -> None:
+    # with copies of its gradients a replica takes 189 MB, and 180 with half of the states
+    devices = tuple(replace(d, memory_bytes=205 * 10**6) for d in machine().devices)
+    small = replace(machine(), devices=devices)
+    dividing = replace(CONVOLUTIONS, state_bytes=(1 * MB,) * 18)
+    for parts, stages in ((CONVOLUTIONS, 2), (dividing, 1)):
+        assert choose(small, [Network(parts)], batch=8).best.sizes.stages == stages
+
+
 def test_what_no_devices_hold_is_an_error() -> None:
     devices = tuple(replace(d, memory_bytes=10**6) for d in machine().devices)
     with pytest.raises(PlanError, match="memory"):

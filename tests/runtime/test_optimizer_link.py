@@ -1,7 +1,7 @@
 """When the workers hear of what the user does with an optimizer."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -38,6 +38,9 @@ class Notes:
         self.told.append("at hand")
         yield
         self.told.append("taken back")
+
+    def share(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Linked:
