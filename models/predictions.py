@@ -151,7 +151,7 @@ class WritePredictions(Callback):
 def _details(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """What the data module's records say of each scan, by image ID."""
     records = getattr(getattr(trainer, "datamodule", None), "records", ())
-    columns = ("session", "age", "sex", "site", "fold")
+    columns = ("session", "age", "sex", "site", "scanner", "fold")
     found = {}
     for record in records:
         values = {name: getattr(record, name, None) for name in columns}

@@ -44,6 +44,7 @@ _GROUPS: dict[str, Callable[[ScanRecord], str]] = {
         "" if r.age is None else f"{10 * int(r.age // 10)} to {10 * int(r.age // 10) + 9}"
     ),
     "field strength": lambda r: "" if r.field_strength is None else f"{r.field_strength:g} T",
+    "scanner": lambda r: r.scanner or "unknown",
     "phase": lambda r: r.phase,
 }
 

@@ -233,7 +233,7 @@ def _internal(ckpt_path: Path) -> dict[str, float]:
 
 
 def _about(record: ScanRecord) -> dict[str, Any]:
-    values = {name: getattr(record, name) for name in ("session", "age", "sex", "site")}
+    values = {name: getattr(record, name) for name in ("session", "age", "sex", "site", "scanner")}
     values["field_strength"] = record.field_strength
     return {name: "" if value is None else value for name, value in values.items()}
 
