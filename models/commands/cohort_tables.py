@@ -9,7 +9,7 @@ import torch
 
 from datamodules.records import ScanRecord
 from models.calibration import recalibrated, slope_and_intercept
-from models.intervals import FEWEST, intervals
+from models.intervals import intervals
 from models.metrics import Array, evaluate
 from models.reference import Reference
 
@@ -37,6 +37,7 @@ def beside_internal(
     return rows
 
 
+_RECALIBRATED = 24  # scans: twelve to fit, twelve to judge
 _GROUPS: dict[str, Callable[[ScanRecord], str]] = {
     "site": lambda r: r.site,
     "sex": lambda r: r.sex,
@@ -93,7 +94,7 @@ def calibration_rows(raw: Array, calibrated: Array, labels: Array) -> list[dict[
     shown = {"network": raw, "temperature of the validation scans": calibrated}
     halves = np.arange(len(labels)) % 2
     fits = [slope_and_intercept(raw[halves != half], labels[halves != half]) for half in (0, 1)]
-    if not np.isnan(fits).any() and len(labels) >= 4 * FEWEST:
+    if not np.isnan(fits).any() and len(labels) >= _RECALIBRATED:
         both = [
             recalibrated(raw, slope, _shifted(raw, labels, halves, h, slope))
             for h, (slope, _) in enumerate(fits)

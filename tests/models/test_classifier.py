@@ -64,7 +64,7 @@ def scored(scores: list[list[float]], labels: list[int], task: str = "ad_nc") ->
 
 
 def test_reports_every_metric_of_a_known_classifier_with_its_interval(tmp_path) -> None:
-    model, batch = scored([[0, 1], [0, 2], [2, 0], [1, 0]] * 2, [1, 1, 0, 1] * 2)
+    model, batch = scored([[0, 1], [0, 2], [2, 0], [1, 0]] * 16, [1, 1, 0, 1] * 16)
     [found] = trainer(tmp_path).test(model, DataLoader([batch], batch_size=None), verbose=False)
     expected = {"accuracy": 3 / 4, "sensitivity": 2 / 3, "specificity": 1, "auroc": 1}
     expected |= {"balanced_accuracy": (2 / 3 + 1) / 2, "f1": 0.8}
