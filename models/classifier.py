@@ -14,27 +14,13 @@ from models.intervals import intervals
 from models.metrics import evaluate
 from models.optimisation import OptimizerName, ScheduleName, make_optimizer, rate_factor
 from models.predictions import Prediction, Predictions, arrays
-from models.resattnet import WIDTHS, Depth, ResAttNet3D, StemKernel, StemStride
+from models.resattnet import OPTIONS, WIDTHS, Depth, ResAttNet3D, StemKernel, StemStride
 from models.tasks import TaskName, classes_of
 from models.transfer import KEY, hashed, transfer
 
 Batch = dict[str, Any]
 IDS = ("subject", "image_id")
 """Keys of a batch that name its scans."""
-_OF_THE_NETWORK = (
-    "depth",
-    "in_channels",
-    "stem_kernel",
-    "stem_stride",
-    "stem_pool",
-    "widths",
-    "attention_after",
-    "attention_reduction",
-    "attention",
-    "dropout",
-    "recompute",
-    "channels_last",
-)
 
 
 class ResAttNetClassifier(LightningModule):
@@ -118,7 +104,7 @@ class ResAttNetClassifier(LightningModule):
         """The arguments of its ``ResAttNet3D``."""
         return {
             "num_classes": len(self.class_names),
-            **{name: self.hparams[name] for name in _OF_THE_NETWORK},
+            **{name: self.hparams[name] for name in OPTIONS},
         }
 
     def make_network(self) -> ResAttNet3D:
