@@ -159,6 +159,17 @@ def trained(path, people: People, **options) -> ResAttNetClassifier:
     return model
 
 
+@pytest.mark.parametrize("side", [32, 33])
+def test_one_scan_of_one_voxel_is_refused_before_training(tmp_path, side) -> None:
+    people = People()
+    people.batch_size, people.spatial_shape = 1, (side, 20, 20)
+    if side == 33:  # two voxels: batch normalisation has something to work with
+        trained(tmp_path, people)
+        return
+    with pytest.raises(UseError, match=r"spatial_shape \[32, 20, 20\] is one voxel in layer4"):
+        trained(tmp_path, people)
+
+
 def test_transfer_starts_from_the_other_runs_weights(tmp_path) -> None:
     first = trained(tmp_path, People(train=["999_S_0001"]))
     options = {"transfer_from": str(tmp_path / "first.ckpt"), "learning_rate": 0.0}
