@@ -25,7 +25,7 @@ Interval = tuple[float, float]
 FEWEST = 8
 """People below which a share has no interval: of fewer, Wilson's is off by more than that."""
 FEWEST_OF_RECALL = 15
-"""Likewise of each class, for the mean of their recalls."""
+"""Likewise of each of two classes, for the mean of their recalls; of three it is twice as many."""
 FEWEST_OF_CLASS, LOPSIDED = 7, 1.25
 """Of the AUROC: people of the smaller class, and how many times as many of the larger one. Where
 one class is rare, its few worst scores decide, and no interval was found that holds."""
@@ -60,7 +60,7 @@ def intervals(
         _share(hits, names[labels == k]) if people[k] >= FEWEST else None
         for k, hits in enumerate(recalls)
     ]
-    if min(people) >= FEWEST_OF_RECALL:
+    if min(people) >= FEWEST_OF_RECALL * (classes - 1):
         shares = [float(hits.mean()) for hits in recalls]
         found["balanced_accuracy"] = mean_of(shares, [ends for ends in bounds if ends])
         if classes > 2:
