@@ -402,7 +402,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         """Whether a replica's last batch would be a single scan, with others before it."""
         sampled = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
         own = math.ceil(scans / sampled.get("num_replicas", 1))
-        return own > self.batch_size > 1 and own % self.batch_size == 1
+        return bool(own > self.batch_size > 1 and own % self.batch_size == 1)
 
     def _current_epoch(self) -> int:
         assert self.trainer is not None
