@@ -94,12 +94,14 @@ def calibration_rows(raw: Array, calibrated: Array, labels: Array) -> list[dict[
     shown = {"network": raw, "temperature of the validation scans": calibrated}
     halves = np.arange(len(labels)) % 2
     fits = [slope_and_intercept(raw[halves != half], labels[halves != half]) for half in (0, 1)]
-    if not np.isnan(fits).any() and len(labels) >= _RECALIBRATED:
-        both = [
-            recalibrated(raw, slope, _shifted(raw, labels, halves, h, slope))
-            for h, (slope, _) in enumerate(fits)
-        ]
-        shown["recalibrated on this cohort, cross-fitted"] = np.where(halves == 0, both[0], both[1])
+    slopes, how = [slope for slope, _ in fits], ""
+    if np.isnan(slopes).any():  # the classes of a half do not overlap, and small cohorts' often
+        slopes, how = [1.0, 1.0], ", intercept alone"
+    shifts = [_shifted(raw, labels, halves, h, slope) for h, slope in enumerate(slopes)]
+    if not np.isnan(shifts).any() and len(labels) >= _RECALIBRATED:
+        both = [recalibrated(raw, slope, shift) for slope, shift in zip(slopes, shifts)]
+        name = f"recalibrated on this cohort{how}, cross-fitted"
+        shown[name] = np.where(halves == 0, both[0], both[1])
     rows = []
     for name, values in shown.items():
         slope, intercept = slope_and_intercept(values, labels)
