@@ -26,7 +26,7 @@ demo: $(READY)
 	@run=$$(ls -td demo/run/version_* | head -1) && best=$$run/checkpoints/best.ckpt \
 	&& $(call run,python -m models test --config configs/demo.yaml --ckpt_path $$best) \
 	&& $(call run,python -m models explain --config configs/demo.yaml --ckpt_path $$best \
-		--truth demo/adni/truth/planted) \
+		--subjects 2 --truth demo/adni/truth/planted) \
 	&& $(call run,python -m datamodules synth demo/elsewhere --subjects 24 --resolution 4 \
 		--elsewhere --seed 1) \
 	&& $(call run,python -m models test --ckpt_path $$best --cohort demo/elsewhere) \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -379,16 +380,29 @@ class ADNIDataModule(lightning.LightningDataModule):
     ) -> DataLoader[Item]:
         dataset = self.dataset(part, augment)
         rank_zero_info(f"{part}: {dataset.kept()}")
+        alone = part == "train" and self._ends_alone(len(dataset))
+        if alone:
+            rank_zero_info(
+                f"train: the last of {len(dataset)} shuffled scans is left out in each epoch: a "
+                f"batch of one (batch_size {self.batch_size}) has no batch statistics"
+            )
         return EpochLoader(
             dataset,
             batch_size=self.batch_size,
             shuffle=shuffle,
+            drop_last=alone,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             draws=dataset.draws,
             current_epoch=self._current_epoch if self.trainer else None,
         )
+
+    def _ends_alone(self, scans: int) -> bool:
+        """Whether a replica's last batch would be a single scan, with others before it."""
+        sampled = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
+        own = math.ceil(scans / sampled.get("num_replicas", 1))
+        return bool(own > self.batch_size > 1 and own % self.batch_size == 1)
 
     def _current_epoch(self) -> int:
         assert self.trainer is not None

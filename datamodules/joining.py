@@ -34,6 +34,7 @@ COLUMNS = (
     "phase",
     "site",
     "registered",
+    "scanner",
 )
 
 

@@ -13,7 +13,7 @@ _WORDS = {
     "NC": ("cn", "nc", "nl", "normal", "control"),
     "SMC": ("smc",),
     "MCI": ("mci", "emci", "lmci"),
-    "AD": ("ad", "dementia"),
+    "AD": ("ad", "dementia", "dem"),
     "sMCI": ("smci",),
     "pMCI": ("pmci",),
     "rMCI": ("rmci", "regmci"),

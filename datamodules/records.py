@@ -66,6 +66,7 @@ class ScanRecord:
         problem: code of what is wrong.
         split: train, val or test.
         fold: fold of a subject that is not held out from all folds, 0 to k - 1.
+        scanner: manufacturer and model, where headers or tables say it.
         cohort: which of several studies it is from; not known where there is one.
     """
 
@@ -107,6 +108,7 @@ class ScanRecord:
     problem: str = ""
     split: str = ""
     fold: int | None = None
+    scanner: str = ""
     cohort: str = ""
 
     @property
@@ -118,6 +120,9 @@ class ScanRecord:
     def used(self) -> bool:
         """Whether the scan takes part."""
         return not self.reason and not self.problem
+
+
+_LATER = ("scanner", "cohort")  # columns that are only there where something is known
 
 
 def count_line(records: Sequence[ScanRecord]) -> str:
@@ -136,9 +141,9 @@ def write_manifest(path: Path, records: Iterable[ScanRecord]) -> None:
 def manifest_text(records: Iterable[ScanRecord]) -> str:
     """The records as a tab-separated table."""
     records = list(records)
-    names = _columns()
-    if not any(record.cohort for record in records):  # hashes of such manifests stay as they were
-        names.remove("cohort")
+    # hashes of manifests that know neither stay as they were
+    unknown = {n for n in _LATER if not any(getattr(record, n) for record in records)}
+    names = [name for name in _columns() if name not in unknown]
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
     writer.writerow(names)
@@ -163,7 +168,8 @@ def read_manifest(path: Path) -> list[ScanRecord]:
     """
     with path.open(newline="") as stream:
         reader = csv.DictReader(stream, delimiter="\t")
-        if reader.fieldnames not in (_columns(), _columns()[:-1]):
+        names = reader.fieldnames or []
+        if names != [name for name in _columns() if name in names or name not in _LATER]:
             raise TableError(
                 "BAD_TABLE",
                 f"a manifest with the columns {reader.fieldnames}",
@@ -174,7 +180,7 @@ def read_manifest(path: Path) -> list[ScanRecord]:
 
 
 def _columns() -> list[str]:
-    """Names of all columns; the last one, the cohort, is only there where there are several."""
+    """Names of all columns."""
     return [field.name for field in fields(ScanRecord)]
 
 

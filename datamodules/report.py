@@ -41,6 +41,7 @@ class Group:
         field_strength: number of people by value.
         phase: likewise.
         sites: likewise.
+        scanners: likewise.
         cohorts: likewise, where there are several.
     """
 
@@ -55,6 +56,7 @@ class Group:
     field_strength: str
     phase: str
     sites: str
+    scanners: str
     cohorts: str
 
 
@@ -123,6 +125,7 @@ _KINDS: dict[str, Callable[[ScanRecord], str]] = {
     "field_strength": lambda record: _tesla(record),
     "phase": lambda record: record.phase,
     "sites": lambda record: record.site,
+    "scanners": lambda record: record.scanner,
     "cohorts": lambda record: record.cohort,
 }
 
@@ -152,6 +155,7 @@ def _group(name: str, records: Sequence[ScanRecord]) -> Group:
         _counts([_tesla(record) for record in people]),
         _counts([record.phase for record in people]),
         _counts([record.site for record in people]),
+        _counts([record.scanner for record in people]),
         _counts([record.cohort for record in people]),
     )
 

@@ -62,7 +62,8 @@ _ROWS = {
     "field_strength": "field strength",
     "phase": "phase",
     "sites": "site",
+    "scanners": "scanner",
     "cohorts": "cohort",
 }
-_CONFOUNDS = ("males_females", "age", "field_strength", "phase", "sites", "cohorts")
+_CONFOUNDS = ("males_females", "age", "field_strength", "phase", "sites", "scanners", "cohorts")
 _DIFFERENT = 0.01

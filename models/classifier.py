@@ -14,27 +14,13 @@ from models.intervals import intervals
 from models.metrics import evaluate
 from models.optimisation import OptimizerName, ScheduleName, make_optimizer, rate_factor
 from models.predictions import Prediction, Predictions, arrays
-from models.resattnet import WIDTHS, Depth, ResAttNet3D, StemKernel, StemStride
+from models.resattnet import OPTIONS, WIDTHS, Depth, ResAttNet3D, StemKernel, StemStride
 from models.tasks import TaskName, classes_of
 from models.transfer import KEY, hashed, transfer
 
 Batch = dict[str, Any]
 IDS = ("subject", "image_id")
 """Keys of a batch that name its scans."""
-_OF_THE_NETWORK = (
-    "depth",
-    "in_channels",
-    "stem_kernel",
-    "stem_stride",
-    "stem_pool",
-    "widths",
-    "attention_after",
-    "attention_reduction",
-    "attention",
-    "dropout",
-    "recompute",
-    "channels_last",
-)
 
 
 class ResAttNetClassifier(LightningModule):
@@ -118,7 +104,7 @@ class ResAttNetClassifier(LightningModule):
         """The arguments of its ``ResAttNet3D``."""
         return {
             "num_classes": len(self.class_names),
-            **{name: self.hparams[name] for name in _OF_THE_NETWORK},
+            **{name: self.hparams[name] for name in OPTIONS},
         }
 
     def make_network(self) -> ResAttNet3D:
@@ -130,6 +116,7 @@ class ResAttNetClassifier(LightningModule):
         if stage != "fit":
             return
         datamodule = getattr(self.trainer, "datamodule", None)
+        self._refuse_no_statistics(datamodule)
         if self.hparams["class_weights"] == "balanced" and self.class_weights is not None:
             # in place: callbacks that copy the module have copied this buffer before
             self.class_weights.copy_(torch.tensor(self._balanced_weights(datamodule)))
@@ -137,6 +124,24 @@ class ResAttNetClassifier(LightningModule):
             held_out = [*_subjects(datamodule, "val"), *_subjects(datamodule, "test")]
             path = self.hparams["transfer_from"]
             self._seen = transfer(self.network, path, held_out, datamodule)
+
+    def _refuse_no_statistics(self, datamodule: Any) -> None:
+        """Refuse batches of one scan that the network shrinks to one voxel, before training.
+
+        Raises:
+            UseError: batch normalisation would end the first step.
+        """
+        shape, batch = (
+            getattr(datamodule, "spatial_shape", ()),
+            getattr(datamodule, "batch_size", 2),
+        )
+        stride = 8 * self.hparams["stem_stride"] * (2 if self.hparams["stem_pool"] else 1)
+        if batch == 1 and shape and max(shape) <= stride:
+            raise UseError(
+                f"spatial_shape {list(shape)} is one voxel in layer4 (stride {stride}), and with "
+                "batch_size 1 batch normalisation has one value of it; give --data.batch_size 2 or "
+                f"more, or a --data.spacing_mm at which the volume has more than {stride} voxels"
+            )
 
     def forward(self, image: Tensor) -> Tensor:
         """Scores (B, classes) of images (B, C, D, H, W)."""

@@ -1,15 +1,15 @@
-"""95 % intervals of metrics, each by a method that holds 95 % also for few people.
+"""95 % intervals of metrics, each only where it covers 95 %, give or take two points.
 
 * Shares (accuracy, sensitivity, specificity): Wilson's score interval.
 * Balanced accuracy: the intervals of its recalls, combined (MOVER, Zou and Donner 2008).
-* AUROC: DeLong's variance on the logit scale from 60 people on (DeLong et al. 1988), Newcombe's
-  score interval (2006, his method 5) below, where DeLong's is undefined or too wide.
-* Brier score and Matthews' correlation: bootstrap with bias correction and acceleration (BCa), from
-  120 people on; below it falls short of 95 %.
+* AUROC: the areas from which the one found is 1.96 standard errors away. The error is Hanley and
+  McNeil's at that area (Newcombe's method 5, 2006), scaled by what DeLong's variance says of these
+  scores, as far as there are people to tell.
+* Brier score and Matthews' correlation: bootstrap with bias correction and acceleration (BCa).
 
 F1 and the calibration error have none that holds. Two scans of a person are nearly one: wherever
-people have several, the number of people counts, not that of scans. ``tests/models/test_intervals``
-simulates the coverage.
+people have several, the number of people counts, not that of scans. What is given from how many
+people on is decided by ``benchmarks/interval_coverage.py``, which simulates all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,16 @@ from models.metrics import LEVEL, Array, brier, mcc
 
 Interval = tuple[float, float]
 
-FEWEST = 6
-"""People below which no interval is given."""
-FEWEST_DELONG, FEWEST_BCA = 60, 120
+FEWEST = 8
+"""People below which a share has no interval: of fewer, Wilson's is off by more than that."""
+FEWEST_OF_RECALL = 15
+"""Likewise of each of two classes, for the mean of their recalls; of three it is twice as many."""
+FEWEST_OF_CLASS, LOPSIDED = 7, 1.25
+"""Of the AUROC: people of the smaller class, and how many times as many of the larger one. Where
+one class is rare, its few worst scores decide, and no interval was found that holds."""
+PRIOR = 25
+"""People of the smaller class at which DeLong's variance counts as much as Hanley and McNeil's."""
+FEWEST_BCA = 120
 DRAWS = 1000
 """Bootstrap samples."""
 _Z = float(norm.ppf((1 + LEVEL) / 2))
@@ -49,16 +56,20 @@ def intervals(
     classes = probabilities.shape[1]
     recalls = [right[labels == k] for k in range(classes)]
     people = [len(set(names[labels == k])) for k in range(classes)]
-    if min(people) >= 1:
-        bounds = [_share(hits, names[labels == k]) for k, hits in enumerate(recalls)]
+    bounds = [
+        _share(hits, names[labels == k]) if people[k] >= FEWEST else None
+        for k, hits in enumerate(recalls)
+    ]
+    if min(people) >= FEWEST_OF_RECALL * (classes - 1):
         shares = [float(hits.mean()) for hits in recalls]
-        found["balanced_accuracy"] = _mean_of(shares, bounds)
-        if classes == 2:
-            found |= {"specificity": bounds[0], "sensitivity": bounds[1]}
-        else:
+        found["balanced_accuracy"] = mean_of(shares, [ends for ends in bounds if ends])
+        if classes > 2:
             found["sensitivity"] = found["balanced_accuracy"]
-    if classes == 2 and min(people) >= 3:
-        found["auroc"] = auroc_interval(probabilities[:, 1], labels == 1, names)
+    if classes == 2:
+        named = zip(("specificity", "sensitivity"), bounds)
+        found |= {name: ends for name, ends in named if ends is not None}
+    if classes == 2 and (ends := auroc_interval(probabilities[:, 1], labels == 1, names)):
+        found["auroc"] = ends
     if len(set(subjects)) >= FEWEST_BCA:
         for name, metric in (("brier", brier), ("mcc", mcc)):
             found[name] = _bootstrapped(metric, probabilities, labels, names, seed)
@@ -77,7 +88,7 @@ def _share(hits: Array, names: Array) -> Interval:
     return wilson(float(hits.mean()), len(set(names)))
 
 
-def _mean_of(shares: Sequence[float], bounds: Sequence[Interval]) -> Interval:
+def mean_of(shares: Sequence[float], bounds: Sequence[Interval]) -> Interval:
     """Of the mean of independent shares, from theirs."""
     mean, parts = float(np.mean(shares)), len(shares)
     below = np.sqrt(sum((s - low) ** 2 for s, (low, _) in zip(shares, bounds))) / parts
@@ -85,8 +96,8 @@ def _mean_of(shares: Sequence[float], bounds: Sequence[Interval]) -> Interval:
     return float(mean - below), float(mean + above)
 
 
-def auroc_interval(scores: Array, positive: Array, names: Array) -> Interval:
-    """Of the area under the ROC curve.
+def auroc_interval(scores: Array, positive: Array, names: Array) -> Interval | None:
+    """Of the area under the ROC curve; None where there are too few people to say.
 
     Args:
         scores: (n,), higher for the positive class.
@@ -94,15 +105,30 @@ def auroc_interval(scores: Array, positive: Array, names: Array) -> Interval:
         names: (n,), whose scan each is.
     """
     people = len(set(names[positive])), len(set(names[~positive]))
-    area, hits, misses = placements(scores, positive)
-    once = len(set(names)) == len(names)
-    if once and min(people) >= 2 and sum(people) >= FEWEST_DELONG and 0 < area < 1:
-        variance = hits.var(ddof=1) / len(hits) + misses.var(ddof=1) / len(misses)
-        if variance > 0:
-            away = _Z * np.sqrt(variance) / (area * (1 - area))
-            middle = np.log(area / (1 - area))
-            return tuple(float(1 / (1 + np.exp(-x))) for x in (middle - away, middle + away))  # type: ignore[return-value]
-    return _newcombe(area, *people)
+    if min(people) < FEWEST_OF_CLASS or max(people) > LOPSIDED * min(people):
+        return None
+    area, *parts = placements(scores, positive)
+    scale = 1.0
+    if 0 < area < 1:
+        own = (names[positive], names[~positive])
+        means = [_by_person(values, who) for values, who in zip(parts, own)]
+        delong = sum(float(values.var(ddof=1)) / len(values) for values in means)
+        weight = min(people) / (min(people) + PRIOR)
+        scale = 1 - weight + weight * delong / _error(area, *people) ** 2
+    return _score_interval(area, people, scale)
+
+
+def _by_person(values: Array, names: Array) -> Array:
+    """The mean of each person's values."""
+    _, person = np.unique(names, return_inverse=True)
+    return np.bincount(person, values) / np.bincount(person)
+
+
+def _error(area: float, hits: int, misses: int) -> float:
+    """Standard error of an area found with so many positives and negatives, where it is true."""
+    spread = (1 - area) / (2 - area) + area / (1 + area)
+    variance = area * (1 - area) * (1 + ((hits + misses) / 2 - 1) * spread) / (hits * misses)
+    return float(np.sqrt(variance))
 
 
 def placements(scores: Array, positive: Array) -> tuple[float, Array, Array]:
@@ -112,17 +138,12 @@ def placements(scores: Array, positive: Array) -> tuple[float, Array, Array]:
     return float(order.mean()), order.mean(axis=1), order.mean(axis=0)
 
 
-def _newcombe(area: float, hits: int, misses: int) -> Interval:
-    """Where the area lies within 1.96 of the errors that it would have there."""
-    mean = (hits + misses) / 2
-
-    def error(true: float) -> float:
-        spread = (1 - true) / (2 - true) + true / (1 + true)
-        return float(np.sqrt(true * (1 - true) * (1 + (mean - 1) * spread) / (hits * misses)))
+def _score_interval(area: float, people: tuple[int, int], scale: float) -> Interval:
+    """Where the area lies within 1.96 of the errors that it would have there, scaled."""
 
     def end(sign: int) -> float:
         def gap(true: float) -> float:
-            return area - true - sign * _Z * error(true)
+            return area - true - sign * _Z * float(np.sqrt(scale)) * _error(true, *people)
 
         tiny = 1e-9
         low, high = (tiny, min(area, 1 - tiny)) if sign > 0 else (max(area, tiny), 1 - tiny)

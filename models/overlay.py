@@ -188,9 +188,10 @@ def _draw(
         if heatmap.any()
         else affine[:3, :3] @ (np.array(image.shape) / 2) + affine[:3, 3]
     )
+    head = _fine(_with_dark_air(image), affine)
     for row, axis in enumerate("xyz"):
         display = plotting.plot_anat(
-            _fine(_with_dark_air(image), affine),
+            head,
             display_mode=axis,
             cut_coords=slices(image, affine, "xyz".index(axis), float(around["xyz".index(axis)])),
             draw_cross=False,
@@ -217,7 +218,8 @@ def _draw_scale(figure: Any, least: float | None) -> None:
     """A bar with the colours of what is laid over; a map is in shares of its own maximum."""
     if least is None:
         return
-    axes = figure.add_axes((0.82, 0.87, 0.16, 0.016))  # below the longest line of a title
+    # below the longest line of a title; grey shines through the colours as a brain does
+    axes = figure.add_axes((0.82, 0.87, 0.16, 0.016), facecolor="#606060")
     colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(least, 1), "autumn")
     bar = figure.colorbar(
         colours, cax=axes, orientation="horizontal", ticks=[least, 1], alpha=_ALPHA

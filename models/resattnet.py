@@ -29,6 +29,21 @@ StemStride = Literal[1, 2]
 BLOCKS_PER_LAYER = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 WIDTHS = (64, 128, 256, 512)
 LAYERS = (1, 2, 3, 4)
+OPTIONS = (
+    "depth",
+    "in_channels",
+    "stem_kernel",
+    "stem_stride",
+    "stem_pool",
+    "widths",
+    "attention_after",
+    "attention_reduction",
+    "attention",
+    "dropout",
+    "recompute",
+    "channels_last",
+)
+"""Arguments of ``ResAttNet3D`` that are not of the task."""
 
 
 class BasicBlock(nn.Module):

@@ -6,10 +6,12 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.errors import UseError
-from models.predictions import Prediction
+
+if TYPE_CHECKING:
+    from models.predictions import Prediction
 
 
 def run_folder(ckpt_path: str | Path) -> Path:
@@ -35,7 +37,7 @@ def writable(folder: Path) -> Path:
         ) from error
 
 
-def scans_hash(predictions: Sequence[Prediction]) -> str:
+def scans_hash(predictions: "Sequence[Prediction]") -> str:
     """Which scans, with which labels, a result is from; without identifiers."""
     names = sorted(f"{row.image_id}|{row.label}" for row in predictions)
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

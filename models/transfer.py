@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from models.errors import UseError
@@ -67,6 +66,9 @@ def transfer(
         UseError: If a held-out subject was trained on, or the networks differ in more than the last
             layer.
     """
+    # Lightning takes seconds to import, and all else here is done without it
+    from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
     checkpoint = read_checkpoint(path)
     compare = getattr(datamodule, "refuse_other_images", None)
     if compare is not None:

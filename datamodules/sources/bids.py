@@ -18,6 +18,7 @@ from .clinical import Clinical
 from .ids import canonical_session, image_number
 from .people import Names
 from .reading import Reading
+from .scanner import header_of_scan, scanner_name
 from .tree import bare_record, is_nifti, require_folder, stem, what_is_there
 
 _SCANS = "sub-*/ses-*/anat/*_T1w.nii*", "sub-*/anat/*_T1w.nii*"
@@ -63,7 +64,7 @@ def read_bids(root: Path, clinical: Clinical | None, names: Names) -> Reading:
             "name the column of the labels with --data.label_column / --label-column, or give "
             "ADNIMERGE or DXSUM with --data.diagnosis_csv / --diagnosis-csv",
         )
-    records = [_record(path, table, people, names, column or "") for path in paths]
+    records = [_record(path, table, people, names, column or "", root) for path in paths]
     groups = f"participants.tsv:{column}"
     return Reading("bids", records, [], clinical, groups, (table,) if table.is_file() else ())
 
@@ -92,8 +93,10 @@ def _label_column(people: _People, names: Names) -> str | None:
     return next((column for column in wanted if column in columns), None)
 
 
-def _record(path: Path, table: Path, people: _People, names: Names, column: str) -> ScanRecord:
-    """A scan, with what the tables say of it."""
+def _record(
+    path: Path, table: Path, people: _People, names: Names, column: str, root: Path
+) -> ScanRecord:
+    """A scan, with what tables and headers say of it."""
     parts = dict(_ENTITY.findall(stem(path)))
     subject = names.person(f"sub-{parts.get('sub', '')}")
     row, line = people.get(subject, ({}, 0))
@@ -101,7 +104,9 @@ def _record(path: Path, table: Path, people: _People, names: Names, column: str)
     image_id = image_number(about.get("scanid", ""))
     name = f"I{image_id}" if image_id else stem(path).removesuffix("_T1w")
     group = names.word(row.get(column, ""))
-    field = re.match(r"\d+(\.\d+)?", about.get("mrifield", ""))
+    header = {key: str(value) for key, value in header_of_scan(path, root).items()}
+    tesla = about.get("mrifield", "") or header.get("MagneticFieldStrength", "")
+    field = re.match(r"\d+(\.\d+)?", tesla)
     return replace(
         bare_record(path, subject, name, "bids"),
         row=f"{table}, line {line}" if line else "",
@@ -114,6 +119,9 @@ def _record(path: Path, table: Path, people: _People, names: Names, column: str)
         sex=row.get("sex", "")[:1].upper() if row.get("sex", "")[:1] in "FMfm" else "",
         field_strength=float(field[0]) if field else None,
         phase=row.get("originalstudy", ""),
+        scanner=scanner_name(
+            header.get("Manufacturer", ""), header.get("ManufacturersModelName", "")
+        ),
     )
 
 

@@ -37,7 +37,9 @@ _DAYS = ("examinationdate", "acqtime", "examdate", "date")
 _SUFFIXES = (".csv", ".tsv", ".txt", ".xls", ".xlsx")
 # the names under which the portal gives them; its dictionaries describe columns
 _NAME = re.compile(r"(?!.*dict)(adnimerge|dxsum)", re.IGNORECASE)
-_PEOPLE = re.compile(r"(?!.*dict)adsl", re.IGNORECASE)  # of ADNIMERGE2
+# of ADNIMERGE2: one row for each person, with the diagnosis at enrolment
+_PEOPLE = re.compile(r"(?!.*dict)adsl", re.IGNORECASE)
+_ADSL = {"usubjid", "dx", "enrldt"}
 _FORGOTTEN = date(1900, 1, 1)  # where undated visits are counted from
 
 
@@ -100,20 +102,14 @@ def find_clinical(
     if root is None:
         return None
     files = sorted(path for path in root.glob("*") if path.suffix.lower() in _SUFFIXES)
-    tables = [path for path in files if _kind(header_of(path))]
-    people = [path for path in files if _PEOPLE.match(path.name) and path not in tables]
-    if people and not tables:
-        raise TableError(
-            "BAD_TABLE",
-            "a table with one row for each person, and no visits with diagnoses",
-            str(people[0]),
-            "put DXSUM of the same release beside it, or move it away to go on without diagnoses",
-        )
+    kinds = {path: _kind(header_of(path)) for path in files}
+    people = [p for p in files if kinds[p] == "adsl" or (not kinds[p] and _PEOPLE.match(p.name))]
+    tables = [path for path in files if kinds[path] and path not in people] or people
+    people = [path for path in people if path not in tables]
     for path in files:
         if path not in tables and _NAME.match(path.name):
-            read_clinical(
-                path, names
-            )  # says why not: other labels must not stand in for these in silence
+            # says why not: other labels must not stand in for these in silence
+            read_clinical(path, names)
     if len(tables) > 1:
         raise TableError(
             "SEVERAL_TABLES",
@@ -123,8 +119,9 @@ def find_clinical(
         )
     if tables:
         found = read_clinical(tables[0], names)
-        unused = tuple(f"{path.name}: not used, it has people and no visits" for path in people)
-        return replace(found, notes=found.notes + unused)
+        for path in people:
+            found = _with_people(found, path, kinds[path])
+        return found
     return _read_bids_tables(root, names) if any(root.glob("sub-*/*_sessions.tsv")) else None
 
 
@@ -142,8 +139,18 @@ def read_clinical(path: Path, names: Names = Names()) -> Clinical:  # noqa: B008
         return _adnimerge(table)
     if kind == "dxsum":
         return _dxsum(table)
+    if kind == "adsl":
+        return _adsl(table)
     if kind == "sessions":
         return _clinica(path, table.rows, [(table, row, n) for row, n in _numbered(table)], names)
+    if _PEOPLE.match(path.name):
+        raise TableError(
+            "BAD_TABLE",
+            "a table with one row for each person, without DX and ENRLDT",
+            str(path),
+            "export ADSL with both, put DXSUM of the same release beside it, or move it away to go "
+            "on without diagnoses",
+        )
     raise TableError(
         "BAD_TABLE",
         f"no table of diagnoses; the header is: {', '.join(table.rows[0])[:300]}",
@@ -156,6 +163,8 @@ def read_clinical(path: Path, names: Names = Names()) -> Clinical:  # noqa: B008
 def _kind(columns: set[str]) -> str:
     if {"ptid", "dx", "examdate"} <= columns:
         return "adnimerge"
+    if columns >= _ADSL:
+        return "adsl"
     if columns & {"diagnosis", "dxchange", "dxcurren"}:
         if {"participantid", "sessionid"} <= columns:
             return "sessions"
@@ -197,6 +206,52 @@ def _adnimerge(table: Table) -> Clinical:
         seen = tuple(_aged(visit, start[subject]) for visit in visits[subject])
         persons[subject] = replace(person, visits=seen)
     return Clinical(table.path, f"{table.path.name}:DX", persons, _notes(table.note, dates.note))
+
+
+def _adsl(table: Table) -> Clinical:
+    """One visit for each person: the diagnosis at enrolment, and nothing of what came later."""
+    dates = dates_in(table, "enrldt")
+    persons = {}
+    for row, line in _numbered(table):
+        day = dates.day(row["enrldt"])
+        if day is None:  # never enrolled, and so without a diagnosis
+            continue
+        visit = Visit(day, _word(table, line, row, "dx"), session="M000", age=_number(row, "age"))
+        # ADNI-<site>-<RID with zeros>
+        number = _whole(row["usubjid"].rpartition("-")[2])
+        persons[f"RID {number}"] = replace(
+            _described({**row, "site": row.get("siteid", "")}, "sex", "dx"), visits=(visit,)
+        )
+    note = (
+        f"{table.path.name}: one diagnosis for each person, at enrolment; who changed later is not "
+        "known from it (DXSUM of the same release says)"
+    )
+    return Clinical(table.path, f"{table.path.name}:DX", persons, _notes(table.note, note))
+
+
+def _with_people(found: Clinical, path: Path, kind: str) -> Clinical:
+    """Diagnoses over time, with age, sex and site from a table of people where they have none."""
+    if not kind:
+        note = f"{path.name}: not used, it has no DX and ENRLDT"
+        return replace(found, notes=(*found.notes, note))
+    people, persons = read_clinical(path), {}
+    for subject, person in found.persons.items():
+        known = people.person(subject)
+        if known is not None:
+            first = known.visits[0]
+            visits = tuple(
+                _aged(replace(v, age=first.age), first.day) if v.dated and v.age is None else v
+                for v in person.visits
+            )
+            person = replace(
+                person,
+                sex=person.sex or known.sex,
+                site=person.site or known.site,
+                visits=visits,
+            )
+        persons[subject] = person
+    note = f"{path.name}: age, sex and site where {found.path.name} has none"
+    return replace(found, persons=persons, notes=(*found.notes, note))
 
 
 def _notes(*notes: str) -> tuple[str, ...]:

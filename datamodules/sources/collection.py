@@ -11,6 +11,7 @@ from ..dates import Dates, dates_in
 from ..errors import TableError
 from ..tables import read_table
 from .ids import adni_subject, image_number
+from .scanner import scanner_in
 
 REQUIRED = ("imagedataid", "subject", "description")
 # a collection's CSV, the advanced search's, and the portal's image tables since October 2024
@@ -22,7 +23,7 @@ _ALIASES = {
     "acqdate": ("studydate", "imagedate", "acquisitiondate", "scandate"),
     "visit": ("imagevisit", "viscode2", "viscode"),
     "type": ("imagetype",),
-    "field": ("fieldstrength", "mfgfieldstrength", "imagingprotocol"),
+    "field": ("fieldstrength", "mfgfieldstrength"),
 }
 _CLINICAL = ("adnimerge", "dxsum", "adsl")
 
@@ -43,6 +44,7 @@ class CollectionRow:
         format: of the file, as the table writes it.
         field_strength: tesla; None: not known.
         phase: as the table writes it.
+        scanner: manufacturer and model; empty: not known.
         line: number of its line in the file.
     """
 
@@ -57,6 +59,7 @@ class CollectionRow:
     format: str
     field_strength: float | None
     phase: str
+    scanner: str
     line: int
 
 
@@ -182,8 +185,9 @@ def _parse(path: Path, values: dict[str, str], line: int, dates: Dates) -> Colle
         description=values.get("description", ""),
         acquired=dates.day(values.get("acqdate", "")),
         format=values.get("format", ""),
-        field_strength=_tesla(values.get("field", "")),
+        field_strength=_tesla(values.get("field") or values.get("imagingprotocol", "")),
         phase=values.get("phase", ""),
+        scanner=scanner_in(values),
         line=line,
     )
 

@@ -20,6 +20,7 @@ from .clinical import Clinical
 from .collection import Collection, CollectionRow, find_collection
 from .ids import PTID, canonical_session
 from .reading import Reading
+from .scanner import in_xml
 from .tree import bare_record, is_nifti, require_folder, stem, walk, what_is_there, what_to_do
 
 _ID_IN_NAME = re.compile(r"_I(\d+)$")
@@ -116,6 +117,8 @@ def read_ida(
             problems.append(problem)
         elif row is not None:
             records.append(_described(record, row, collection.path))
+    if not any(record.scanner for record in records):
+        records = list(_with_metadata(root, records))
     problems += _rows_without_scan(root, collection, {file.image_id for file in found})
     groups = f"{collection.path.name}:Group"
     return Reading("ida", records, problems, clinical, groups, (collection.path,), collection.notes)
@@ -133,9 +136,18 @@ def _described(record: ScanRecord, row: CollectionRow, table: Path) -> ScanRecor
         sex=row.sex,
         field_strength=row.field_strength,
         phase=row.phase,
+        scanner=row.scanner,
         acq_date=row.acquired.isoformat() if row.acquired else "",
         reason="" if is_t1(row.description) else "not_t1",
     )
+
+
+def _with_metadata(root: Path, records: Sequence[ScanRecord]) -> Iterator[ScanRecord]:
+    """The scanners, from the portal's metadata, which are unpacked beside the scans."""
+    files = {_image_id(path.with_suffix("")): path for path in walk(root) if path.suffix == ".xml"}
+    for record in records:
+        path = files.get(record.image_id) if record.image_id else None
+        yield replace(record, scanner=in_xml(path)) if path else record
 
 
 def _identity_problem(

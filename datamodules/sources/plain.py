@@ -3,7 +3,8 @@
 Paths are relative to the table. Labels are words: NC, AD, MCI, sMCI, pMCI and their usual synonyms.
 Further columns are used when they are there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``,
 ``cdr_sb``, ``apoe4`` (0 to 2), ``site``, ``phase``, ``field_strength``, ``acq_date``,
-``registered`` (yes or no), ``description`` (name of the series), ``cohort``.
+``registered`` (yes or no), ``description`` (name of the series), ``cohort``, ``scanner`` (or
+``manufacturer`` and ``model``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .clinical import Clinical
 from .ids import canonical_session
 from .people import Names
 from .reading import Reading
+from .scanner import scanner_in
 from .tree import bare_record, stem
 
 REQUIRED = ("path", "subject", "label")
@@ -101,6 +103,7 @@ def _with_columns(record: ScanRecord, values: Mapping[str, str], names: Names) -
         apoe4=int(values["apoe4"]) if values.get("apoe4", "") in _ALLELES else None,
         phase=values.get("phase", ""),
         cohort=values.get("cohort", ""),
+        scanner=scanner_in(values),
         field_strength=_number(values.get("fieldstrength", "")),
         registered=registered if registered in ("yes", "no") else "",
     )

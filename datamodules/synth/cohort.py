@@ -23,6 +23,7 @@ SITE, OTHER_SITE = 999, 998  # no such sites in ADNI
 _OLDER = 4.0  # years, the people of the other hospital
 FIRST_IMAGE_ID, OTHER_FIRST_IMAGE_ID = 9_000_000, 9_500_000
 SCANNERS = 6
+MAKER = "SYNTHETIC"  # of all scanners
 _MISSING = 0.15  # share of follow-up visits that did not happen
 _E4 = {"NC": 0.15, "sMCI": 0.22, "pMCI": 0.38, "AD": 0.42}  # frequency of the allele
 _VISIT_MONTHS = {"bl": 0, "m06": 6, "m12": 12, "m24": 24, "m36": 36}
@@ -132,6 +133,11 @@ class Subject:
     course: Course
     field_strength: float
     apoe4: int
+
+    @property
+    def model(self) -> str:
+        """Of the scanner, as headers name it."""
+        return f"Model {self.scanner + 1}"
 
     def day(self, months: int) -> datetime:
         """When this person comes for a visit, a few days off the month."""

@@ -21,7 +21,7 @@ from .clinical import (
     registry_number,
     site,
 )
-from .cohort import CohortSpec, ScanPlan, Subject, description, visit_name
+from .cohort import MAKER, CohortSpec, ScanPlan, Subject, description, visit_name
 from .files import table_bytes
 
 COLLECTION_COLUMNS = (
@@ -37,6 +37,7 @@ COLLECTION_COLUMNS = (
     "Acq Date",
     "Format",
     "Downloaded",
+    "Imaging Protocol",
 )
 
 _PARTICIPANT_COLUMNS = (
@@ -75,6 +76,7 @@ _PLAIN_COLUMNS = (
     "site",
     "apoe4",
     "cdr_sb",
+    "scanner",
 )
 
 
@@ -133,6 +135,8 @@ def collection_row(plan: ScanPlan, spec: CohortSpec) -> tuple[str, ...]:
         f"{day.month}/{day.day}/{day.year}",
         "NiFTI",
         "" if plan.subject.number % 7 == 0 else "1/31/2026",
+        f"Field Strength={plan.subject.field_strength:.1f};Manufacturer={MAKER};"
+        f"Mfg Model={plan.subject.model}",
     )
 
 
@@ -216,6 +220,11 @@ def _bids_tables(
                 if p.image_id in paths
             ]
             ses = _session(months)
+            header = {"MagneticFieldStrength": subject.field_strength, "Manufacturer": MAKER}
+            header["ManufacturersModelName"] = subject.model
+            for name, *_ in scans:
+                path = f"{sub}/{ses}/{re.sub(r'[.]nii.*', '.json', name)}"
+                tables[path] = (json.dumps(header, indent=1) + "\n").encode()
             tables[f"{sub}/{ses}/{sub}_{ses}_scans.tsv"] = table_bytes(
                 ("filename", "scan_id", "mri_field"), scans, tab=True
             )
@@ -265,6 +274,7 @@ def _plain_tables(
             site(plan.subject),
             plan.subject.apoe4,
             f"{cdr_sb(plan.subject, plan.months):.1f}",
+            f"{MAKER} {plan.subject.model}",
         )
         for plan in plans
         if plan.image_id in paths

@@ -9,7 +9,7 @@ import torch
 
 from datamodules.records import ScanRecord
 from models.calibration import recalibrated, slope_and_intercept
-from models.intervals import FEWEST, intervals
+from models.intervals import intervals
 from models.metrics import Array, evaluate
 from models.reference import Reference
 
@@ -37,6 +37,7 @@ def beside_internal(
     return rows
 
 
+_RECALIBRATED = 24  # scans: twelve to fit, twelve to judge
 _GROUPS: dict[str, Callable[[ScanRecord], str]] = {
     "site": lambda r: r.site,
     "sex": lambda r: r.sex,
@@ -44,6 +45,7 @@ _GROUPS: dict[str, Callable[[ScanRecord], str]] = {
         "" if r.age is None else f"{10 * int(r.age // 10)} to {10 * int(r.age // 10) + 9}"
     ),
     "field strength": lambda r: "" if r.field_strength is None else f"{r.field_strength:g} T",
+    "scanner": lambda r: r.scanner or "unknown",
     "phase": lambda r: r.phase,
 }
 
@@ -92,12 +94,14 @@ def calibration_rows(raw: Array, calibrated: Array, labels: Array) -> list[dict[
     shown = {"network": raw, "temperature of the validation scans": calibrated}
     halves = np.arange(len(labels)) % 2
     fits = [slope_and_intercept(raw[halves != half], labels[halves != half]) for half in (0, 1)]
-    if not np.isnan(fits).any() and len(labels) >= 4 * FEWEST:
-        both = [
-            recalibrated(raw, slope, _shifted(raw, labels, halves, h, slope))
-            for h, (slope, _) in enumerate(fits)
-        ]
-        shown["recalibrated on this cohort, cross-fitted"] = np.where(halves == 0, both[0], both[1])
+    slopes, how = [slope for slope, _ in fits], ""
+    if np.isnan(slopes).any():  # the classes of a half do not overlap, and small cohorts' often
+        slopes, how = [1.0, 1.0], ", intercept alone"
+    shifts = [_shifted(raw, labels, halves, h, slope) for h, slope in enumerate(slopes)]
+    if not np.isnan(shifts).any() and len(labels) >= _RECALIBRATED:
+        both = [recalibrated(raw, slope, shift) for slope, shift in zip(slopes, shifts)]
+        name = f"recalibrated on this cohort{how}, cross-fitted"
+        shown[name] = np.where(halves == 0, both[0], both[1])
     rows = []
     for name, values in shown.items():
         slope, intercept = slope_and_intercept(values, labels)

@@ -66,7 +66,7 @@ def export(ckpt_path: Path, out: Path) -> list[Path]:
     for name in ("configs", "models", "docs", "scripts"):
         writable(out / name)
     _copy_code(out / "scripts")
-    torch.save(trained.model.network.state_dict(), out / "models" / "model.pt")
+    torch.save(trained.network.state_dict(), out / "models" / "model.pt")
     texts = {
         "configs/metadata.json": _json(metadata(trained)),
         "configs/inference.json": _json(inference(trained)),
@@ -89,7 +89,7 @@ def save_onnx(trained: Trained, path: Path) -> Path:
     """Write network, softmax and calibration as one ONNX file, for batches of any size."""
     example = torch.zeros(2, 1, *trained.preprocessing["spatial_shape"])
     program = torch.onnx.export(
-        Probabilities(trained.model.network, _temperature(trained)).eval(),
+        Probabilities(trained.network, _temperature(trained)).eval(),
         (example,),
         input_names=["image"],
         output_names=["probabilities", "calibrated"],
@@ -186,7 +186,7 @@ def inference(trained: Trained) -> dict[str, Any]:
 
 def metadata(trained: Trained) -> dict[str, Any]:
     """``metadata.json`` in MONAI's form."""
-    own, names = trained.preprocessing, trained.model.class_names
+    own, names = trained.preprocessing, trained.class_names
     image = {
         "type": "image",
         "format": "magnitude",
@@ -248,7 +248,7 @@ does both.
 
 
 def _options(trained: Trained) -> Mapping[str, Any]:
-    options = {**trained.model.network_options(), "recompute": []}
+    options = {**trained.options, "recompute": []}
     return {name: list(v) if isinstance(v, list | tuple) else v for name, v in options.items()}
 
 
@@ -257,7 +257,7 @@ def _temperature(trained: Trained) -> float:
 
 
 def _title(trained: Trained) -> str:
-    *others, last = trained.model.class_names
+    *others, last = trained.class_names
     return f"3D-ResAttNet, {last} against {', '.join(others)}"
 
 

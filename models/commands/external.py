@@ -31,9 +31,9 @@ from models.commands.cohort_tables import (
     shift_rows,
 )
 from models.commands.predict_scans import Trained, load
+from models.drawing import save_figures
 from models.environment import save_environment
 from models.errors import UseError
-from models.figures import save_figures
 from models.intervals import intervals
 from models.metrics import evaluate
 from models.predictions import Prediction, table_rows
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _survey(options: argparse.Namespace, trained: Trained, out: Path) -> Survey:
-    task = TASKS[trained.model.hparams["task"]]
+    task = TASKS[trained.task]
     with progress_bar("files") as advance:
         found = survey(
             options.cohort,
@@ -166,7 +166,7 @@ def validate_on(
     reference = trained.reference
     raw = scores.softmax(dim=1).numpy()
     calibrated = reference.calibrated(scores).numpy() if reference else raw
-    names, labels = trained.model.class_names, np.array([record.label for record in records])
+    names, labels = trained.class_names, np.array([record.label for record in records])
     people = [record.subject for record in records]
     internal = _internal(options.ckpt_path)
     external = evaluate(raw, labels)
@@ -216,7 +216,7 @@ def _looked_at(
     scores, features = [], []
     levels: list[dict[str, float]] = []
     for batch in DataLoader(ScanDataset(records, trained.steps()), batch_size=batch_size):
-        one, seen = scores_and_features(trained.model.network, batch["image"])
+        one, seen = scores_and_features(trained.network, batch["image"])
         scores.append(one)
         features.append(seen)
         levels += [intensities(i[0].numpy(), voxel_ml) for i in batch["image"]]
@@ -233,7 +233,7 @@ def _internal(ckpt_path: Path) -> dict[str, float]:
 
 
 def _about(record: ScanRecord) -> dict[str, Any]:
-    values = {name: getattr(record, name) for name in ("session", "age", "sex", "site")}
+    values = {name: getattr(record, name) for name in ("session", "age", "sex", "site", "scanner")}
     values["field_strength"] = record.field_strength
     return {name: "" if value is None else value for name, value in values.items()}
 

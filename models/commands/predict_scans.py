@@ -14,7 +14,6 @@ import nibabel as nib
 import numpy as np
 from torch import Tensor
 
-from datamodules import ADNIDataModule
 from datamodules.checks import FileReport, check_file
 from datamodules.content import picture_hash
 from datamodules.nifti import BadFile, Leniency
@@ -22,16 +21,17 @@ from datamodules.records import ScanRecord
 from datamodules.space import off_middle_mm
 from datamodules.survey import cut_brains
 from datamodules.transforms import fixed_transforms
-from models.classifier import ResAttNetClassifier
 from models.commands.new_scans import NewScan, find_scans
 from models.environment import save_environment
 from models.errors import UseError
 from models.maps import HiResCAM3D
 from models.maps.native import masked, to_native
 from models.reference import Reference, from_checkpoint, intensities, scores_and_features
+from models.resattnet import OPTIONS, ResAttNet3D
 from models.results import run_folder, writable
 from models.tables import write_table
-from models.transfer import KEY, hashed, read_checkpoint, state_of
+from models.tasks import TaskName, classes_of
+from models.transfer import KEY, hashed, read_checkpoint
 
 _EMPTY = 0.05  # standard deviation of a prepared image, which is about 1 within the head
 _ACTION = "prepare the scan as those that the network was trained on"
@@ -42,18 +42,27 @@ class Trained:
     """A network as its checkpoint has it.
 
     Attributes:
-        model: in evaluation mode, on the CPU.
+        network: in evaluation mode, on the CPU.
+        options: with which it was made.
+        task: what it was trained for.
         preprocessing: how its scans were prepared.
         reference: what they were like; None: an older checkpoint does not know.
         people: hashes of those it was trained on.
         files: hashes of the files of their scans, and of the pictures in them.
     """
 
-    model: ResAttNetClassifier
+    network: ResAttNet3D
+    options: Mapping[str, Any]
+    task: TaskName
     preprocessing: Mapping[str, Any]
     reference: Reference | None
     people: frozenset[str]
     files: frozenset[str]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """In the order of the scores."""
+        return classes_of(self.task)
 
     def steps(self) -> list[Any]:
         """The transforms that the training scans went through before augmentation."""
@@ -104,19 +113,23 @@ def load(ckpt_path: Path) -> Trained:
         UseError: it is none, or does not know how its scans were prepared.
     """
     checkpoint = read_checkpoint(ckpt_path)
-    state = state_of(ADNIDataModule.__new__(ADNIDataModule), checkpoint)
-    options = {k: v for k, v in checkpoint.get("hyper_parameters", {}).items() if k[:1] != "_"}
-    if "preprocessing" not in state or "task" not in options:
+    state = checkpoint.get("ADNIDataModule", {})  # by the class's name, as Lightning does
+    given = checkpoint.get("hyper_parameters", {})
+    if "preprocessing" not in state or "task" not in given:
         raise UseError(
             f"{ckpt_path} does not know how its scans were prepared: it was not written by "
             "`python -m models fit`, or by an older version. Train again, or test with --config."
         )
-    model = ResAttNetClassifier(**{**options, "transfer_from": None})
-    weights = {k: v for k, v in checkpoint["state_dict"].items() if k.startswith("network.")}
-    model.load_state_dict(weights)
+    classes, prefix = len(classes_of(given["task"])), "network."
+    options = {"num_classes": classes} | {k: given[k] for k in OPTIONS if k in given}
+    network = ResAttNet3D(**options)
+    weights = checkpoint["state_dict"].items()
+    network.load_state_dict({k.removeprefix(prefix): v for k, v in weights if prefix in k})
     files = (*state.get("trained_files", ()), *state.get("trained_pictures", ()))
     return Trained(
-        model.eval(),
+        network.eval(),
+        options,
+        given["task"],
         state["preprocessing"],
         from_checkpoint(checkpoint),
         frozenset(checkpoint.get(KEY, ())),
@@ -171,7 +184,7 @@ def _refuse_other_kind(preprocessing: Mapping[str, Any], report: FileReport) -> 
 
 def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor) -> None:
     scan, reference = said.scan, trained.reference
-    scores, features = scores_and_features(trained.model.network, image[None])
+    scores, features = scores_and_features(trained.network, image[None])
     said.probabilities = scores.softmax(dim=1)[0].tolist()
     seen = {report.sha256[:16], picture_hash(report.sample)} & trained.files
     if seen or set(hashed([scan.subject])) & trained.people:
@@ -216,9 +229,9 @@ def _draw(
     """The overlay, and the map on the grid of the scan."""
     from models.overlay import save_unlabelled  # plotting libraries are slow to import
 
-    names, voxels = trained.model.class_names, image[0].numpy()
+    names, voxels = trained.class_names, image[0].numpy()
     explained = len(names) - 1
-    found = HiResCAM3D(trained.model.network, layer)(image[None], explained)[0, 0].numpy()
+    found = HiResCAM3D(trained.network, layer)(image[None], explained)[0, 0].numpy()
     values = masked(found, voxels)
     title = f"{said.scan.name}   |   the network: {shown(said, explained)} {names[explained]}"
     said.picture = out / f"{said.scan.name}_hirescam.png"
@@ -279,8 +292,8 @@ def main(arguments: list[str]) -> int:
     for number, scan in enumerate(scans, 1):
         said = answer(trained, scan, out, leniency, options.layer)
         answers.append(said)
-        print(f"{number} of {len(scans)}  {_line(said, trained.model.class_names)}", flush=True)
-    write_table(table_rows(answers, trained.model.class_names), out / "predictions.tsv")
+        print(f"{number} of {len(scans)}  {_line(said, trained.class_names)}", flush=True)
+    write_table(table_rows(answers, trained.class_names), out / "predictions.tsv")
     from models.commands.prediction_page import write_page
 
     page = write_page(out / "predictions.html", trained, answers)

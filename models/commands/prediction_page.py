@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def write_page(path: Path, trained: "Trained", answers: Sequence["Answer"]) -> Path:
     """Write the page, which opens without network, and return its path."""
-    names = trained.model.class_names
+    names = trained.class_names
     title = f"{len(answers)} scan{'s' * (len(answers) > 1)}, {names[-1]} against {names[0]}"
     good = [said for said in answers if not said.problem]
     bad = [said for said in answers if said.problem]
@@ -32,7 +32,7 @@ def _about(trained: "Trained") -> str:
     size = " x ".join(map(str, own["spatial_shape"]))
     text = (
         "This is what a network says that was trained for research. It knows the classes "
-        f"{', '.join(trained.model.class_names)} and gives one of them to everybody, whatever else "
+        f"{', '.join(trained.class_names)} and gives one of them to everybody, whatever else "
         f"they have. It was trained on {own['profile']} scans, brought to {size} voxels of "
         f"{own['spacing_mm']:g} mm"
     )
@@ -45,7 +45,7 @@ def _about(trained: "Trained") -> str:
     return html.note(
         f"{text}: {counts}{ages}{f', at {fields} T' if fields else ''}. Probabilities are "
         f"calibrated on {reference.calibrated_on} validation scans (temperature "
-        f"{reference.temperature:.2f}), and hold where {trained.model.class_names[-1]} is as "
+        f"{reference.temperature:.2f}), and hold where {trained.class_names[-1]} is as "
         "frequent as there."
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from models.figures import FIGURES
+from models.drawing import FIGURES
 from models.metrics import Array
 from models.report import html
 from models.report.checklist import checklist, claim, model_card

@@ -66,6 +66,16 @@ def test_batches_are_plain_tensors_and_strings(module):
     assert all(isinstance(name, str) for name in batch["subject"] + batch["image_id"])
 
 
+def test_no_training_batch_is_one_scan_alone_and_nothing_else_is_left_out(tiny_cohort, tmp_path):
+    scans = len(prepared(tiny_cohort, tmp_path).scans("train"))
+    for size in (1, scans - 1, scans):
+        module = prepared(tiny_cohort, tmp_path, batch_size=size)
+        sizes = [len(batch["label"]) for batch in module.train_dataloader()]
+        assert sizes == ([1] * scans if size == 1 else [size])
+        held_out = [len(batch["label"]) for batch in module.val_dataloader()]
+        assert sum(held_out) == len(module.scans("val"))
+
+
 def test_labels_follow_the_class_names(module, tiny_cohort):
     truth = (tiny_cohort / "truth" / "truth.tsv").read_text().splitlines()[1:]
     diagnosis = {row.split("\t")[1]: row.split("\t")[2] for row in truth}

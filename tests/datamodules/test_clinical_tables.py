@@ -157,3 +157,30 @@ def test_screening_is_not_baseline():
 def test_senseless_rule_is_refused():
     with pytest.raises(DataError, match="BAD_RULE: horizon 2, tolerance 3"):
         LabelRule(horizon_months=2)
+
+
+ADSL = """STUDYID,USUBJID,SUBJID,SITEID,AGE,SEX,ENRLFL,ENRLDT,DX
+ADNI,ADNI-901-00001,00001,901,70.5,Female,Yes,2010-03-01,CN
+ADNI,ADNI-902-10002,10002,902,80,Male,Yes,2023-03-01,DEM
+ADNI,ADNI-901-00003,00003,901,75,Male,No,NA,NA
+"""
+
+
+def test_a_table_of_people_gives_the_diagnosis_at_enrolment_and_says_so(tmp_path):
+    found = find_clinical(table(tmp_path, ADSL, "ADSL_2026.csv").parent, None)
+    person = found.person("999_S_10002")
+    assert [(v.dx, v.day, v.age) for v in person.visits] == [("AD", date(2023, 3, 1), 80)]
+    assert (person.sex, person.site) == ("M", "902")
+    assert found.person("999_S_0001").visits[0].dx == "NC"
+    assert found.person("999_S_0003") is None  # never enrolled
+    assert any("who changed later is not known" in note for note in found.notes)
+
+
+def test_a_table_of_people_adds_age_and_sex_to_diagnoses_over_time(tmp_path):
+    table(tmp_path, ADSL, "ADSL_2026.csv")
+    found = find_clinical(table(tmp_path, DXSUM_NEW, "DXSUM.csv").parent, None)
+    person = found.person("999_S_0001")
+    assert [visit.dx for visit in person.visits] == ["MCI", "AD", "AD"]
+    assert [visit.age for visit in person.visits] == [70.5, 71.5, 78.5]
+    assert person.sex == "F"
+    assert any(note.startswith("ADSL_2026.csv: age, sex and site") for note in found.notes)

@@ -13,6 +13,7 @@ from models.calibration import (
     recalibrated,
     slope_and_intercept,
 )
+from models.commands.cohort_tables import calibration_rows
 
 
 def honest(scans: int = 6000) -> tuple[np.ndarray, np.ndarray]:
@@ -61,3 +62,11 @@ def test_the_curve_of_honest_probabilities_lies_on_the_diagonal():
 def test_predictive_values_are_bayes():
     assert predictive_values(0.9, 0.8, 0.1) == pytest.approx((0.09 / 0.27, 0.72 / 0.73))
     assert math.isnan(predictive_values(0, 1, 0.1)[0])
+
+
+def test_a_small_cohort_whose_classes_are_apart_is_recalibrated_by_its_intercept():
+    labels = np.arange(24) // 2 % 2
+    raw = np.where(labels == 1, 0.45, 0.02) + np.linspace(0, 0.05, 24)
+    rows = calibration_rows(raw, raw, labels)
+    assert rows[2]["probabilities"].endswith("intercept alone, cross-fitted")
+    assert abs(rows[2]["intercept"]) < abs(rows[0]["intercept"])

@@ -64,7 +64,7 @@ def scored(scores: list[list[float]], labels: list[int], task: str = "ad_nc") ->
 
 
 def test_reports_every_metric_of_a_known_classifier_with_its_interval(tmp_path) -> None:
-    model, batch = scored([[0, 1], [0, 2], [2, 0], [1, 0]] * 2, [1, 1, 0, 1] * 2)
+    model, batch = scored([[0, 1], [0, 2], [2, 0], [1, 0]] * 16, [1, 1, 0, 1] * 16)
     [found] = trainer(tmp_path).test(model, DataLoader([batch], batch_size=None), verbose=False)
     expected = {"accuracy": 3 / 4, "sensitivity": 2 / 3, "specificity": 1, "auroc": 1}
     expected |= {"balanced_accuracy": (2 / 3 + 1) / 2, "f1": 0.8}
@@ -157,6 +157,17 @@ def trained(path, people: People, **options) -> ResAttNetClassifier:
     run.fit(model, datamodule=people)
     run.save_checkpoint(path / "first.ckpt")
     return model
+
+
+@pytest.mark.parametrize("side", [32, 33])
+def test_one_scan_of_one_voxel_is_refused_before_training(tmp_path, side) -> None:
+    people = People()
+    people.batch_size, people.spatial_shape = 1, (side, 20, 20)
+    if side == 33:  # two voxels: batch normalisation has something to work with
+        trained(tmp_path, people)
+        return
+    with pytest.raises(UseError, match=r"spatial_shape \[32, 20, 20\] is one voxel in layer4"):
+        trained(tmp_path, people)
 
 
 def test_transfer_starts_from_the_other_runs_weights(tmp_path) -> None:

@@ -70,7 +70,7 @@ def expected(run: Path) -> torch.Tensor:
     trained = load(run / "checkpoints" / "best.ckpt")
     images = [trained.prepare(path)[0] for path in sorted((run / "scans").iterdir())]
     with torch.no_grad():
-        scores = trained.model(torch.stack(images))
+        scores = trained.network(torch.stack(images))
     return torch.cat([scores.softmax(1), (scores / 2.0).softmax(1)], dim=1)
 
 

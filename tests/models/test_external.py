@@ -44,7 +44,7 @@ def test_everybody_of_another_cohort_is_tested_on(trained, elsewhere, tmp_path):
     beside = {row["metric"] for row in read_table(tmp_path / "out" / "internal_and_external.tsv")}
     assert beside >= {"auroc", "brier", "threshold", "sensitivity_at_threshold"}
     kinds = {row["by"] for row in read_table(tmp_path / "out" / "groups.tsv")}
-    assert kinds == {"site", "sex", "age", "field strength", "phase"}
+    assert kinds == {"site", "sex", "age", "field strength", "scanner", "phase"}
     names = [row["probabilities"] for row in read_table(tmp_path / "out" / "calibration.tsv")]
     assert names[:2] == ["network", "temperature of the validation scans"]
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from models.figures import FIGURES, LogFigures, log_figure, save_figures
+from models.drawing import FIGURES, save_figures
+from models.figures import LogFigures, log_figure
 from models.predictions import Prediction
 
 PROBABILITIES = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks import interval_coverage as coverage
 from models.compare import compare
-from models.intervals import FEWEST, auroc_interval, intervals, wilson
+from models.intervals import FEWEST, FEWEST_OF_RECALL, auroc_interval, intervals, wilson
 
 SIZES = (6, 10, 20, 50, 100, 200)
 
@@ -21,21 +22,38 @@ def test_wilson_covers_95_percent_over_the_shares_that_occur(people):
     assert np.mean(covered) == pytest.approx(0.95, abs=0.02)
 
 
-@pytest.mark.parametrize("people", SIZES)
+@pytest.mark.parametrize("people", [FEWEST, 10, 15, 20, 50, 100, 200])
+def test_wilson_covers_95_percent_near_every_share(people):
+    assert coverage.shares(people) == pytest.approx((0.95, 0.95), abs=0.02)
+
+
+@pytest.mark.parametrize("people", [(15, 15), (15, 40), (50, 50)])
+def test_the_interval_of_a_mean_of_shares_covers_95_percent_near_every_pair(people):
+    assert coverage.balanced_accuracy(*people) == pytest.approx((0.95, 0.95), abs=0.02)
+
+
+@pytest.mark.parametrize("people", [14, 20, 50, 100, 200])
 def test_the_interval_of_an_area_covers_95_percent(people):
     random = np.random.default_rng(people)
     positive = np.arange(people) % 2 == 0
-    names, hits, runs = np.arange(people), [], 120
-    for area in (0.65, 0.8, 0.95):
+    names, hits = np.arange(people), []
+    for area in (0.6, 0.8, 0.9, 0.97):
         shift = stats.norm.ppf(area) * np.sqrt(2)
-        for _ in range(runs):
+        for _ in range(500):
             low, high = auroc_interval(random.normal(shift * positive), positive, names)
             hits.append(low <= area <= high)
-    # three standard errors of 360 runs are 3.4 points, beside the 2 that are allowed
-    assert np.mean(hits) == pytest.approx(0.95, abs=0.054)
+    # one standard error of 2000 runs is half a point
+    assert np.mean(hits) == pytest.approx(0.95, abs=0.02)
 
 
-@pytest.mark.parametrize("people", [10, 30, 50])
+@pytest.mark.parametrize(("hits", "misses"), [(3, 3), (6, 6), (10, 40), (40, 10)])
+def test_no_interval_of_an_area_where_none_was_found_to_hold(hits, misses):
+    positive = np.arange(hits + misses) < hits
+    scores = np.random.default_rng(0).normal(positive)
+    assert auroc_interval(scores, positive, np.arange(len(positive))) is None
+
+
+@pytest.mark.parametrize("people", [FEWEST_OF_RECALL, 30, 50])
 def test_the_interval_of_a_mean_of_shares_covers_95_percent(people):
     random = np.random.default_rng(0)
     labels = np.arange(2 * people) % 2

@@ -10,9 +10,10 @@ import yaml
 
 from datamodules.synth import CohortSpec, generate
 from models import ResAttNetClassifier
-from models.cli import _refuse_no_truth, main
+from models.cli import main
+from models.commands.training import _refuse_no_truth
+from models.drawing import FIGURES
 from models.errors import UseError
-from models.figures import FIGURES
 from models.results import load_metrics
 from models.tables import read_table
 

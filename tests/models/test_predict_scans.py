@@ -71,7 +71,7 @@ def test_the_same_numbers_as_the_model_gives_for_the_prepared_scan(trained, tmp_
     _, (row,) = predict(monkeypatch, trained, path, tmp_path / "out")
     own = load(trained / "best.ckpt")
     with torch.no_grad():
-        expected = own.model(own.prepare(path)[0][None]).softmax(dim=1)[0]
+        expected = own.network(own.prepare(path)[0][None]).softmax(dim=1)[0]
     assert [float(row["p_NC"]), float(row["p_AD"])] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
