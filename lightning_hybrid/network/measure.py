@@ -22,7 +22,7 @@ from lightning_hybrid.network.profile import PartitionProfile, Profile, paramete
 from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
 from lightning_hybrid.network.stage_check import fresh, stays_on_cpu
-from lightning_hybrid.network.working_memory import PeakMemory
+from lightning_hybrid.network.working_memory import LITTLE_BYTES, PeakMemory
 from lightning_hybrid.tensors import value_of
 
 ENOUGH_S = 0.1
@@ -219,7 +219,8 @@ def _timed(
         once(parameters)  # torch.func goes together with no such hooks: its memory is not counted
     saved = held.forget()
     made = sum(t.nbytes for t in parameters) + 2 * sum(v.nbytes for v in values)
-    working = max(0, peak.taken() - saved - made)  # gradients are counted elsewhere
+    working = peak.taken() - saved - made  # gradients are counted elsewhere
+    working = working if working >= LITTLE_BYTES else 0
     forwards, backwards = _medians(lambda: once(parameters), repeats)
     if not parameters or stage.layers[0] == 0:  # one kind of gradient alone
         halves = (0.0, backwards) if parameters else (backwards, 0.0, backwards, 0.0)

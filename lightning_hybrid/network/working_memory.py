@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+LITTLE_BYTES = 8 * 2**20
+"""What a process may take with anything that it does first."""
 _PROCESS = Path("/proc/self")
 
 
