@@ -91,8 +91,9 @@ def metrics(run: Path) -> str:
         return ""
     return text + html.note(
         "Intervals: Wilson for shares, Newcombe's method 5 scaled by DeLong's variance for the "
-        "AUROC, BCa bootstrap for Brier score and MCC; none where people are too few for one that holds. They say how much the "
-        "choice of held-out people matters, not how much another training run would."
+        "AUROC, BCa bootstrap for Brier score and MCC; none where people are too few for one that "
+        "holds. They say how much the choice of held-out people matters, not how much another "
+        "training run would."
     )
 
 
