@@ -460,7 +460,7 @@ TABLES: dict[str, tuple[str, Callable[[str], bytes]]] = {
     "header only": ("BAD_TABLE", lambda text: text.splitlines()[0].encode()),
     "web page": ("BAD_TABLE", lambda text: b"<html>please log in</html>"),
     "NUL bytes": ("BAD_TABLE", lambda text: text.encode() + b"\0\0"),
-    "one value too many": ("BAD_TABLE", lambda text: (text + '"1"' + ',"x"' * 12 + "\n").encode()),
+    "one value too many": ("BAD_TABLE", lambda text: (text + '"1"' + ',"x"' * 13 + "\n").encode()),
     "column twice": ("BAD_TABLE", lambda text: text.replace('"Sex"', '"Group"', 1).encode()),
     "no such column": ("BAD_TABLE", lambda text: text.replace('"Subject"', '"Who"', 1).encode()),
     "two kinds of dates": (

@@ -5,17 +5,16 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
-from lightning_hybrid import HybridGabraStrategy, Plan, building, refusals
+from lightning_hybrid import HybridGabraStrategy, Plan, refusals
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.planner import PlanSettings, make_plan
@@ -228,13 +227,3 @@ def test_an_unknown_kind_of_checkpoint_is_refused() -> None:
     """Another value of `checkpoint`."""
     with pytest.raises(PlanError, match="checkpoint='folder' is none of 'full'"):
         HybridGabraStrategy(checkpoint="folder")  # type: ignore[arg-type]
-
-
-def test_what_an_average_of_weights_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(building, "rank_zero_info", said.append)
-    callbacks: Any = SimpleNamespace(callbacks=[EMAWeightAveraging(), Callback()])
-    building.announce_averages(callbacks, cast(Any, nn.Linear(1000, 1000, bias=False)))
-    [line] = said
-    assert line.startswith("EMAWeightAveraging averages all weights")
-    assert "0.004 GB beside" in line
