@@ -65,12 +65,14 @@ def test_augmentation_is_the_same_whatever_the_number_of_processes(tiny_cohort, 
         epochs(prepared(tiny_cohort, tmp_path / "cache", num_workers=workers), 2)
         for workers in (0, 1, 2)
     ]
+    everyone = set.union(*(set(epoch) for run in runs for epoch in run))
+    # a last batch of one scan is left out: in each epoch, and of each order, another one
+    names = set.intersection(*(set(epoch) for run in runs for epoch in run))
+    assert len(names) >= len(everyone) - 6
     for epoch in (0, 1):
-        assert runs[0][epoch].keys() == runs[1][epoch].keys() == runs[2][epoch].keys()
-        for name in runs[0][epoch]:
+        for name in names:
             assert torch.equal(runs[0][epoch][name], runs[1][epoch][name])
             assert torch.equal(runs[0][epoch][name], runs[2][epoch][name])
-    names = runs[0][0].keys() & runs[0][1].keys()  # a batch of one scan is left out
     # each step is drawn with a probability: now and then none is, in both epochs
     assert sum(torch.equal(runs[0][0][name], runs[0][1][name]) for name in names) < len(names) / 4
 
