@@ -23,27 +23,30 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._known = device, True
-        if device.type == "cpu":
-            try:
-                # memory that was freed, and not given back, would be taken again unseen
-                with suppress(AttributeError, OSError):  # of glibc
-                    ctypes.CDLL(None).malloc_trim(0)
-                (_PROCESS / "clear_refs").write_text("5")  # the most is what there is now
-            except OSError:
-                self._known = False
-        else:
-            torch.accelerator.reset_peak_memory_stats(device)
+        try:
+            self._reset()
+        except (OSError, RuntimeError):  # no Linux; an allocator that does not count
+            self._known = False
         self._before = self._most()
+
+    def _reset(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
+            return
+        # memory that was freed, and not given back, would be taken again unseen
+        with suppress(AttributeError, OSError):  # of glibc
+            ctypes.CDLL(None).malloc_trim(0)
+        (_PROCESS / "clear_refs").write_text("5")  # the most is what there is now
 
     def taken(self) -> int:
         """Bytes beyond what there was at the beginning; 0 where the system does not say."""
         return max(0, self._most() - self._before)
 
     def _most(self) -> int:
-        if self._device.type != "cpu":
-            return torch.accelerator.max_memory_allocated(self._device)
         if not self._known:
             return 0
+        if self._device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(self._device)
         lines = (_PROCESS / "status").read_text().splitlines()
         fields = (line.split() for line in lines if line.startswith("VmHWM:"))
         return next((int(size) * 1024 for _, size, _ in fields), 0)
