@@ -16,7 +16,7 @@ from lightning_hybrid.runtime.commands import Commands
 from lightning_hybrid.runtime.files import FilesOfWorkers, put_mapped
 from lightning_hybrid.runtime.tensor_file import TensorFile, Ticket
 from lightning_hybrid.runtime.weights import Weights
-from lightning_hybrid.tensors import is_unread, materialize
+from lightning_hybrid.tensors import is_of_one_rank, is_unread, materialize
 
 _CHANGED_IF_HERE = -1
 """No version: a tensor that had no memory has some now, since it was written to."""
@@ -72,9 +72,9 @@ class AfterRun:
             device: of this rank, which gets weights, gradients and states.
             optimizers: the user's.
         """
-        elsewhere = self._weights.owned_elsewhere()
-        with as_they_are():
-            weights = sum(tensor.nbytes for tensor in elsewhere.values())
+        owned = self._weights.owned_elsewhere().values()
+        with as_they_are():  # (what is made in configure_model stays where it is in any case)
+            weights = sum(tensor.nbytes for tensor in owned if not is_of_one_rank(tensor))
             here = sum(tensor.nbytes for tensor in self._weights.everyones().values()) - weights
         states = sum(optimizer_bytes(self._module, optimizers).values())
         needed = weights * 2 + round(states * weights / max(1, weights + here))

@@ -306,7 +306,8 @@ class DrivenOptimizers:
             at_once: it is written before the next step, so that tensors may be unread where files
                 of workers cannot be read here, too.
         """
-        link = self._links[self._index(optimizer)] if self._links else None
+        divides = self._others is not None and bool(self._links)
+        link = self._links[self._index(optimizer)] if divides else None
         if self._others is None or link is None or link.divided is None:
             with self.unread(always=unread) if unread or at_once else nullcontext():
                 return optimizer.state_dict() if here else {}
