@@ -13,9 +13,10 @@ from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm.protocol import MapTensors, Report
 from lightning_hybrid.planning import free_on, gigabytes, optimizer_bytes
 from lightning_hybrid.runtime.commands import Commands
-from lightning_hybrid.runtime.files import FilesOfWorkers, put_mapped
+from lightning_hybrid.runtime.files import FilesOfWorkers
 from lightning_hybrid.runtime.tensor_file import TensorFile, Ticket
 from lightning_hybrid.runtime.weights import Weights
+from lightning_hybrid.runtime.worker_files import put_mapped
 from lightning_hybrid.tensors import is_of_one_rank, is_unread, materialize
 
 _CHANGED_IF_HERE = -1

@@ -27,11 +27,11 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.pipeline import tensors_of
-from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.gathered_states import gather_states
 from lightning_hybrid.runtime.optimizer_state import placed
 from lightning_hybrid.runtime.optimizers import complete, state_of
 from lightning_hybrid.runtime.tensor_file import read_files
+from lightning_hybrid.runtime.worker_files import FilesOfWorker
 from lightning_hybrid.tensors import (
     has_loaded,
     is_deferred,

@@ -55,7 +55,7 @@ from lightning_hybrid.pipeline import (
 )
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.runtime.deferred_weights import Takeover, share_optimizers
-from lightning_hybrid.runtime.files import FilesOfWorker
+from lightning_hybrid.runtime.worker_files import FilesOfWorker
 from lightning_hybrid.runtime.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.runtime.worker_shards import WorkerShards
 from lightning_hybrid.runtime.worker_weights import WorkerWeights

@@ -22,10 +22,10 @@ from lightning_hybrid.comm.protocol import (
     ZeroGrad,
 )
 from lightning_hybrid.runtime.clipping import gradient_norms, gradients_of
-from lightning_hybrid.runtime.files import FilesOfWorker
 from lightning_hybrid.runtime.loss_scaling import unscale
 from lightning_hybrid.runtime.optimizers import state_of, take_groups, unship
 from lightning_hybrid.runtime.state_shares import StateShares
+from lightning_hybrid.runtime.worker_files import FilesOfWorker
 
 
 class WorkerOptimizers:

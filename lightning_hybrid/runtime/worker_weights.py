@@ -21,7 +21,7 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.pipeline import StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.runtime.deferred_weights import Takeover
-from lightning_hybrid.runtime.files import FilesOfWorker
+from lightning_hybrid.runtime.worker_files import FilesOfWorker
 from lightning_hybrid.tensors import is_of_one_rank
 
 

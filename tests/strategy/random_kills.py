@@ -1,7 +1,7 @@
 """Runs whose ranks are killed at random moments: who outlives whom, and what is left on the disk.
 
-``PYTHONPATH=.:tests/helpers python tests/strategy/random_kills.py --kills 100`` trains in two and
-three ranks, with networks made in ``__init__`` and in ``configure_model``, large activations and a
+``PYTHONPATH=.:tests/helpers python tests/strategy/random_kills.py --kills 100`` trains in two to
+four ranks, with networks made in ``__init__`` and in ``configure_model``, large activations and a
 checkpoint every other step, of each kind. Ranks are started by the script, forked as if by a
 cluster, or each by an agent of torchrun, as on a host of its own. It takes a random phase of a
 random rank and, somewhere in it, sends SIGKILL (as the kernel does where memory ends) or SIGTERM,
@@ -38,7 +38,8 @@ from prepared import start_ranks
 
 PHASES = ("import", "start", "capture", "step", "checkpoint", "end", "later", "exit")
 """In their order. Each rank touches `PHASE.RANK` at its begin; "start" begins with the script."""
-LAUNCHES = ("script", "forked", "agents")
+LAUNCHES = ("script", "agents", "forked", "forked", "forked")
+"""Forked ranks need no import, which is most of the time of the others."""
 _IMPORT_S = 6.0  # about
 LIMIT_S = 30.0  # that the others may live on
 STEPS, EVERY, WIDTH, ROWS = 6, 2, 1024, 2048  # activations of 8 MB, 4 times what a socket holds
@@ -51,24 +52,32 @@ class Shape:
     """What is trained.
 
     Attributes:
-        ranks: of one replica, a stage each.
+        stages: of one replica, a rank each.
         deferred: whether the network is made in `configure_model`.
         checkpoint: as the strategy wants it.
+        replicas: of the stages; two of them divide the states of the optimizer.
     """
 
-    ranks: int
+    stages: int
     deferred: bool
     checkpoint: str = "full"
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of all replicas."""
+        return self.stages * self.replicas
 
     def __str__(self) -> str:
         where = "configure_model" if self.deferred else "__init__"
-        return f"{self.ranks} ranks, {where}, {self.checkpoint}"
+        return f"{self.replicas} x {self.stages} ranks, {where}, {self.checkpoint}"
 
 
 SHAPES = [
-    *(Shape(ranks, deferred) for ranks in (2, 3) for deferred in (False, True)),
+    *(Shape(stages, deferred) for stages in (2, 3) for deferred in (False, True)),
     Shape(2, deferred=False, checkpoint="sharded"),
     Shape(3, deferred=True, checkpoint="sharded_async"),
+    Shape(2, deferred=False, replicas=2),
 ]
 
 
@@ -131,10 +140,11 @@ def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
     saving: Any = {"filename": "{step}", "every_n_train_steps": EVERY, "save_top_k": -1}
     trainer = Trainer(
         strategy=HybridGabraStrategy(
-            pipeline_parallel_size=shape.ranks,
-            data_parallel_size=1,
+            pipeline_parallel_size=shape.stages,
+            data_parallel_size=shape.replicas,
             num_microbatches=1,
-            allocation=["net.1", "net.2"][: shape.ranks - 1],
+            allocation=["net.1", "net.2"][: shape.stages - 1],
+            shard_optimizer_states=shape.replicas > 1,
             checkpoint=cast(Any, shape.checkpoint),
         ),
         accelerator="cpu",
@@ -147,8 +157,8 @@ def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Model()
-    trainer.fit(model, DataLoader(TensorDataset(torch.randn(ROWS * STEPS, WIDTH)), ROWS))
+    model, rows = Model(), ROWS * shape.replicas
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(rows * STEPS, WIDTH)), ROWS))
     begin("later")
     if not shape.deferred:  # what other ranks own is mapped here
         sum(float(parameter.sum()) for parameter in model.parameters())
@@ -174,9 +184,10 @@ class Run:
             str(HERE),
             "--train",
             str(folder),
-            str(shape.ranks),
+            str(shape.stages),
             str(int(shape.deferred)),
             shape.checkpoint,
+            str(shape.replicas),
         ]
         usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "PYTHONWARNINGS": "ignore"}
         environment = {**os.environ, **usual, "TMPDIR": str(folder / "temporary")}
@@ -442,11 +453,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        folder, ranks, deferred, checkpoint = arguments.train
-        train(Path(folder), Shape(int(ranks), bool(int(deferred)), checkpoint))
+        folder, stages, deferred, checkpoint, replicas = arguments.train
+        shape = Shape(int(stages), bool(int(deferred)), checkpoint, int(replicas))
+        train(Path(folder), shape)
         return
     longest, failed, counts = 0.0, 0, Counter[str]()
     for seen in kill_many(arguments.kills, arguments.seed):
