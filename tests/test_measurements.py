@@ -110,3 +110,17 @@ def test_each_row_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     record({"b, with a comma": 2.0}, "s", tmp_path)
     with path.open(newline="") as file:
         assert [row["name"] for row in csv.DictReader(file)] == ["a", "b, with a comma"]
+
+
+def test_the_readme_is_short_and_its_ratios_have_commands_that_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    heading = "| case | beside | ratio | command in `benchmarks/` |\n"
+    assert text.count(heading) == 1
+    table = text.partition(heading)[2].partition("\n\n")[0].splitlines()[1:]
+    assert table
+    for row in table:
+        *_, ratio, command = row.strip("|").split(" | ")
+        assert re.search(r"\d\.\d\d", ratio), row
+        [named] = commands(command)
+        assert missing(named) == [], row
