@@ -92,15 +92,19 @@ docs: .venv-docs/.ready
 bench: $(READY)
 	python -m benchmarks
 
-# sdist and wheel of the version in pyproject.toml, checked, installed as by a user, and tagged
+# sdist and wheel of the version in pyproject.toml, checked and installed as by a user; then the files of
+# changelog/ are collected under it in CHANGELOG.md, which is committed and tagged
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 release: $(READY) lint
 	@test -z "$$(git status --porcelain)" || { echo "git status shows changes: commit them first"; exit 1; }
-	@grep -q "^## $(VERSION)" CHANGELOG.md || { echo "CHANGELOG.md has no '## $(VERSION)': give Unreleased that name and a date"; exit 1; }
+	@python changelog/release.py --check $(VERSION)
 	rm -rf dist
 	python -m hatchling build
 	$(PYTHON) -m venv --clear .venv-release
 	.venv-release/bin/python -m pip install --quiet twine dist/*.whl
 	.venv-release/bin/twine check --strict dist/*
 	cd .venv-release && bin/python $(CURDIR)/tests/wheel/first_script.py 2
+	python changelog/release.py $(VERSION)
+	git add --all changelog CHANGELOG.md
+	git diff --cached --quiet || git commit --message "Release $(VERSION)"
 	git tag "v$(VERSION)"

@@ -45,6 +45,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _results import record
 from _timing import Clock, Divided, Repeated, bare_trainer, durations, optimizer_of
 from monai.networks.nets import DenseNet121, UNet
 from rich.console import Console
@@ -331,6 +332,7 @@ def compare(name: str, peers: list[str], rounds: int, steps: int) -> None:
             times[peer] += found["steps"]
             notes[peer] = found["note"]
     known = {peer: statistics.median(v) for peer, v in times.items() if v}
+    record({f"{name}: {peer}": 1e3 * step_s for peer, step_s in known.items()}, "ms")
     best = min(known, key=known.__getitem__, default=None)
     table = Table("peer", "median, ms", "10 % to 90 %, ms", "of ddp", "", title=name)
     for peer in peers:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import record
 from monai.data import CacheDataset, Dataset, PersistentDataset
 from monai.data.utils import pickle_hashing
 from monai.transforms import Compose
@@ -154,6 +155,7 @@ def epoch(loader: Iterable[Any]) -> float:
 
 
 def say(name: str, scans: int, seconds: list[float]) -> None:
+    record({name: scans / statistics.median(seconds)}, "scans/s")
     print(f"{name:34}{scans / statistics.median(seconds):10.1f}", flush=True)
 
 

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from _results import record
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -147,6 +149,7 @@ def main() -> None:
         return
     for name in arguments.names or NETWORKS:
         found = medians(name, arguments.rounds)
+        record({f"{name}: {kind}": first_s for kind, (_, first_s) in found.items()}, "s")
         one = found[KINDS[0]][1]
         print(f"{name}, median of {arguments.rounds}", flush=True)
         for kind, more_s in zip(KINDS, (None, None, 10.0, 2.0)):

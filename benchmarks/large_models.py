@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _results import record
 from _timing import bare_trainer
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -295,6 +296,7 @@ def show(peer: str, path: Path, alone: float | None, how: str) -> float:
     planned = seen["planned"].get(path.stem.removeprefix("rank"))
     text += "" if planned is None else f", planned {planned:.0f}"
     print(text, " ".join(f"{loss:.7f}" for loss in seen["losses"]), flush=True)
+    record({f"{peer}{how}, {path.stem}: {at}": mib for at, mib in seen["peaks"].items()}, "MiB")
     steps: float = seen["peaks"].get("steps", highest)
     return steps
 

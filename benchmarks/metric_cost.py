@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import record
 from _timing import Clock, Module, Repeated, bare_trainer, durations
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -108,6 +109,7 @@ def main() -> None:
             flush=True,
         )
     plain, *others = (statistics.median(times) for times in rows.values())
+    record(dict(zip(VARIANTS, (1 / plain, *(1 / step_s for step_s in others)))), "steps/s")
     print(f"{LAYERS} layers, two stages: {1 / plain:.1f} steps/s without a metric")
     for variant, step_s in zip(VARIANTS[1:], others):
         print(f"  {variant}: {1 / step_s:.1f} steps/s, {plain / step_s:.3f} of that (at least 0.9)")

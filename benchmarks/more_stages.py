@@ -21,6 +21,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from _results import record
 from schedules import WINDOW, perceptron
 
 from lightning_hybrid.network import Profile, measure, network_partitions
@@ -150,6 +151,7 @@ def main(network: str, side: int) -> None:
             m = min(sizes, key=lambda count: measured.simulated_s(schedule, devices, count))
             simulated = measured.simulated_s(schedule, devices, m) / ddp_s
             closed = measured.closed_s(schedule, devices, m) / ddp_s
+            record({f"{schedule}, {devices} devices: simulated by ddp": simulated}, "")
             print(f"{schedule:14}{m:4}{simulated:11.2f}{closed:13.2f}")
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import record
 from _timing import bare_trainer
 from lightning.pytorch import Callback, LightningModule
 from networks import NETWORKS, Case
@@ -117,6 +118,7 @@ def line(name: str) -> str:
     one, two = (found(name, kind) for kind in KINDS)
     if isinstance(one, str) or isinstance(two, str):
         return f"| {name} | {one if isinstance(one, str) else f'{one[0]:.1f} s'} | {two} | | |"
+    record({f"{name}: one device": one[0], f"{name}: two stages": two[0]}, "s")
     limit_s = 3 * one[0] + 10
     away = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(one[1], two[1], strict=True))
     text = f"{two[0]:.1f} s" if two[0] <= limit_s else f"**{two[0]:.1f} s**"

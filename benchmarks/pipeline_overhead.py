@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _capturing import capture
+from _results import record
 from _timing import Repeated, durations, optimizer_of, train
 from torch import Tensor, nn
 
@@ -148,6 +149,7 @@ def main() -> None:
                 times.append(median_step(kind, steps, point))
             print(f"round {number}: " + ", ".join(f"{k} {v[-1]:.3f} s" for k, v in rows.items()))
         hybrid, torch_s = (statistics.median(times) for times in rows.values())
+        record({"hybrid_gabra": hybrid, "by hand": torch_s}, "s")
         print(f"median step: hybrid_gabra {hybrid:.3f} s, torch.distributed.pipelining", end=" ")
         print(f"{torch_s:.3f} s, ratio {hybrid / torch_s:.3f} (claim: at most 1.10)")
 

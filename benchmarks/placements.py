@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from _block_partition import block_partition
 from _capturing import capture
+from _results import record
 from _timing import Repeated, train
 from monai.networks.nets import DenseNet121
 from rich.console import Console
@@ -200,6 +201,7 @@ def measurements(name: str, chain: Chain, rounds: int, steps: int) -> Table:
         for point, row in times.items():
             row.append(median_step(name, point, steps))
     medians = {point: statistics.median(row) for point, row in times.items()}
+    record({f"{name}: {title}": medians[p.cuts[0]] for title, p in plans.items()}, "s")
     ours = plans["planner"]
     table = Table("placement", "cut before", "predicted, s", "measured, s", "against it",
                   title=f"{name} in two processes, {rounds} rounds of {steps} steps")  # fmt: skip

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from _results import record
 
 from lightning_hybrid.network import network_partitions
 from lightning_hybrid.planning import optimizer_bytes
@@ -33,7 +34,9 @@ T = TypeVar("T")
 def timed(what: str, action: Callable[[], T]) -> T:
     start_s = process_time()
     found = action()
-    print(f"{what}: {process_time() - start_s:.2f} CPU s", flush=True)
+    spent_s = process_time() - start_s
+    record({what.strip(): spent_s}, "CPU s")
+    print(f"{what}: {spent_s:.2f} CPU s", flush=True)
     return found
 
 

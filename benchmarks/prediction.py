@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import record
 from _timing import Clock, Module, Repeated, bare_trainer, durations
 from torch import Tensor, nn
 
@@ -125,6 +126,7 @@ def rows(steps: int) -> Iterator[Row]:
 
 def report(found: list[Row]) -> None:
     off = [abs(row["predicted_s"] / row["step_s"] - 1) for row in found]
+    record({"mean error, nothing fitted": 100 * statistics.mean(off)}, "%")
     print(f"{len(found)} configurations; the prediction alone is off by {statistics.mean(off):.1%}")
     groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in found:

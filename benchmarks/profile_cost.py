@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from _capturing import capture
+from _results import record
 
 from lightning_hybrid.network import cached, measure, network_partitions
 from models import ResAttNet3D
@@ -53,6 +54,7 @@ def main() -> None:
                     f"  micro-batch of {size}: {time.perf_counter() - begin:.2f} s for "
                     + "a forward of {:.3f} s, a backward of {:.3f} + {:.3f} s".format(*parts)
                 )
+            record({f"{number} time": time.perf_counter() - start}, "s")
             print(f"  in all {time.perf_counter() - start:.2f} s")
 
 

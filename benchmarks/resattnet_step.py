@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from _results import record
 from monai.networks.nets import resnet18
 from torch import Tensor, nn
 
@@ -96,6 +97,7 @@ if __name__ == "__main__":
             found_s = subject.timed_step_s()
             if number:  # the first one warms up
                 spent_s[name].append(found_s)
+    record({name.strip(): statistics.median(times) for name, times in spent_s.items()}, "s")
     reference_s = statistics.median(spent_s[REFERENCE])
     for name, subject in subjects.items():
         median_s = statistics.median(spent_s[name])

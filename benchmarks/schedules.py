@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import record
 from _timing import Clock, Module, Repeated, bare_trainer
 from torch import nn
 
@@ -123,6 +124,7 @@ if __name__ == "__main__":
     for _ in range(chosen.rounds):
         for name in names:
             spent_s[name].append(measured_s(name, config))
+    record({name: statistics.median(times) for name, times in spent_s.items()}, "s")
     reference_s = statistics.median(spent_s["ddp"])
     print(f"{'':12}{'median':>9}{'least':>9}{'most':>9}   x ddp")
     for name, times in spent_s.items():

@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from _results import record
 from rich.console import Console
 from rich.table import Table
 from slow_device import be_slow, slow_group
@@ -137,6 +138,7 @@ def row(name: str, starts: int, is_right: Callable[[float], bool], how: Any) -> 
         times.append(time.perf_counter() - since_s)
         ratios.append(round(speeds[1] / speeds[0], 2))
     right = sum(map(is_right, ratios))
+    record({name: right}, f"of {starts} starts")
     seen = ", ".join(f"{ratio:g} ({ratios.count(ratio)})" for ratio in sorted(set(ratios)))
     return [name, f"{right} of {starts}", seen, f"{max(times):.1f} s"]
 

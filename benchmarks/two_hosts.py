@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _results import record
 from _timing import Clock, Divided, bare_trainer, durations
 from rich.console import Console
 from rich.table import Table
@@ -127,6 +128,7 @@ def compare(peers: list[str], rounds: int, steps: int) -> None:
                 notes[peer] = found["note"]
     table = Table("peer", "median, s", "least to longest, s", "ddp takes", "sizes")
     medians = {peer: statistics.median(v) for peer, v in times.items() if v}
+    record(medians, "s")
     for peer in peers:
         if peer not in medians:
             table.add_row(peer, "-", "-", "-", notes[peer])

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _results import record
 from _timing import Repeated, train
 from torch import nn
 
@@ -113,6 +114,7 @@ def main() -> None:
                 f"checks in {sum(without[1:]):.2f} s ({ratios[-1]:+.1f} %)",
                 flush=True,
             )
+        record({f"{name}: of {STEPS} steps": statistics.median(found)}, "%")
         how = "" if steps == STEPS else f" (from {steps} steps)"
         print(
             f"{name}: {checks} checks in {STEPS} steps cost {statistics.median(found):.2f} %{how}; "

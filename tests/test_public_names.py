@@ -43,5 +43,13 @@ def test_the_public_names_and_their_signatures_are_these() -> None:
     assert public_names() == FILE.read_text(), "python tests/test_public_names.py writes it anew"
 
 
+def test_the_page_of_public_names_has_each_of_them() -> None:
+    page = (FILE.parents[1] / "docs" / "api.md").read_text()
+    for name in NAMES:
+        assert f'"{name}"' in page
+    for name in lightning_hybrid.__all__:
+        assert f"::: lightning_hybrid.{name}" in page
+
+
 if __name__ == "__main__":
     FILE.write_text(public_names())
