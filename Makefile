@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test newest conformance third lint bench as-gpu features docs release
+.PHONY: setup demo test check newest conformance third lint bench as-gpu features docs release
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -38,7 +38,7 @@ demo: $(READY)
 
 # each test with one thread for its sums; tests of one file one after the other
 PYTEST := python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
-test newest conformance third: export OMP_NUM_THREADS := 1
+test check newest conformance third: export OMP_NUM_THREADS := 1
 
 # (a hang that Python cannot interrupt, as it can for pytest's own timeout, ends its process)
 # (three at once for two cores: processes that start and ranks that wait take a third of the time)
@@ -46,7 +46,12 @@ FAST := $(PYTEST) 3 -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=
 test: $(READY)
 	$(FAST)
 
-# The same on the newest torch and Lightning that pip finds: first the wheel alone is installed, as by
+# what a change in one room can break, in one process: make check ROOM=driver
+check: $(READY)
+	@test -d lightning_hybrid/$(or $(ROOM),none) || { echo "make check ROOM=NAME: a folder of lightning_hybrid/, such as driver"; exit 1; }
+	$(PYTEST) 2 $(wildcard tests/$(ROOM)) tests/test_architecture.py -m "not conformance and not as_gpu and not distributed"
+
+# `make test` on the newest torch and Lightning that pip finds: first the wheel alone is installed, as by
 # a user, and trains with two stages.
 NEWEST := $(CURDIR)/.venv-newest
 newest: export PATH := $(NEWEST)/bin:$(PATH)
