@@ -77,6 +77,21 @@ def annotate(graph: fx.Graph, attributes: Mapping[str, Any]) -> Annotations:
         return _Run(graph, attributes).annotations()
 
 
+def arguments_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    """Positional and keyword arguments of a node, from the values of those before it."""
+    args: Any = fx.map_arg(node.args, values.__getitem__)
+    kwargs: Any = fx.map_arg(dict(node.kwargs), values.__getitem__)
+    return args, kwargs
+
+
+def called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What an operation of a graph returns for these arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = node.target
+    return function(*args, **kwargs)
+
+
 FAILURES = (
     *(RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError),
     *(AttributeError, AssertionError, ArithmeticError),
@@ -132,20 +147,13 @@ class _Run:
     def _run(self, node: fx.Node) -> set[int]:
         if self.lost is not None:
             return set()
-        args: Any = fx.map_arg(node.args, self.values.__getitem__)
-        kwargs: Any = fx.map_arg(dict(node.kwargs), self.values.__getitem__)
-        given = [tensor for _, tensor in tensors_in((args, kwargs))]
-        before = [(tensor, _version(tensor)) for tensor in given]
+        args, kwargs = arguments_of(node, self.values)
+        before = [(tensor, _version(tensor)) for _, tensor in tensors_in((args, kwargs))]
         try:
-            if node.op == "call_method":
-                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                function: Any = node.target
-                value = function(*args, **kwargs)
+            self.values[node] = called(node, args, kwargs)
         except FAILURES as error:
             self.lost = _why(error)
             return set()
-        self.values[node] = value
         return {self._memory(t) for t, version in before if _version(t) != version}
 
     def _make(self, node: fx.Node) -> None:

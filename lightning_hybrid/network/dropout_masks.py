@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from lightning_hybrid._torch.graphs import copy_source
+from lightning_hybrid._torch.graphs import copy_source, is_region
 from lightning_hybrid._torch.symbols import expression, is_symbolic, value_with
 from lightning_hybrid._torch.tensors import is_fake
-from lightning_hybrid.network.checkpointing import is_region
 
 MASKS = "masks"
 """In a node's ``meta``: what the mask that it draws is for."""

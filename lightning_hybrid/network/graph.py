@@ -25,10 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.graphs import higher_order_name
+from lightning_hybrid._torch.graphs import higher_order_name, is_region
 from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.annotate import Effects
-from lightning_hybrid.network.checkpointing import has_region
 from lightning_hybrid.network.rows import Rows, slices
 from lightning_hybrid.network.source_places import input_name
 
@@ -210,7 +209,7 @@ class NetworkGraph:
     @cached_property
     def is_checkpointed(self) -> bool:
         """Whether activations of a part are not kept, but computed again."""
-        return has_region(self.graph)
+        return any(map(is_region, self.graph.nodes))
 
     @cached_property
     def used(self) -> frozenset[str]:

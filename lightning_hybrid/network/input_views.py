@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_hybrid.network.annotate import Effects
+from lightning_hybrid.network.annotate import Effects, arguments_of, called
 from lightning_hybrid.network.graph import NetworkGraph
 
 
@@ -42,7 +42,7 @@ class InputView:
         with torch.no_grad() if learns else nullcontext():
             for node in self.nodes:
                 if node not in found:
-                    found[node] = _run(node, found)
+                    found[node] = called(node, *arguments_of(node, found))
         view: Tensor = found[self.nodes[-1]]
         return view
 
@@ -81,12 +81,3 @@ def _needed(node: fx.Node) -> set[fx.Node]:
                 found.add(taken)
                 waiting.append(taken)
     return found
-
-
-def _run(node: fx.Node, found: dict[fx.Node, Any]) -> Any:
-    args: Any = fx.map_arg(node.args, found.__getitem__)
-    kwargs: Any = fx.map_arg(dict(node.kwargs), found.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = node.target
-    return function(*args, **kwargs)

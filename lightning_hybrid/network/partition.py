@@ -12,7 +12,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.cuts import Cuts
@@ -162,12 +162,7 @@ def _open_modules(graph: NetworkGraph, position: int) -> int:
     before, after = _scope(one), _scope(other)
     if one.is_module and one.module == other.module:
         return len(before) + 1
-    common = 0
-    for a, b in zip(before, after):
-        if a != b:
-            break
-        common += 1
-    return common
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(before, after))])
 
 
 def _scope(layer: Layer) -> list[str]:

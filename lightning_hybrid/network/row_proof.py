@@ -30,7 +30,7 @@ from lightning_hybrid._torch.tensors import (
     version,
 )
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.network.annotate import FAILURES, modes_restored
+from lightning_hybrid.network.annotate import FAILURES, arguments_of, called, modes_restored
 from lightning_hybrid.network.dropout_masks import MASKS
 from lightning_hybrid.network.recurrent_layers import RECURRENT
 from lightning_hybrid.network.row_rules import (
@@ -43,11 +43,9 @@ from lightning_hybrid.network.row_rules import (
     TAKES_COUNTS,
     TAKES_PLACES,
     Call,
-    all_numbers,
     divided,
     is_grouped,
     name_of,
-    numbers_of,
     recurrent,
     rule_of,
 )
@@ -187,8 +185,7 @@ class _Walk:
     def _compute(self, node: fx.Node, example: Any) -> None:
         run = self._run
         run.begin()
-        args: Any = fx.map_arg(node.args, self._values.__getitem__)
-        kwargs: Any = fx.map_arg(dict(node.kwargs), self._values.__getitem__)
+        args, kwargs = arguments_of(node, self._values)
         given = [unwrapped(tensor) for _, tensor in tensors_in((args, kwargs))]
         is_unknown = _is_unknown(node) and any(run.label(t) is not None for t in given)
         try:
@@ -216,9 +213,7 @@ class _Walk:
         plain = all(one is None or (isinstance(one, Rows) and one.plain) for one in labels)
         if not plain or MEET in results or run.draws or node in self._kept:
             return False
-        trial = Trial(
-            lambda values: _called(node, *values), arguments, labels, results, run.symbols
-        )
+        trial = Trial(lambda values: called(node, *values), arguments, labels, results, run.symbols)
         passed = trial.passes()
         for tensor, label in zip(tensors, results if passed else ()):
             run.set(tensor, label)
@@ -261,7 +256,7 @@ class _Walk:
                 run.set(tensor, label)
             return example
         with run:
-            value = _called(node, args, kwargs)
+            value = called(node, args, kwargs)
         # (padding under autograd returns plain sizes, and tells nobody)
         pairs = zip(tensors_in(value), tensors_in(example))
         sizes = [pair for (_, t), (_, e) in pairs for pair in zip(t.shape, e.shape)]
@@ -285,7 +280,7 @@ class _Walk:
     def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
         """Where samples are in what is made of inputs: a mask has them where its tensor has."""
         label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
-        if isinstance(label, Rows) and label.plain and self._run.bears_out(label, tensor):
+        if isinstance(label, Rows) and label.plain and self._run.borne_out(label, tensor) is label:
             return label
         return self._run.by_shape(tensor)
 
@@ -299,13 +294,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = node.target
-    return function(*args, **kwargs)
 
 
 def _is_unknown(node: fx.Node) -> bool:
@@ -375,11 +363,7 @@ class _Run(TorchDispatchMode):
     def by_shape(self, tensor: Tensor) -> Label:
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
-        return self._borne_out(label, tensor)
-
-    def bears_out(self, label: Label, tensor: Tensor) -> bool:
-        """Whether a tensor can have this label, by its shape."""
-        return self._borne_out(label, tensor) is label
+        return self.borne_out(label, tensor)
 
     def picked_by(self, mask: Tensor, count: Any) -> Any:
         picked = self._roots.get(id(mask), id(mask)), version(mask)
@@ -440,10 +424,14 @@ class _Run(TorchDispatchMode):
         seen: Any = call["self"]
         reshapes = torch.Tag.inplace_view in func.tags and isinstance(seen, Tensor)
         if reshapes:
-            call.values["self"] = self._as_it_was(seen)
+            # a stand-in for a tensor whose shape is about to be changed in place
+            call.values["self"] = other = seen.detach()
+            self.set(other, self.label(seen))
         result = func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
-        labels = self._checked(self._of(func, call, given, outs), outs)
+        found = self._of(func, call, given, outs)
+        labels = found if isinstance(found, list) else [found] * len(outs)
+        labels = [self.borne_out(each, out) for each, out in zip(labels, outs, strict=True)]
         name = name_of(func)
         if name in ("view", "alias", "detach") and len(given) == 1:
             self._roots[id(outs[0])] = self._roots.get(id(given[0]), id(given[0]))
@@ -461,12 +449,6 @@ class _Run(TorchDispatchMode):
         self._look_at_other_results(func, call, given, outs, result)
         return result
 
-    def _as_it_was(self, tensor: Tensor) -> Tensor:
-        """A stand-in for a tensor whose shape is about to be changed in place."""
-        other = tensor.detach()
-        self.set(other, self.label(tensor))
-        return other
-
     def _look_at_other_results(
         self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor], result: Any
     ) -> None:
@@ -477,7 +459,8 @@ class _Run(TorchDispatchMode):
         for argument in schema(func).arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for _, tensor in tensors_in(call[argument.name]):
-                    if not any(tensor is out for out in outs) and not _is_statistic(argument.name):
+                    is_statistic = argument.name in ("running_mean", "running_var")
+                    if not any(tensor is out for out in outs) and not is_statistic:
                         self.spoil(tensor)
         met = any(self.label(t) is MEET for t in (*given, *outs))
         is_number = isinstance(result, int | float | complex) or is_symbolic(result)
@@ -488,12 +471,8 @@ class _Run(TorchDispatchMode):
             for out in outs:
                 self.tainted |= {s for s in _symbols_of(out) if follows_from_values(s)}
 
-    def _checked(self, found: Label | list[Label], outs: list[Tensor]) -> list[Label]:
-        """The labels of results, if their shapes bear them out."""
-        labels = found if isinstance(found, list) else [found] * len(outs)
-        return [self._borne_out(label, out) for label, out in zip(labels, outs, strict=True)]
-
-    def _borne_out(self, label: Label, out: Tensor) -> Label:
+    def borne_out(self, label: Label, out: Tensor) -> Label:
+        """The label of a result, if its shape bears it out."""
         if label is MEET:
             return MEET
         if out.layout is not torch.strided or out.is_nested:
@@ -520,12 +499,13 @@ class _Run(TorchDispatchMode):
         name = name_of(func)
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
             return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
-        if any(self.depends(number) for number in numbers_of(func, call)):
+        sizes = FACTORIES.get(name, ())
+        if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
             return MEET
         grows = any(self.depends(size) for out in outs for size in out.shape)
         if labels <= {None} and not grows:
             # whatever the operator; but the batch's size must not say which part it takes
-            return MEET if any(map(self.depends, all_numbers(call))) else None
+            return MEET if any(map(self.depends, call.numbers())) else None
         if func.namespace == "aten" and name in FACTORIES:
             return [self.by_shape(out) for out in outs]
         if func.namespace == "aten" and name in LIKE:
@@ -533,7 +513,7 @@ class _Run(TorchDispatchMode):
             if not isinstance(like, Rows):
                 return MEET
             plain = Rows(like.dim, like.outer)  # what is empty has no order yet
-            return plain if self._borne_out(plain, outs[0]) is plain else like.at(like.dim)
+            return plain if self.borne_out(plain, outs[0]) is plain else like.at(like.dim)
         if not self._is_known(name, call, labels):
             return MEET
         rule = rule_of(func)
@@ -567,10 +547,6 @@ class _Run(TorchDispatchMode):
 
 
 _OF_SIZES = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "dim", "is_contiguous"}
-
-
-def _is_statistic(argument: str) -> bool:
-    return argument in ("running_mean", "running_var")
 
 
 def _memory(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ without a rule is ``MEET`` too, so the table may be incomplete, but must not be 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from lightning_hybrid._torch.symbols import is_symbolic
 from lightning_hybrid._torch.tensors import schema
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.rows import MEET, Counts, Label, Places, Rows
@@ -74,6 +75,13 @@ class Call:
         rest = {name: value for name, value in self.values.items() if name not in names}
         return [tensor for _, tensor in tensors_in(rest)]
 
+    def numbers(self, without: Collection[str] = ()) -> Iterator[Any]:
+        """All numbers that the call takes, sizes too, but those in some arguments."""
+        for name, value in self.values.items():
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if name not in without and (isinstance(one, int | float) or is_symbolic(one)):
+                    yield one
+
 
 Rule = Callable[[Looks, Call, Sequence[Tensor]], Label | list[Label]]
 
@@ -115,9 +123,9 @@ def _all_free(f: Looks, tensors: Sequence[Tensor]) -> bool:
     return all(f.label(tensor) is FREE for tensor in tensors)
 
 
-def _dims(call: Call, count: int, name: str = "dim") -> list[int]:
+def _dims(call: Call, name: str = "dim") -> list[int]:
     """The dimensions that an operator works along; by default all."""
-    dim = call[name]
+    dim, count = call[name], call["self"].dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(count))
     return [each % max(count, 1) for each in (dim if isinstance(dim, list | tuple) else [dim])]
@@ -134,15 +142,6 @@ def fills(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     """Writes over ``self``, whatever was there."""
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
-
-
-def entries_of(name: str) -> Rule:
-    """Entry by entry of one argument (its last dimension may come or go); all else is shared."""
-
-    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-        return f.label(call[name]) if _all_free(f, call.others(name)) else MEET
-
-    return rule
 
 
 def unreduced(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -210,7 +209,7 @@ def unsqueeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 def squeeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, rows = call["self"], f.label(call["self"])
     assert isinstance(rows, Rows)
-    dims = _dims(call, tensor.dim())
+    dims = _dims(call)
     if call.overload != "default" and rows.dim in dims:
         return MEET  # of one sample it would go
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
@@ -250,15 +249,7 @@ def split(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
     if call["dim"] % tensor.dim() == rows.dim:
         parts = [_part(f, tensor, rows, out, 0) for out in outs]  # (each begins where one ends)
         return MEET if MEET in parts else parts
-    sizes = [size for _, size in _numbers(call.values)]
-    return MEET if any(map(f.depends, sizes)) else rows
-
-
-def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
-                yield name, one
+    return MEET if any(map(f.depends, call.numbers())) else rows
 
 
 def unbind(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
@@ -304,72 +295,54 @@ def stack(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows.at(rows.dim + (new <= rows.dim))
 
 
-def unfold(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows = f.label(call["self"])
-    assert isinstance(rows, Rows)
-    return MEET if call["dimension"] % call["self"].dim() == rows.dim else rows
-
-
-def diagonal(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, count = f.label(call["self"]), call["self"].dim()
-    assert isinstance(rows, Rows)
-    gone = [call["dim1"] % count, call["dim2"] % count]
-    return MEET if rows.dim in gone else rows.at(rows.dim - sum(d < rows.dim for d in gone))
-
-
-def as_complex(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows = f.label(call["self"])
-    assert isinstance(rows, Rows)
-    return rows if rows.dim < call["self"].dim() - 1 else MEET
-
-
 # ---------------------------------------------------------------- along dimensions
 
 
-def along(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Mixes along some dimensions, which stay or go: sums, softmax, sorting."""
-    tensor, rows = call["self"], f.label(call["self"])
-    assert isinstance(rows, Rows)
-    dims = _dims(call, tensor.dim())
-    if rows.dim in dims or not _all_free(f, call.others("self")):
-        return MEET
-    if outs[0].dim() == tensor.dim():
-        return rows
-    return rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
+Mixed = Callable[[Call], Iterable[int]]
+"""The dimensions of an argument that an operator works along, by the arguments of a call."""
 
 
-def moved(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Rolled or flipped along some dimensions."""
-    rows = f.label(call["self"])
-    assert isinstance(rows, Rows)
-    return MEET if rows.dim in _dims(call, call["self"].dim(), "dims") else rows
+def within(mixed: Mixed, first: str = "self") -> Rule:
+    """A rule of operators that work along some dimensions of one argument, which stay or go.
 
+    What the call takes besides must be the same for all samples.
 
-def before_last(count: int) -> Rule:
-    """Mixes the last dimensions, so many; the samples' must lie before them."""
+    Args:
+        mixed: these dimensions; samples meet if theirs is among them.
+        first: the name of the argument.
+    """
 
     def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-        rows = f.label(call["self"])
-        if not isinstance(rows, Rows) or not _all_free(f, call.others("self")):
+        tensor, rows = call[first], f.label(call[first])
+        dims = [dim % max(tensor.dim(), 1) for dim in mixed(call)]
+        if not isinstance(rows, Rows) or rows.dim in dims or not _all_free(f, call.others(first)):
             return MEET
-        return rows if rows.dim < call["self"].dim() - count else MEET
+        gone = [dim for dim in dims if outs[0].dim() < tensor.dim() and dim < rows.dim]
+        return rows.at(rows.dim - len(gone))
 
     return rule
 
 
-def padding(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, pad = f.label(call["self"]), list(call["pad"] or call["padding"])
-    assert isinstance(rows, Rows)
-    place = 2 * (call["self"].dim() - 1 - rows.dim)
-    own = pad[place : place + 2]
-    return rows if all(isinstance(n, int) and n == 0 for n in own) else MEET
+along = within(_dims)
+"""Sums, softmax, sorting."""
 
 
-def layer_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, tensor = f.label(call["input"]), call["input"]
-    if not isinstance(rows, Rows) or not _all_free(f, call.others("input")):
-        return MEET
-    return rows if rows.dim < tensor.dim() - len(call["normalized_shape"]) else MEET
+def last(count: int, first: str = "self") -> Rule:
+    """Of operators that work along the last dimensions of an argument, so many."""
+    return within(lambda call: range(call[first].dim() - count, call[first].dim()), first)
+
+
+def _padded(call: Call) -> list[int]:
+    """The dimensions that `constant_pad_nd` makes longer or shorter."""
+    pad, count = call["pad"], call["self"].dim()
+    ends = [(count - 1 - place // 2, size) for place, size in enumerate(pad)]
+    return [dim for dim, size in ends if not (isinstance(size, int) and size == 0)]
+
+
+def _of_convolution(call: Call) -> range:
+    """All but the samples' dimension; all where the input has none."""
+    name = "input" if call["input"] is not None else "self"
+    return range(call[name].dim() - call["weight"].dim() + 1, call[name].dim())
 
 
 def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
@@ -406,34 +379,6 @@ def matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
         return MEET
     added = [_aligned(f, tensor, count) for tensor in call.others(*names)]
     return _only([found, *added])
-
-
-def vector(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """A matrix times a vector."""
-    rows = f.label(call["self"])
-    good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["vec"]) is FREE
-    return rows if good else MEET
-
-
-def linear(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows = f.label(call["input"])
-    if not isinstance(rows, Rows) or not _all_free(f, call.others("input")):
-        return MEET
-    return rows if rows.dim < call["input"].dim() - 1 else MEET
-
-
-def convolution(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, weight = call["input"] if call["input"] is not None else call["self"], call["weight"]
-    rows = f.label(tensor)
-    shared = [t for t in call.tensors() if t is not tensor]
-    good = isinstance(rows, Rows) and rows.dim == 0 and tensor.dim() == weight.dim()
-    return rows if good and _all_free(f, shared) else MEET
-
-
-def group_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows = f.label(call["input"])
-    good = isinstance(rows, Rows) and rows.dim == 0 and _all_free(f, call.others("input"))
-    return rows if good else MEET
 
 
 def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
@@ -488,18 +433,6 @@ def spatial(count: int) -> Rule:
         if not isinstance(rows, Rows) or any(f.label(t) is FREE for t in call.tensors()):
             return MEET
         return rows if rows.dim < first.dim() - count else MEET
-
-    return rule
-
-
-def of_samples(dims: int) -> Rule:
-    """Works on each sample by itself, of so many dimensions with the samples'."""
-
-    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-        rows = _only([f.label(t) for t in call.tensors()])
-        good = isinstance(rows, Rows) and rows.dim == 0
-        good = good and all(t.dim() == dims and f.label(t) == rows for t in call.tensors())
-        return rows if good else MEET
 
     return rule
 
@@ -685,7 +618,7 @@ def histogram(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
 
-def cumsum(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def cumsum(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     counts = f.label(call["self"])
     return replace(counts, summed=True) if isinstance(counts, Counts) else along(f, call, outs)
 
@@ -717,13 +650,6 @@ def distances(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     if isinstance(p, Rows) and p.dim == one.dim() - 2 and q is FREE:
         return p
     return MEET
-
-
-def rows_of_two(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """From each row of a matrix: `multinomial`."""
-    rows = f.label(call["self"])
-    good = isinstance(rows, Rows) and rows.dim == 0 and call["self"].dim() == 2
-    return rows if good else MEET
 
 
 # ---------------------------------------------------------------- the table
@@ -783,6 +709,7 @@ _SPATIAL = {
     "upsample_nearest2d": 2, "_upsample_nearest_exact2d": 2, "upsample_bilinear2d": 2,
     "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 2,
     "upsample_nearest3d": 3, "_upsample_nearest_exact3d": 3, "upsample_trilinear3d": 3,
+    "im2col": 3, "col2im": 2, "grid_sampler_2d": 3, "grid_sampler_3d": 4,
     "pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "native_channel_shuffle": 3,
 }  # fmt: skip
 
@@ -796,7 +723,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("split", "split_with_sizes"), split),
     **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes"), split),
     **dict.fromkeys(("select", "unbind"), unbind), "slice": slicing, "cat": cat, "stack": stack,
-    "unfold": unfold, "diagonal": diagonal, "view_as_complex": as_complex,
+    "unfold": within(lambda call: [call["dimension"]]), "view_as_complex": last(1),
+    "diagonal": within(lambda call: [call["dim1"], call["dim2"]]),
     **dict.fromkeys(
         (
             *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean"),
@@ -808,11 +736,14 @@ RULES: dict[str, Rule] = {
         ),
         along,
     ),
-    **dict.fromkeys(("roll", "flip"), moved),
-    **dict.fromkeys(("tril", "triu"), before_last(2)), "constant_pad_nd": padding,
-    **{f"reflection_pad{n}d": before_last(n) for n in (1, 2, 3)},
-    **{f"replication_pad{n}d": before_last(n) for n in (1, 2, 3)},
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), layer_norm),
+    **dict.fromkeys(("roll", "flip"), within(lambda call: _dims(call, "dims"))),
+    **dict.fromkeys(("tril", "triu"), last(2)), "constant_pad_nd": within(_padded),
+    **{f"reflection_pad{n}d": last(n) for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": last(n) for n in (1, 2, 3)},
+    **dict.fromkeys(
+        ("native_layer_norm", "_fused_rms_norm"),
+        lambda f, call, outs: last(len(call["normalized_shape"]), "input")(f, call, outs),
+    ),
     **dict.fromkeys(
         (
             *("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"),
@@ -821,9 +752,11 @@ RULES: dict[str, Rule] = {
         ),
         batch_norm,
     ),
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), matrices), "mv": vector, "linear": linear,
-    **dict.fromkeys(("convolution", "_convolution", "mkldnn_convolution"), convolution),
-    "native_group_norm": group_norm,
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), matrices), "mv": last(1),
+    "linear": last(1, "input"),
+    **dict.fromkeys(("convolution", "_convolution"), within(_of_convolution, "input")),
+    "mkldnn_convolution": within(_of_convolution),
+    "native_group_norm": within(lambda call: range(1, call["input"].dim()), "input"),
     **dict.fromkeys(
         (
             *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
@@ -836,9 +769,7 @@ RULES: dict[str, Rule] = {
     "_transformer_encoder_layer_fwd": encoder_layer, "_native_multi_head_attention": encoder_layer,
     "embedding": embedding,
     **{name: spatial(count) for name, count in _SPATIAL.items()},
-    "im2col": of_samples(4), "col2im": of_samples(3), "grid_sampler_2d": of_samples(4),
-    "grid_sampler_3d": of_samples(5),
-    "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+        "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
     "index_select": index_select, "index": index, "index_put": index_put, "nonzero": nonzero,
     "sort": sort, "floor_divide": floor_divide, "histc": histogram, "cumsum": cumsum,
     "_grouped_mm": grouped_matrices,
@@ -851,9 +782,9 @@ RULES: dict[str, Rule] = {
         ),
         unreduced,
     ),
-    "bucketize": entries_of("self"), "searchsorted": entries_of("self"),
-    "isin": entries_of("elements"), "view_as_real": entries_of("self"),
-    "_cdist_forward": distances, "multinomial": rows_of_two,
+    **dict.fromkeys(("bucketize", "searchsorted", "view_as_real"), within(lambda call: ())),
+    "isin": within(lambda call: (), "elements"),
+    "_cdist_forward": distances, "multinomial": last(1),
 }  # fmt: skip
 
 
@@ -878,19 +809,3 @@ def rule_of(func: Any) -> Rule | None:
     if name in RULES:
         return RULES[name]
     return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None
-
-
-def all_numbers(call: Call) -> Iterator[Any]:
-    """All numbers that a call takes, sizes too."""
-    return (number for _, number in _numbers(call.values))
-
-
-def numbers_of(func: Any, call: Call) -> Iterator[Any]:
-    """The numbers that a call computes with; not those that are sizes."""
-    name = name_of(func)
-    if name in SHAPED:
-        return
-    sizes = FACTORIES.get(name, ())
-    for argument, number in _numbers(call.values):
-        if argument not in sizes:
-            yield number

@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.graphs import exit_autocast, set_gradients
+from lightning_hybrid._torch.graphs import exit_autocast, is_region, set_gradients
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network.checkpointing import close_region, has_region
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.mode_regions import Open, open_at
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.recurrent_layers import RECURRENT
 from lightning_hybrid.network.stage_code import GraphCode
-from lightning_hybrid.tensors import materialize
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,44 +110,21 @@ class Stage:
         """By name, the parameters and buffers that a call takes, in the order of `run_with`."""
         return {name: table[key] for name, (table, key) in zip(self.tensor_names, self._places)}
 
-    def move(self, device: torch.device | str) -> None:
-        """Move the network's parameters and buffers that this stage uses."""
-        materialize([*self.parameters(), *self.buffers()])
-        for _, parameter in self.named_parameters():
-            parameter.data = parameter.data.to(device)
-            if parameter.grad is not None:
-                parameter.grad.data = parameter.grad.data.to(device)
-        for (table, key), value in zip(self._all_places, self._tensors()):
-            if not isinstance(value, nn.Parameter):
-                table[key] = value.to(device)
-
-    def _tensors(self) -> list[Tensor]:
-        return [table[key] for table, key in self._all_places]
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The network's parameters that this stage uses, under their names in the network."""
-        for name, value in zip(self.tensor_names, self._tensors()):
-            if isinstance(value, nn.Parameter):
-                yield name, value
+        return ((name, t) for name, t in self._named() if isinstance(t, nn.Parameter))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The network's buffers that this stage uses, under their names in the network."""
-        for name, value in zip(self.tensor_names, self._tensors()):
-            if not isinstance(value, nn.Parameter):
-                yield name, value
+        return ((name, t) for name, t in self._named() if not isinstance(t, nn.Parameter))
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        places = zip(self.tensor_names, self._all_places)
+        return ((name, table[key]) for name, (table, key) in places)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The network's parameters that this stage uses."""
         return (value for _, value in self.named_parameters())
-
-    def buffers(self) -> Iterator[Tensor]:
-        """The network's buffers that this stage uses."""
-        return (value for _, value in self.named_buffers())
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Dotted names, in the network, of the parameters that this stage uses."""
-        return tuple(name for name, _ in self.named_parameters())
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
@@ -254,14 +229,13 @@ def _stage(
         copier.add(node)
     copier.leave(open_at(graph, stop))
     code = copier.finished(outputs)
-    attributes = {**graph.attributes, **close_region(code)}
     return StageCode(
-        GraphCode.of(code, attributes, device),
+        GraphCode.of(code, graph.attributes, device),
         tuple(graph.tensors[node] for node in copier.tensors),
         tuple(graph.numbers.index(node) for node in copier.numbers),
         frozenset[str]().union(*(layer.written for layer in layers)),
         (start, stop),
-        checkpointed=has_region(code),
+        checkpointed=any(map(is_region, code.nodes)),
     )
 
 

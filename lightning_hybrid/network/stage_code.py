@@ -13,6 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid._torch.graphs import (
-    higher_order_name,
+    is_region,
     names_of_operator,
     numpy_from_parts,
     parts_of_numpy,
@@ -94,9 +95,6 @@ class GraphCode:
             NetworkError: a function cannot be found by its name.
         """
 
-        def plain(value: Any) -> Any:
-            return fx.node.map_aggregate(value, leaf)
-
         def leaf(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return _NodeName(value.name)
@@ -109,19 +107,15 @@ class GraphCode:
         nodes = []
         for node in graph.nodes:
             target = node.target if isinstance(node.target, str) else qualified_name(node.target)
-            if higher_order_name(node.target) == "tag_activation_checkpoint":
+            if is_region(node):
                 target = qualified_name(checkpointed)
-            args, kwargs = plain(node.args), plain(dict(node.kwargs))
-            nodes.append((node.op, node.name, target, _mutable(args), _mutable(kwargs)))
-        kept = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
-        return cls(
-            tuple(nodes),
-            tuple(
-                (name, _travelling(value, device))
-                for name, value in attributes.items()
-                if name in kept
-            ),
-        )
+            args, kwargs = (
+                _mutable(fx.node.map_aggregate(each, leaf)) for each in (node.args, node.kwargs)
+            )
+            nodes.append((node.op, node.name, target, args, kwargs))
+        kept = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+        held = ((name, value) for name, value in attributes.items() if name in kept)
+        return cls(tuple(nodes), tuple((name, _travelling(v, device)) for name, v in held))
 
     def graph(self, device: torch.device) -> tuple[fx.Graph, dict[str, Any]]:
         """The graph again, for a device, and what its ``get_attr`` nodes name."""
@@ -136,10 +130,9 @@ class GraphCode:
             return device if isinstance(value, _Here) else value
 
         for op, name, target, args, kwargs in self.nodes:
-            found = target if op not in ("call_function",) else function_named(target)
-            new_args = fx.node.map_aggregate(args, leaf)
-            new_kwargs = fx.node.map_aggregate(kwargs, leaf)
-            made[name] = graph.create_node(op, found, new_args, new_kwargs, name)
+            found = function_named(target) if op == "call_function" else target
+            given, named = (fx.node.map_aggregate(each, leaf) for each in (args, kwargs))
+            made[name] = graph.create_node(op, found, given, named, name)
         return graph, {name: _arrived(value, device) for name, value in self.attributes}
 
     def function(
@@ -152,7 +145,7 @@ class GraphCode:
             without: functions that ``torch.compile`` is to call as they are.
         """
         graph, attributes = self.graph(device)
-        root = _Root(attributes)
+        root = _holder(attributes)
         code = graph.python_code("self")
         scope: dict[str, Any] = {
             name: torch.compiler.disable(value) if any(value is f for f in without) else value
@@ -223,18 +216,24 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return checkpoint(run, *(args[i] for i in kept), use_reentrant=False, **options)
 
 
-class _Root:
-    """What generated code reads constants from, by dotted name."""
+def held_by(module: fx.GraphModule) -> dict[str, Any]:
+    """What the ``get_attr`` nodes of a graph name: constants, nested graphs."""
+    names = [str(node.target) for node in module.graph.find_nodes(op="get_attr")]
+    return {name: attrgetter(name)(module) for name in names}
 
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
-        for name, value in attributes.items():
-            owner: Any = self
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    setattr(owner, part, _Root({}))
-                owner = getattr(owner, part)
-            setattr(owner, last, value)
+
+def _holder(attributes: Mapping[str, Any]) -> nn.Module:
+    """A module with these attributes, by dotted name, for the code of a graph to read."""
+    root = nn.Module()
+    for name, value in attributes.items():
+        owner = root
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                setattr(owner, part, nn.Module())
+            owner = getattr(owner, part)
+        setattr(owner, last, value)
+    return root
 
 
 def _mutable(value: Any) -> Any:
@@ -254,38 +253,17 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 def _travelling(value: Any, device: torch.device) -> Any:
     if isinstance(value, fx.GraphModule):
-        inside = {
-            str(node.target): _inside(value, str(node.target))
-            for node in value.graph.nodes
-            if node.op == "get_attr"
-        }
-        return _Nested(GraphCode.of(value.graph, inside, device))
+        return _Nested(GraphCode.of(value.graph, held_by(value), device))
     if isinstance(value, Tensor):
         stays = value.device.type == "cpu" != device.type
         return _Constant(value.detach().cpu(), stays)
     return value
 
 
-def _inside(module: nn.Module, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _arrived(value: Any, device: torch.device) -> Any:
     if isinstance(value, _Nested):
         graph, attributes = value.code.graph(device)
-        root = nn.Module()
-        for name, inner in attributes.items():
-            owner = root
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    setattr(owner, part, nn.Module())
-                owner = getattr(owner, part)
-            setattr(owner, last, inner)
-        return fx.GraphModule(root, graph)
+        return fx.GraphModule(_holder(attributes), graph)
     if isinstance(value, _Constant):
         return value.tensor if value.stays else value.tensor.to(device)
     return value
@@ -321,6 +299,13 @@ def qualified_name(function: Any) -> str:
     )
 
 
+_OTHER_PLACES = (
+    *("torch", "torch.nn.functional", "torch._C._nn", "torch._C"),
+    *("_operator", "torch._numpy"),
+)
+"""Modules that show functions which say that they are from elsewhere."""
+
+
 def _candidates(function: Any) -> Iterable[str]:
     yield from names_of_operator(function)
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", "")
@@ -330,14 +315,7 @@ def _candidates(function: Any) -> Iterable[str]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type):
         yield f"{owner.__module__}:{owner.__qualname__}.{function.__name__}"
-    for known in (
-        "torch",
-        "torch.nn.functional",
-        "torch._C._nn",
-        "torch._C",
-        "_operator",
-        "torch._numpy",
-    ):
+    for known in _OTHER_PLACES:
         yield f"{known}:{getattr(function, '__name__', name)}"
     head, _, tail = qualified_name_by_fx(function).rpartition(".")
     yield f"{head}:{tail}"

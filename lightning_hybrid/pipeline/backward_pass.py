@@ -1,6 +1,6 @@
 """A backward pass of one stage, instruction by instruction."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import compress
 from typing import Any
@@ -55,8 +55,8 @@ class BackwardPass:
         self._ahead = Ahead(steps, kind, self._post)
 
     def do(self, kind: Kind, microbatch: int) -> None:
-        """Carry out an instruction."""
-        _METHODS[kind](self, microbatch)
+        """Carry out an instruction, by the method of its name."""
+        getattr(self, kind.value)(microbatch)
 
     def receive_gradient(self, microbatch: int) -> None:
         present = self._hear_pattern()
@@ -170,13 +170,3 @@ class BackwardPass:
                 set_random_state(recipe.states, engine.device)
             stage = engine.stage_for(self.own, key)
             return again(stage, recipe, key.numbers[microbatch])
-
-
-_METHODS: Mapping[Kind, Callable[[BackwardPass, int], None]] = {
-    Kind.RECEIVE_GRADIENT: BackwardPass.receive_gradient,
-    Kind.RECEIVE_INPUT_GRADIENT: BackwardPass.receive_input_gradient,
-    Kind.REDUCE: BackwardPass.reduce,
-    Kind.BACKWARD: BackwardPass.backward,
-    Kind.WEIGHT: BackwardPass.weight,
-    Kind.SEND_GRADIENT: BackwardPass.send_gradient,
-}

@@ -1,6 +1,6 @@
 """A forward pass of one stage, instruction by instruction."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -56,8 +56,8 @@ class ForwardPass:
             self._ahead = Ahead(steps, Kind.RECEIVE_ACTIVATION, self._post)
 
     def do(self, kind: Kind, microbatch: int) -> None:
-        """Carry out an instruction."""
-        _METHODS[kind](self, microbatch)
+        """Carry out an instruction, by the method of its name."""
+        getattr(self, kind.value)(microbatch)
 
     def send_input(self, microbatch: int) -> None:
         if not self.call.ahead:  # else they are there already
@@ -165,11 +165,3 @@ class ForwardPass:
         self.own.early.refuse_kept_weights(stage, outputs)
         self.saved[microbatch] = (values, outputs)
         return outputs
-
-
-_METHODS: Mapping[Kind, Callable[[ForwardPass, int], None]] = {
-    Kind.SEND_INPUT: ForwardPass.send_input,
-    Kind.RECEIVE_ACTIVATION: ForwardPass.receive_activation,
-    Kind.FORWARD: ForwardPass.forward,
-    Kind.SEND_ACTIVATION: ForwardPass.send_activation,
-}

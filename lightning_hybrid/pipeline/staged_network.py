@@ -103,7 +103,8 @@ class StagedNetwork:
 
 def names_of(stages: Sequence[Stage]) -> list[str]:
     """Names in the network of the parameters and buffers that some of its stages use."""
-    return list(dict.fromkeys(n for s in stages for n in (*s.parameter_names, *s.buffer_names)))
+    named = (pair for s in stages for pair in (*s.named_parameters(), *s.named_buffers()))
+    return list(dict.fromkeys(name for name, _ in named))
 
 
 def borrowed_parameters(
