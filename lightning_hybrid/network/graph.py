@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from lightning_hybrid._torch.graphs import higher_order_name, is_region
 from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.annotate import Effects
+from lightning_hybrid.network.reached import reached
 from lightning_hybrid.network.rows import Rows, slices
 from lightning_hybrid.network.source_places import input_name
 
@@ -230,16 +231,9 @@ class NetworkGraph:
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
         """The tensors, numbers and other layers' results that a node takes, through scalars."""
-        found: set[fx.Node] = set()
-        waiting = list(node.all_input_nodes)
-        while waiting:
-            one = waiting.pop()
-            if one in found:
-                continue
-            found.add(one)
-            if self.is_scalar(one):
-                waiting += one.all_input_nodes
-        return found
+        return reached(
+            node.all_input_nodes, lambda n: n.all_input_nodes if self.is_scalar(n) else ()
+        )
 
     def place_of(self, node: fx.Node) -> str:
         """Its name and its module's, for messages."""

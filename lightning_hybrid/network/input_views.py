@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from lightning_hybrid.network.annotate import Effects, arguments_of, called
 from lightning_hybrid.network.graph import NetworkGraph
+from lightning_hybrid.network.reached import reached
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
         shown = graph.memory.get(node)
         if node in graph.place or shown not in memory or node.meta["example_value"].requires_grad:
             continue
-        nodes = sorted(_needed(node), key=order.__getitem__)
+        nodes = sorted(reached([node], lambda n: n.all_input_nodes), key=order.__getitem__)
         if all(
             n in graph.place
             or graph.is_scalar(n)
@@ -71,13 +72,3 @@ def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
 def _looks(effects: Effects, memory: int) -> bool:
     """Whether an operation does nothing but show this memory, as one tensor or several."""
     return effects.unknown is None and not effects.writes and effects.results == {memory}
-
-
-def _needed(node: fx.Node) -> set[fx.Node]:
-    found, waiting = {node}, [node]
-    while waiting:
-        for taken in waiting.pop().all_input_nodes:
-            if taken not in found:
-                found.add(taken)
-                waiting.append(taken)
-    return found

@@ -7,14 +7,11 @@ They take the place of the originals while code is captured, or in captured code
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.capture import Exchanged
 from lightning_hybrid._torch.modules import detects_causal_mask
 
 
@@ -22,37 +19,6 @@ from lightning_hybrid._torch.modules import detects_causal_mask
 def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
     """``pow(x, 2)``, which TorchDynamo knows as ``x ** 2`` only."""
     return operator.pow(base, exp) if mod is None else operator.pow(base, exp) % mod
-
-
-@torch.compiler.substitute_in_graph(checkpoint_sequential, skip_signature_check=True)
-def _checkpoint_sequential(
-    functions: Any,
-    segments: Any,
-    input: Any,
-    use_reentrant: Any = True,
-    **options: Any,
-) -> Any:
-    """Each segment but the last in a checkpointed region of its own, as torch has it."""
-    parts = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
-
-    def run_from(start: int, stop: int) -> Callable[[Any], Any]:
-        def run(value: Any) -> Any:
-            for function in parts[start:stop]:
-                value = function(value)
-            return value
-
-        return run
-
-    size, start = len(parts) // segments, 0
-    for _ in range(segments - 1):
-        input = checkpoint(
-            run_from(start, start + size),
-            input,
-            use_reentrant=use_reentrant,
-            **options,
-        )
-        start += size
-    return run_from(start, len(parts))(input)
 
 
 def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:

@@ -33,6 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid._torch.autograd import fails_apart
+from lightning_hybrid.network.reached import reached
 
 CANNOT_BE_SPLIT = (
     "it has an autograd.Function, a weight that is used twice, one after the other, or group "
@@ -43,13 +44,9 @@ CANNOT_BE_SPLIT = (
 
 def operations_behind(outputs: Sequence[Any]) -> list[Node]:
     """The operations of the user's (``autograd.Function``) that outputs were computed with."""
-    todo = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
-    seen = set(todo)
-    while todo:
-        following = {node for node, _ in todo.pop().next_functions if node is not None} - seen
-        seen |= following
-        todo += following
-    return [node for node in seen if isinstance(node, BackwardCFunction)]
+    start = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
+    nodes = reached(start, lambda node: (n for n, _ in node.next_functions if n is not None))
+    return [node for node in nodes if isinstance(node, BackwardCFunction)]
 
 
 class HookWatch(TorchFunctionMode):
@@ -221,14 +218,11 @@ class _Way:
 
     def _behind(self, node: Node) -> set[Node]:
         """All operations that the weight part of this one runs."""
-        todo = self._aside(node)
-        seen = set(todo)
-        while todo:
-            children = {child for child, _ in self._nodes[todo.pop()].children} - seen
-            new = {child for child in children if self._nodes[child].reaches}
-            seen |= new
-            todo += new
-        return seen
+
+        def children(node: Node) -> Iterable[Node]:
+            return (child for child, _ in self._nodes[node].children if self._nodes[child].reaches)
+
+        return reached(self._aside(node), children)
 
     def _find(self, node: Node) -> Node:
         """What stands for the set that an operation is in (union-find)."""

@@ -26,6 +26,7 @@ from lightning_hybrid.network.graph import NetworkGraph, is_symbol
 from lightning_hybrid.network.graph_from_dynamo import describe_part, rows_of_input
 from lightning_hybrid.network.mode_regions import Open, open_at
 from lightning_hybrid.network.partition import layer_flops
+from lightning_hybrid.network.reached import reached
 from lightning_hybrid.network.row_proof import Followed, follow
 from lightning_hybrid.network.rows import MEET, Label, Rows
 from lightning_hybrid.network.source_places import place_of
@@ -92,6 +93,7 @@ class _Plan:
     Attributes:
         followed: what is known of all nodes.
         prologue: nodes whose results the heavy part takes, computed for all samples before it.
+        early: these, and what they are made of.
         tail: nodes that are computed for all samples after it.
         heavy: nodes of the heavy part, with what they take.
         taken: nodes of the heavy part that the tail or the caller takes.
@@ -101,6 +103,7 @@ class _Plan:
 
     followed: Followed
     prologue: frozenset[fx.Node]
+    early: frozenset[fx.Node]
     tail: frozenset[fx.Node]
     heavy: frozenset[fx.Node]
     taken: tuple[fx.Node, ...]
@@ -161,7 +164,7 @@ def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> L
 
 
 class _Dividing:
-    def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool = True) -> None:
+    def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool) -> None:
         self.graph, self.followed, self._draws = graph, followed, draws
         self.layers = {n: y for y in graph.layers for n in (y.node, *y.parts)}
         self.order = {node: number for number, node in enumerate(graph.graph.nodes)}
@@ -176,13 +179,13 @@ class _Dividing:
         # what is drawn of no weight is drawn in the order of the graph
         drawn = {n for n in tail if n in self.followed.early and self._is_random(n)}
         tail, prologue = tail - drawn, frozenset(self.followed.prologue | drawn)
-        early = self.behind(prologue)
+        early = self._behind(prologue)
         wanted = {*outputs, *(taken for node in tail for taken in node.all_input_nodes)}
         taken = [n for n in wanted - tail - prologue if not self._is_known(n)]
         taken.sort(key=self.order.__getitem__)
         layers = [n for layer in self.graph.layers for n in (layer.node, *layer.parts)]
         own = [n for n in layers if n not in tail | early and not self.followed.meets(n)]
-        heavy = self.behind([*own, *taken], stop=prologue)
+        heavy = self._behind([*own, *taken], stop=prologue)
         share = self._share(tail | early)
         if share > LIGHT:
             return f"{self._said(tail | prologue)}, and {share:.0%} of the load follows"
@@ -191,7 +194,7 @@ class _Dividing:
             return problem
         tried = tuple(sorted(self.graph.place_of(node) for node in self.followed.tried))
         summary = self._summary(early, tail)
-        parts = prologue, frozenset(tail), frozenset(heavy)
+        parts = prologue, frozenset(early), frozenset(tail), frozenset(heavy)
         return _Plan(self.followed, *parts, tuple(taken), tried, summary)
 
     def _summary(self, early: Collection[fx.Node], tail: Collection[fx.Node]) -> str:
@@ -224,29 +227,18 @@ class _Dividing:
         layer = self.layers.get(node)
         return frozenset() if layer is None else layer.effects.results
 
-    def behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    def _behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
         """These nodes and all nodes that their values are computed from, as far as ``stop``."""
-        found: set[fx.Node] = set()
-        waiting = list(nodes)
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node not in stop:
-                found.add(node)
-                waiting += self._made_of(node)
-        return found
+        start = (node for node in nodes if node not in stop)
+        return reached(start, lambda node: (n for n in self._made_of(node) if n not in stop))
 
     def _tail(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
         """What can only be computed of all samples, and is wanted."""
-        tail: set[fx.Node] = set()
         changed = {w for n in outputs for m in self._memory(n) for w in self.writers.get(m, ())}
-        waiting = [node for node in (*outputs, *changed) if self._belongs(node)]
-        while waiting:
-            node = waiting.pop()
-            if node in tail:
-                continue
-            tail.add(node)
-            waiting += [n for n in self._made_of(node) if self._belongs(n) or self._is_early(n)]
-        return tail
+        return reached(
+            filter(self._belongs, (*outputs, *changed)),
+            lambda node: (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n)),
+        )
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether the tail can make a node of the inputs by itself."""
@@ -333,7 +325,7 @@ class _Dividing:
         """That samples meet, first, in one of these nodes or in what they are made of."""
         why = self.followed.why
         node = min(
-            (n for n in self.behind(nodes) if n in why),
+            (n for n in self._behind(nodes) if n in why),
             key=self.order.__getitem__,
             default=min(nodes, key=self.order.__getitem__),
         )
@@ -379,7 +371,7 @@ class _Parts:
         nodes = list(graph.graph.nodes)
         prologue = [node for node in nodes if node in plan.prologue]
         outputs = [node for node in nodes if node in plan.tail and node in graph.outputs]
-        self._prologue = _Beside(graph, _Dividing(graph, plan.followed).behind(prologue), prologue)
+        self._prologue = _Beside(graph, plan.early, prologue)
         self._tail = _Beside(graph, plan.tail, outputs)
         self._inputs, self.heavy = _heavy_part(graph, plan)
         self._shapes = {n: n.meta["example_value"] for n in nodes if n.meta.get("shape")}
