@@ -33,7 +33,7 @@ from lightning_hybrid._trees import tensors_in
 
 @dataclass(frozen=True)
 class Effects:
-    """What one operation does.
+    """What one operation does beside returning a value.
 
     Attributes:
         results: memory of what it returns; equal numbers mean shared memory.
@@ -148,6 +148,7 @@ class _Run:
         if self.lost is not None:
             return set()
         args, kwargs = arguments_of(node, self.values)
+        # a write in place raises the version of a tensor, whatever the operation says of itself
         before = [(tensor, _version(tensor)) for _, tensor in tensors_in((args, kwargs))]
         try:
             self.values[node] = called(node, args, kwargs)
@@ -163,7 +164,7 @@ class _Run:
             self.values[node], self.lost = None, _why(error)
 
     def _made(self, example: Any) -> Any:
-        """A stand-in of the captured sizes."""
+        """A fake tensor of the sizes that were captured, in the place of a graph's input."""
         if isinstance(example, Tensor):
             if example.layout is not torch.strided or example.is_nested:
                 raise NotImplementedError("a sparse or nested tensor")
@@ -241,7 +242,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _fixed(modes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The modes that code outside of a region cannot switch."""
+    """Of `_modes` those that a stage cannot switch for itself, as it can gradients and autocast."""
     return modes[1:5]
 
 

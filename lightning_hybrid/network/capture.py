@@ -321,7 +321,7 @@ class Capture:
         self._buffers = [place for place in self._buffers if place[2] in names]
 
     def _learn_names(self) -> None:
-        """Note the parameters and buffers as they are."""
+        """Remember which tensors the parameters and buffers of these names are now."""
         everything = [*self.network.named_buffers(), *self.network.named_parameters()]
         found = [(n, value) for n, value in everything if self._shared.get(n) == kind_of(value)]
         self._names = {id(value): name for name, value in found}

@@ -102,7 +102,7 @@ class _Drawing:
         example: Any = source.meta.get("example_value") if isinstance(source, fx.Node) else None
         if not is_fake(example) or type(rate) not in (int, float) or not 0 < rate < 1:
             return None
-        like = torch.empty_like(example)
+        like = torch.empty_like(example)  # as torch makes the noise: dense, in the same order
         batched, shape, order = _BATCHED[node.target], [*like.shape], _order(like)
         if batched:  # one for each channel
             shape = shape[:2] if like.dim() >= batched else [1, shape[0]]

@@ -38,7 +38,7 @@ Sizes = Mapping[Any, int]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor in the graph.
+    """What is known of a tensor in the graph before it is computed.
 
     Attributes:
         shape: at the captured sizes; empty if it is sparse or nested.
@@ -236,7 +236,7 @@ class NetworkGraph:
         )
 
     def place_of(self, node: fx.Node) -> str:
-        """Its name and its module's, for messages."""
+        """The name of a node and of the module that calls it, for messages."""
         layer = next((y for y in self.layers if node is y.node or node in y.parts), None)
         module = f" (of module {layer.module!r})" if layer is not None and layer.module else ""
         return f"{node.name!r}{module}"
@@ -260,6 +260,7 @@ class NetworkGraph:
 
         (Or inputs that had one size in the first call are of several now.)
         """
+        # (a set: inputs of one call may disagree)
         found = {leaves[number].shape[dim] for number, dim in self._where_batch_is}
         return found.pop() if len(found) == 1 else None
 
@@ -305,7 +306,7 @@ class NetworkGraph:
         batch = self.batch_of(leaves)
         if batch is None or microbatches == 1:
             return [list(leaves)]
-        most = -(-batch // microbatches)
+        most = -(-batch // microbatches)  # rounded up, as `chunk` does
         sizes = [min(most, batch - start) for start in range(0, batch, most)]
         columns = [
             [tensor] * len(sizes) if leaf.rows is None else _parts(tensor, leaf.rows, sizes)
@@ -382,6 +383,7 @@ def is_symbol(size: Any) -> bool:
     if not is_symbolic(size):
         return False
     symbols = symbols_in(size)
+    # an expression of one symbol gives another number for some large prime
     return len(symbols) == 1 and value_with(size, {symbols[0]: 7919}) == 7919
 
 

@@ -32,13 +32,14 @@ class InputView:
     nodes: tuple[fx.Node, ...]
 
     def of(self, graph: NetworkGraph, values: Sequence[Any]) -> Tensor:
-        """The view.
+        """Make the view again, of the tensors that a call was given.
 
         Args:
             graph: what was captured.
             values: the arguments of the graph.
         """
         found = {n: values[graph.place[n]] for n in self.nodes if n in graph.place}
+        # the output was captured without a gradient, and is to have none here
         learns = any(isinstance(v, Tensor) and v.requires_grad for v in found.values())
         with torch.no_grad() if learns else nullcontext():
             for node in self.nodes:
@@ -56,6 +57,7 @@ def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
     found = []
     for number, node in enumerate(graph.tensor_outputs):
         shown = graph.memory.get(node)
+        # what has a gradient comes from the stages, through which it goes back
         if node in graph.place or shown not in memory or node.meta["example_value"].requires_grad:
             continue
         nodes = sorted(reached([node], lambda n: n.all_input_nodes), key=order.__getitem__)

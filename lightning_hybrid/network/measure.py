@@ -171,7 +171,7 @@ def device_name(device: torch.device) -> str:
 
 
 class _Times(NamedTuple):
-    """Median seconds, as in `PartitionProfile`.
+    """Median seconds; see `PartitionProfile`.
 
     Attributes:
         forward_s: of a forward.
@@ -306,7 +306,7 @@ class _Held:
         return tensor
 
     def forget(self) -> int:
-        """Let go of them. Returns their bytes."""
+        """Let go of the tensors. Returns how many bytes they have."""
         self._kept.clear()
         return self._bytes
 

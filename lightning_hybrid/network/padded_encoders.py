@@ -44,7 +44,7 @@ def _forward(
 
 
 def _as_ever(*given: Any) -> Any:
-    """As torch and the user have it."""
+    """The encoder with the fast path switched as the user has it."""
     torch.backends.mha.set_fastpath_enabled(_fast)
     try:
         return _original(*given)

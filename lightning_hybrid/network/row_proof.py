@@ -64,7 +64,7 @@ Source = Callable[[fx.Node], Label]
 
 @dataclass
 class Followed:
-    """What was found.
+    """What following the samples has found.
 
     Attributes:
         labels: per node, those of its tensors in order; of a number none.
@@ -88,7 +88,7 @@ class Followed:
         return MEET in self.labels.get(node, ()) or node in self.numbers
 
     def label(self, node: fx.Node) -> Label:
-        """Of a node that is one tensor."""
+        """The label of a node that is one tensor; ``None`` for others too."""
         labels = self.labels.get(node, ())
         return labels[0] if len(labels) == 1 else None
 
@@ -220,7 +220,7 @@ class _Walk:
         return passed
 
     def _settle(self, node: fx.Node, why: str | None) -> None:
-        """Where a node is computed, and whether samples have met in it.
+        """Decide where a node is computed, and whether samples have met in it.
 
         Args:
             node: it has run, and what it returns is labelled by rules.
@@ -248,7 +248,7 @@ class _Walk:
             self.found.why[node] = why
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any, example: Any) -> Any:
-        """What a node returns, labelled."""
+        """Run a node; what it returns is labelled then."""
         run = self._run
         if node.target in RECURRENT:
             run.draws = bool(args[5] and args[6])
@@ -278,7 +278,7 @@ class _Walk:
         return True
 
     def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
-        """Where samples are in what is made of inputs: a mask has them where its tensor has."""
+        """The label of what was drawn; a mask of dropout has samples where its tensor has them."""
         label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
         if isinstance(label, Rows) and label.plain and self._run.borne_out(label, tensor) is label:
             return label
@@ -339,7 +339,7 @@ class _Run(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """A node begins."""
+        """Forget what was noted of the node before."""
         self.draws = self.reads = False
         self.why: str | None = None
 
@@ -379,7 +379,7 @@ class _Run(TorchDispatchMode):
         return id(order)
 
     def is_count(self, number: Any) -> bool:
-        """Whether it is how many entries were picked."""
+        """Whether a number is how many entries a mask or an order has picked."""
         return is_symbolic(number) and self.size(number) in self._counts.values()
 
     def is_whole(self, picked: Any, size: Any) -> bool:
@@ -472,7 +472,7 @@ class _Run(TorchDispatchMode):
                 self.tainted |= {s for s in _symbols_of(out) if follows_from_values(s)}
 
     def borne_out(self, label: Label, out: Tensor) -> Label:
-        """The label of a result, if its shape bears it out."""
+        """The label of a result if its shape agrees with that, else ``MEET``."""
         if label is MEET:
             return MEET
         if out.layout is not torch.strided or out.is_nested:

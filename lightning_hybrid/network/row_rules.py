@@ -33,7 +33,7 @@ class Looks(Protocol):
     """The number of samples, a symbol."""
 
     def label(self, tensor: Tensor) -> Label:
-        """Where the rows of a tensor are."""
+        """Where the samples are in a tensor."""
 
     def size(self, number: Any) -> Any:
         """A size as an expression, in which the batch has one symbol."""
@@ -45,13 +45,13 @@ class Looks(Protocol):
         """The label of a tensor that is the same for all samples, if it has any."""
 
     def picked_by(self, mask: Tensor, count: Any) -> Any:
-        """What stands for the entries that are not zero in a mask, in order; so many."""
+        """An object that names the entries which a mask picks, ``count`` of them."""
 
     def ordered(self, order: Tensor) -> Any:
-        """What stands for entries in this order."""
+        """An object that names this order, equal to itself alone."""
 
     def is_whole(self, picked: Any, size: Any) -> bool:
-        """Whether an order has picked all of so many entries."""
+        """Whether an order goes through all entries of a dimension of this size."""
 
 
 class Call:
@@ -71,7 +71,7 @@ class Call:
         return [tensor for _, tensor in tensors_in(self.values)]
 
     def others(self, *names: str) -> list[Tensor]:
-        """The tensors in all arguments but these."""
+        """The tensors in all arguments but those named."""
         rest = {name: value for name, value in self.values.items() if name not in names}
         return [tensor for _, tensor in tensors_in(rest)]
 
@@ -101,18 +101,18 @@ def _rows(f: Looks, tensor: Tensor) -> Rows | None:
 
 
 def _block(f: Looks, tensor: Tensor, rows: Rows) -> Any:
-    """How many entries all samples have in a row: B * k."""
+    """How many entries of its samples' dimension belong to all samples once: B * k of `Rows`."""
     return divided(f.size(tensor.shape[rows.dim]), rows.outer)
 
 
 def _only(found: Sequence[Label]) -> Label:
-    """The one label that all tensors with rows have."""
+    """The label that all tensors with rows share; ``MEET`` if they have several."""
     those = {label for label in found if label is not FREE}
     return FREE if not those else those.pop() if len(those) == 1 else MEET
 
 
 def _aligned(f: Looks, tensor: Tensor, dims: int) -> Label:
-    """A label as it is after broadcasting to so many dimensions."""
+    """The label of a tensor after it was broadcast to ``dims`` dimensions."""
     rows = _rows(f, tensor)
     if rows is None:
         return FREE
@@ -124,7 +124,7 @@ def _all_free(f: Looks, tensors: Sequence[Tensor]) -> bool:
 
 
 def _dims(call: Call, name: str = "dim") -> list[int]:
-    """The dimensions that an operator works along; by default all."""
+    """The dimensions that an operator is told to work along, counted from 0; told none: all."""
     dim, count = call[name], call["self"].dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(count))
@@ -139,7 +139,7 @@ def pointwise(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def fills(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Writes over ``self``, whatever was there."""
+    """Operators that write over ``self`` whatever was there (``copy_``, ``uniform_``)."""
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
 
@@ -152,7 +152,11 @@ def unreduced(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def view(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """As many entries before the samples as before, and samples in blocks of whole ones."""
+    """A view keeps samples apart if it cuts memory between them and nowhere else.
+
+    As many entries as before must stand in front of them, and the dimension that they are in
+    afterwards must hold whole samples.
+    """
     tensor, out = call["self"], outs[0]
     if call.overload == "dtype":
         return MEET
@@ -217,14 +221,14 @@ def squeeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def _only_column(rows: Rows, out: Tensor) -> Label:
-    """Places in one column are all entries, once there is no other column."""
+    """A label of which only one column holds places, after that column was taken out by itself."""
     if rows.places is None or rows.places.column is None:
         return rows
     return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
 
 
 def _part(f: Looks, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
-    """Some of the outer repetitions of all samples."""
+    """The label of a piece of the samples' dimension, which must be whole repetitions of them."""
     block = _block(f, tensor, rows)
     if block is None or divided(f.size(start), block) is None:
         return MEET
@@ -284,7 +288,7 @@ def cat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def _is_nothing(tensor: Tensor) -> bool:
-    """A tensor without entries of one dimension, which `torch.cat` leaves out."""
+    """Whether a tensor is 1-d and empty: `torch.cat` takes such, and leaves it out."""
     return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
 
 
@@ -340,13 +344,16 @@ def _padded(call: Call) -> list[int]:
 
 
 def _of_convolution(call: Call) -> range:
-    """All but the samples' dimension; all where the input has none."""
+    """A convolution works along all dimensions but the first; without a batch along all."""
     name = "input" if call["input"] is not None else "self"
     return range(call[name].dim() - call["weight"].dim() + 1, call[name].dim())
 
 
 def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """By agreement statistics are those of a micro-batch; its channels may be samples', too."""
+    """Statistics are those of a micro-batch by agreement, so that samples do not meet in them.
+
+    Instance normalisation is batch normalisation with the samples among the channels.
+    """
     rows = f.label(call["input"])
     if not isinstance(rows, Rows) or not rows.plain:
         return MEET
@@ -363,7 +370,7 @@ def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | La
 
 
 def matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Products of matrices, maybe many, maybe added to something."""
+    """Products of two matrices or batches of them, alone or added to a third tensor."""
     names = ("batch1", "batch2") if call["batch1"] is not None else ("mat1", "mat2")
     if call[names[0]] is None:
         names = ("self", "mat2")
@@ -382,7 +389,7 @@ def matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """Of samples and heads each by itself; a mask is shared, or each sample's own."""
+    """Attention works on each sample and head by itself; a mask is shared or has samples too."""
     rows = f.label(call["query"])
     tensors = [call[name] for name in ("query", "key", "value")]
     if not isinstance(rows, Rows) or rows.dim > 1 or any(t.dim() != 4 for t in tensors):
@@ -406,7 +413,7 @@ def encoder_layer(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] |
 
 
 def embedding(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """From a shared table; by frequency, samples would meet in the backward."""
+    """Rows of a shared table. With ``scale_grad_by_freq`` samples would meet in the backward."""
     shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
     return f.label(call["indices"]) if shared else MEET
 
@@ -425,7 +432,10 @@ def recurrent(f: Looks, args: Sequence[Any]) -> list[Label]:
 
 
 def spatial(count: int) -> Rule:
-    """Works on the last dimensions, so many, of each sample and channel by itself."""
+    """A rule of operators that work on the last ``count`` dimensions, such as pooling.
+
+    All tensors that they are given have the samples in one dimension before those.
+    """
 
     def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
         first = call["self"] if call["self"] is not None else call["input"]
@@ -472,7 +482,7 @@ def index_select(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def index_into(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Adds or copies at indices along a dimension."""
+    """``index_add`` and ``index_copy``: what is put in must lie where it was picked from."""
     tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
     rows = f.label(tensor)
     there = _picked_from(f, tensor, rows, [dim], [call["index"]])
@@ -480,7 +490,7 @@ def index_into(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
-    """The dimensions that are indexed, and by what."""
+    """The dimensions that ``tensor[...]`` indexes by tensors, and these tensors."""
     picks = list(call["indices"])
     at = [place for place, pick in enumerate(picks) if pick is not None]
     return at, [picks[place] for place in at]
@@ -512,7 +522,7 @@ def _is_own_mask(f: Looks, tensor: Tensor, at: list[int], masks: list[Tensor]) -
 def _picked_from(
     f: Looks, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
 ) -> Label:
-    """Where the rows are in what is taken of a tensor at indices of some of its dimensions."""
+    """The label of ``tensor[...]``, indexed by tensors of integers in the dimensions ``at``."""
     if rows is MEET or any(_is_mask(t) for t in tensors):
         return MEET
     count = max(t.dim() for t in tensors)
@@ -545,7 +555,7 @@ def _has_places(f: Looks, tensor: Tensor) -> bool:
 
 
 def _lead_to(f: Looks, picks: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor has places in the samples' dimension of another one."""
+    """Whether the entries of ``picks`` are places in the samples' dimension of ``tensor``."""
     label, rows = _rows(f, picks), _rows(f, tensor)
     if label is None or rows is None:
         return False
@@ -578,7 +588,10 @@ def index_put(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def nonzero(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """The places of what is not zero; of samples those in one column are places of samples."""
+    """One row for each entry that is not zero, with its place in every dimension as columns.
+
+    The column of the samples' dimension holds places of samples.
+    """
     mask, rows = call["self"], f.label(call["self"])
     assert isinstance(rows, Rows)
     places = Places(rows.outer, f.size(mask.shape[rows.dim]), rows.picked, rows.dim)
@@ -586,7 +599,7 @@ def nonzero(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def sort(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """Among samples, tensors of one dimension."""
+    """Sorting along the samples is known of 1-d tensors: the order that samples get has a name."""
     tensor, rows = call["self"], f.label(call["self"])
     if rows != Rows(0, getattr(rows, "outer", 1)) or tensor.dim() != 1:
         return along(f, call, outs)
@@ -598,7 +611,7 @@ def sort(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
 
 
 def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Of places: those of what has several entries in a row each."""
+    """``places // k``: the sample of a place, where each has k entries one after the other."""
     rows, by = f.label(call["self"]), call["other"]
     if not isinstance(rows, Rows) or rows.places is None:
         return pointwise(f, call, outs)
@@ -613,7 +626,7 @@ def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def histogram(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """How many there are of each of the numbers by which entries were sorted."""
+    """``histc`` of the numbers by which rows were sorted: how many rows have each of them."""
     rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
     return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
@@ -624,7 +637,7 @@ def cumsum(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
 
 
 def grouped_matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Sorted rows, each times the matrix of its group."""
+    """`torch.nn.functional.grouped_mm`: sorted rows, each times the matrix of its group."""
     first = "self" if call["self"] is not None else "input"
     rows, ends = f.label(call[first]), f.label(call["offs"])
     if not isinstance(rows, Rows) or rows.dim or rows.picked is None or call[first].dim() != 2:
@@ -642,7 +655,7 @@ def nll_loss(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Labe
 
 
 def distances(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Of the rows of two matrices, maybe of many."""
+    """Distances between the rows of two matrices, or of batches of them."""
     one, other = call["x1"], call["x2"]
     p, q = f.label(one), f.label(other)
     if isinstance(p, Rows) and p.dim < one.dim() - 2 and p == q:
@@ -802,7 +815,7 @@ def name_of(func: Any) -> str:
 
 
 def rule_of(func: Any) -> Rule | None:
-    """The rule of an operator of torch; ``None``: there is none."""
+    """The rule for an operator; ``None``: there is none, so that samples may meet in it."""
     if func.namespace != "aten":
         return grouped_matrices if is_grouped(func) else None
     name = name_of(func)

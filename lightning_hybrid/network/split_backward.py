@@ -73,7 +73,7 @@ class HookWatch(TorchFunctionMode):
 
 @dataclass
 class WeightPart:
-    """What is left to do of a backward.
+    """The second part of a backward, which is still to be done.
 
     Attributes:
         groups: edges of the graph to go on from, what arrived there, and the weights behind them.
@@ -197,7 +197,7 @@ class _Way:
         found = []
         for nodes in members.values():
             own = self._reached(child for node in nodes for child in self._aside(node))
-            # weights that the way of one of them leads to as well
+            # weights that the way of one of them leads to as well would get their gradients twice
             children = [child for node in nodes for child, _ in self._nodes[node].children]
             if own & self._reached(filter(self.leads, children)):
                 return None
@@ -225,7 +225,7 @@ class _Way:
         return reached(self._aside(node), children)
 
     def _find(self, node: Node) -> Node:
-        """What stands for the set that an operation is in (union-find)."""
+        """The operation that represents the group of this one (union-find)."""
         while (leader := self._leader.setdefault(node, node)) is not node:
             node = leader
         return node

@@ -177,7 +177,7 @@ def cut_at(
 ) -> list[StageCode]:
     """Cut the network before the layers numbered ``positions``; see `cut`."""
     cuts = Cuts(graph)
-    device = device or graph.device
+    device = device or graph.device  # what is made on it is made on the device of each rank
     places = [0, *positions, len(graph.layers)]
     # what comes in, what crosses each cut, what is returned: a stage may be without layers
     borders = [
@@ -195,6 +195,7 @@ def cut_at(
 def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> list[StageCode]:
     """The same, with the tensors of their modules that this graph does not use."""
     taken = {name for stage in stages for name in stage.tensors}
+    # the first stage that uses a tensor of a module has all others of it
     home: dict[str, int] = {}
     for number, stage in enumerate(stages):
         for name in stage.tensors:

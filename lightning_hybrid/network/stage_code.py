@@ -54,7 +54,7 @@ class _Nested:
 
 @dataclass(frozen=True)
 class _Constant:
-    """A tensor that a graph holds.
+    """A tensor that a graph holds, on its way to another process.
 
     Attributes:
         tensor: on the CPU.
@@ -84,7 +84,7 @@ class GraphCode:
 
     @classmethod
     def of(cls, graph: fx.Graph, attributes: Mapping[str, Any], device: torch.device) -> GraphCode:
-        """Write down a graph.
+        """Turn a graph into plain data.
 
         Args:
             graph: its nodes are operations of torch and functions that can be found by name.
@@ -130,6 +130,7 @@ class GraphCode:
             return device if isinstance(value, _Here) else value
 
         for op, name, target, args, kwargs in self.nodes:
+            # methods and placeholders are names already
             found = function_named(target) if op == "call_function" else target
             given, named = (fx.node.map_aggregate(each, leaf) for each in (args, kwargs))
             made[name] = graph.create_node(op, found, given, named, name)
@@ -182,7 +183,7 @@ class GraphCode:
             NetworkError: it holds something that cannot be pickled.
         """
         for _, name, target, args, kwargs in self.nodes:
-            try:
+            try:  # one by one, to say which it is
                 pickle.dumps((args, kwargs))
             except Exception as error:
                 raise NetworkError(

@@ -49,7 +49,7 @@ Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 
 class Divided:
-    """What runs for a graph that was captured.
+    """Runs a captured graph, in three parts if need be.
 
     Args:
         graph: as captured.
@@ -88,7 +88,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which nodes are where.
+    """Which nodes are in which of the three parts.
 
     Attributes:
         followed: what is known of all nodes.
@@ -115,7 +115,7 @@ class _Plan:
 
 
 def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
-    """A division, or why there is none."""
+    """How a graph is divided, or in words why its batches must stay whole."""
     for layer in graph.layers:
         where = f"{layer.module}.{layer.name}".removeprefix(".")
         other = [name for name in layer.written if not _is_statistic(graph.network, name)]
@@ -124,6 +124,7 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
         if layer.effects.unknown is not None:
             return f"what {where!r} does {layer.effects.unknown}"
     for leaf in graph.written_leaves:
+        # each micro-batch would change it anew; the rows of an input are its own
         if leaf.rows is None:
             return f"{leaf.name} is changed in place"
     found: list[_Plan | str] = []
@@ -186,6 +187,7 @@ class _Dividing:
         layers = [n for layer in self.graph.layers for n in (layer.node, *layer.parts)]
         own = [n for n in layers if n not in tail | early and not self.followed.meets(n)]
         heavy = self._behind([*own, *taken], stop=prologue)
+        # what the driver computes for all samples, the stages wait for
         share = self._share(tail | early)
         if share > LIGHT:
             return f"{self._said(tail | prologue)}, and {share:.0%} of the load follows"
@@ -233,7 +235,7 @@ class _Dividing:
         return reached(start, lambda node: (n for n in self._made_of(node) if n not in stop))
 
     def _tail(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
-        """What can only be computed of all samples, and is wanted."""
+        """The nodes that must be computed of all samples at once, if an output needs them."""
         changed = {w for n in outputs for m in self._memory(n) for w in self.writers.get(m, ())}
         return reached(
             filter(self._belongs, (*outputs, *changed)),
@@ -299,6 +301,7 @@ class _Dividing:
         effects = self.layers[node].effects
         if twice and (effects.random or effects.writes):
             return "its result is used for single samples too"
+        # a copy on another rank would not see the change
         for memory in effects.writes:
             if not {n for n in self.order if memory in self._memory(n)}.issubset(own):
                 return "it changes what was made before"
@@ -349,7 +352,7 @@ def _is_plain(number: Any) -> bool:
 
 
 def _label(heavy: NetworkGraph, plan: _Plan, copies: dict[fx.Node, fx.Node]) -> None:
-    """Note in a graph where samples are in what it takes and returns."""
+    """Write into a graph where samples are in what it takes and returns."""
     originals = {copy: node for node, copy in copies.items()}  # (clones of weights have none)
 
     def label(node: fx.Node) -> Rows | None:
@@ -422,7 +425,7 @@ class _Beside:
         self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
 
     def __call__(self, found: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-        """What it returns, from what is known."""
+        """The values of the nodes that it returns, from the values of others."""
         if not self._returned:
             return {}
         return dict(zip(self._returned, self._code(*[found[n] for n in self._taken])))

@@ -74,6 +74,7 @@ class BackwardPass:
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine
+        # the driver has the last stage, and the gradients of its outputs from autograd
         gradients = self.gradients[microbatch] if self.own.is_last else self._arrived
         self._result = [None] * len(self.traffic.incoming[microbatch])
         if engine.failure is not None:
@@ -106,6 +107,7 @@ class BackwardPass:
             traffic.gradients_out[self.mode.pattern] = pattern
             links.previous.send_word(Pattern(pattern))
         present = traffic.gradients_out[self.mode.pattern]
+        # zeros stand for what is missing: the other side waits for as many tensors as were agreed
         specs = list(compress(traffic.incoming[microbatch], present))
         gradients = [
             spec.zeros(self.engine.device) if gradient is None else gradient

@@ -209,5 +209,5 @@ def _axes(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """Values per channel, as they meet ``x``."""
+    """Values per channel in a shape that broadcasts against ``x``, and in its wide type."""
     return values.to(_wide(x)).view(1, -1, *[1] * (x.dim() - 2))

@@ -115,7 +115,7 @@ class ForwardPass:
             self.traffic.outgoing.append(specs)
             self.links.next.send_word(Header(specs, self.traffic.uses_rng))
         elif not self._told_failure:
-            self._told_failure = True
+            self._told_failure = True  # after the first empty header nobody listens for more
             self.links.next.send_word(Header())
 
     def _run(self, microbatch: int, values: Values) -> Values:

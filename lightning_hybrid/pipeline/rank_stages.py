@@ -91,13 +91,13 @@ class RankStages:
         return self._ahead * call.key.microbatches
 
     def schedule(self, key: CallKey, *, input_gradient: bool) -> Schedule:
-        """What each stage does in a call."""
+        """The instruction lists of all stages for a call of this kind."""
         return schedule_of(
             self._schedule_name, len(self._devices), key.microbatches, input_gradient, self._split
         )
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
-        """The graph of a stage that a call needs."""
+        """The code of a stage for a call of this kind, compiled where that is asked for."""
         stage = own.specializations[key.specialization]
         if self._compiled:
             stage.compile_code()
@@ -112,4 +112,5 @@ class RankStages:
     def fail(self, error: Exception, stage: int) -> None:
         """Note an error of a stage; from now on this rank only keeps its appointments."""
         where = f"in stage {stage}" if self.coordinates.free else ""
+        # the first one: what fails after it mostly fails by it
         self.failure = self.failure or Failure.of(error, str(self.coordinates), where)

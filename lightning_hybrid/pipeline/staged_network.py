@@ -47,7 +47,7 @@ class StagedNetwork:
         self.weight_hooks = WeightHooks(module)
 
     def add_key(self, key: CallKey, number: int | None = None) -> int:
-        """Take in a new key.
+        """Note a new kind of calls, by what travels in them.
 
         Args:
             key: the key.
@@ -124,6 +124,7 @@ def borrowed_parameters(
     for names, device in zip(stages, devices):
         used[device] |= {*names}
         for name in names:
+            # (the driver is rank 0, which is false)
             owner[name] = owner.get(name) or device
     return [
         frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)

@@ -160,7 +160,7 @@ def execute_merged(lists: Sequence[Sequence[Step]]) -> Iterator[Step]:
     while progress:
         progress = False
         for steps in todo:
-            while steps:
+            while steps:  # as far as this list comes before it must wait
                 stage, instruction = steps[0]
                 if instruction.kind.is_send:
                     link = (stage, instruction.peer(stage, stages))

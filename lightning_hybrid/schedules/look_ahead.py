@@ -80,7 +80,7 @@ class LookAhead:
         return self.barrier == "epoch"
 
     def look_aheads(self, stages: int) -> tuple[int, ...]:
-        """a_1 .. a_K."""
+        """How many batches each stage runs ahead of the driver: a_1 .. a_K."""
         return tuple(self.ahead(k, stages) for k in range(1, stages + 1))
 
     def orders(self, stages: int, batches: int) -> Orders:
