@@ -119,7 +119,10 @@ class _Run:
 
     def _take(self, node: fx.Node, before: tuple[Any, ...]) -> None:
         if node.op == "placeholder":
-            self._make(node)
+            try:
+                self.values[node] = self._made(node.meta.get("example_value"))
+            except (NotImplementedError, RuntimeError) as error:
+                self.values[node], self.lost = None, _why(error)
         elif node.op == "get_attr":
             self.values[node] = self.attributes[str(node.target)]
             return
@@ -156,12 +159,6 @@ class _Run:
             self.lost = _why(error)
             return set()
         return {self._memory(t) for t, version in before if _version(t) != version}
-
-    def _make(self, node: fx.Node) -> None:
-        try:
-            self.values[node] = self._made(node.meta.get("example_value"))
-        except (NotImplementedError, RuntimeError) as error:
-            self.values[node], self.lost = None, _why(error)
 
     def _made(self, example: Any) -> Any:
         """A fake tensor of the sizes that were captured, in the place of a graph's input."""

@@ -18,15 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import PartitionProfile, Profile, parameter_bytes
 from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
-from lightning_hybrid.network.stage_check import fresh, stays_on_cpu
-from lightning_hybrid.tensors import value_of
+from lightning_hybrid.network.stage_check import fresh, own_copy, stays_on_cpu
 
 ENOUGH_S = 0.1
 """What has been measured for that long is not repeated: its length is known well enough."""
@@ -116,7 +114,7 @@ def _measure(
         if advance is not None:
             advance(number, len(partitions))
         stage = Stage(code, graph.network, device)
-        tensors = [_own(state[name], device) for name in code.tensors]
+        tensors = [own_copy(state[name], device) for name in code.tensors]
         key = code.code.shape(), code.layers[0] == 0, _sizes((*tensors, *values))
         if key not in known:
             one = _Partition(stage, tensors, values, numbers, clock_of(device))
@@ -148,14 +146,6 @@ def _measure(
 def _outside_inference(leaf: Tensor) -> Tensor:
     """Lightning validates in inference mode, whose tensors no backward may keep."""
     return leaf.clone() if leaf.is_inference() else leaf
-
-
-def _own(value: Tensor, device: torch.device) -> Tensor:
-    """A copy of a parameter or buffer that nobody else sees."""
-    with as_they_are():
-        wanted = value.requires_grad
-        copy = value_of(value).detach().to(device, copy=True)
-    return copy.requires_grad_(wanted)
 
 
 def _sizes(tensors: Sequence[Tensor]) -> Hashable:

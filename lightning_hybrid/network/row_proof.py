@@ -128,7 +128,7 @@ class _Walk:
         self._kept, self._early = kept, self.found.early
         self._sizes: set[fx.Node] = set()  # numbers that are how many entries were picked
         self._attributes, self._source = attributes, source
-        self._run = _Run(symbols)
+        self._run = Labelling(symbols)
         examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
@@ -311,7 +311,7 @@ def _symbols_of(value: Any) -> set[Any]:
     return {s for n in numbers if is_symbolic(n) for s in expression(n, {}).free_symbols}
 
 
-class _Run(TorchDispatchMode):
+class Labelling(TorchDispatchMode):
     """Hears of every operator, and labels what it returns.
 
     Args:
@@ -346,14 +346,17 @@ class _Run(TorchDispatchMode):
     # ------------------------------------------------------------------ what rules ask
 
     def label(self, tensor: Tensor) -> Label:
+        """Where the samples are in a tensor."""
         return self._labels.get(id(tensor))
 
     def size(self, number: Any) -> Any:
+        """A size as an expression, in which the batch has one symbol."""
         if not is_symbolic(number):
             return sympy.sympify(number)
         return expression(number, self._same)
 
     def depends(self, number: Any) -> bool:
+        """Whether a number follows from the batch."""
         return is_symbolic(number) and self._changes(self.size(number))
 
     def _changes(self, size: Any) -> bool:
@@ -361,11 +364,13 @@ class _Run(TorchDispatchMode):
         return self.batch in free or not free.isdisjoint(self.tainted)
 
     def by_shape(self, tensor: Tensor) -> Label:
+        """The label that the shape of a tensor tells: samples are where the batch's size is."""
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
         return self.borne_out(label, tensor)
 
     def picked_by(self, mask: Tensor, count: Any) -> Any:
+        """An object that names the entries which a mask picks, ``count`` of them."""
         picked = self._roots.get(id(mask), id(mask)), version(mask)
         size = self._counts.setdefault(picked, self.size(count))
         new = _symbols_of(count)
@@ -375,6 +380,7 @@ class _Run(TorchDispatchMode):
         return picked
 
     def ordered(self, order: Tensor) -> Any:
+        """An object that names this order, equal to itself alone."""
         self._counts[id(order)] = self.size(order.shape[0])
         return id(order)
 
@@ -383,6 +389,7 @@ class _Run(TorchDispatchMode):
         return is_symbolic(number) and self.size(number) in self._counts.values()
 
     def is_whole(self, picked: Any, size: Any) -> bool:
+        """Whether an order goes through all entries of a dimension of this size."""
         return isinstance(picked, int) and self._counts[picked] == self.size(size)
 
     # ------------------------------------------------------------------ labels

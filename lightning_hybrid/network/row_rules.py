@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -23,35 +23,10 @@ from lightning_hybrid._torch.tensors import schema
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.rows import MEET, Counts, Label, Places, Rows
 
+if TYPE_CHECKING:
+    from lightning_hybrid.network.row_proof import Labelling
+
 FREE: Label = None
-
-
-class Looks(Protocol):
-    """What a rule asks of the run that it is part of."""
-
-    batch: Any
-    """The number of samples, a symbol."""
-
-    def label(self, tensor: Tensor) -> Label:
-        """Where the samples are in a tensor."""
-
-    def size(self, number: Any) -> Any:
-        """A size as an expression, in which the batch has one symbol."""
-
-    def depends(self, number: Any) -> bool:
-        """Whether a number follows from the batch."""
-
-    def by_shape(self, tensor: Tensor) -> Label:
-        """The label of a tensor that is the same for all samples, if it has any."""
-
-    def picked_by(self, mask: Tensor, count: Any) -> Any:
-        """An object that names the entries which a mask picks, ``count`` of them."""
-
-    def ordered(self, order: Tensor) -> Any:
-        """An object that names this order, equal to itself alone."""
-
-    def is_whole(self, picked: Any, size: Any) -> bool:
-        """Whether an order goes through all entries of a dimension of this size."""
 
 
 class Call:
@@ -83,7 +58,7 @@ class Call:
                     yield one
 
 
-Rule = Callable[[Looks, Call, Sequence[Tensor]], Label | list[Label]]
+Rule = Callable[["Labelling", Call, Sequence[Tensor]], Label | list[Label]]
 
 
 @cache
@@ -95,12 +70,12 @@ def divided(one: Any, other: Any) -> Any:
     return quotient if quotient.as_numer_denom()[1] == 1 else None
 
 
-def _rows(f: Looks, tensor: Tensor) -> Rows | None:
+def _rows(f: Labelling, tensor: Tensor) -> Rows | None:
     label = f.label(tensor)
     return label if isinstance(label, Rows) else None
 
 
-def _block(f: Looks, tensor: Tensor, rows: Rows) -> Any:
+def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
     """How many entries of its samples' dimension belong to all samples once: B * k of `Rows`."""
     return divided(f.size(tensor.shape[rows.dim]), rows.outer)
 
@@ -111,7 +86,7 @@ def _only(found: Sequence[Label]) -> Label:
     return FREE if not those else those.pop() if len(those) == 1 else MEET
 
 
-def _aligned(f: Looks, tensor: Tensor, dims: int) -> Label:
+def _aligned(f: Labelling, tensor: Tensor, dims: int) -> Label:
     """The label of a tensor after it was broadcast to ``dims`` dimensions."""
     rows = _rows(f, tensor)
     if rows is None:
@@ -119,7 +94,7 @@ def _aligned(f: Looks, tensor: Tensor, dims: int) -> Label:
     return rows.at(rows.dim + dims - tensor.dim(), places=True)
 
 
-def _all_free(f: Looks, tensors: Sequence[Tensor]) -> bool:
+def _all_free(f: Labelling, tensors: Sequence[Tensor]) -> bool:
     return all(f.label(tensor) is FREE for tensor in tensors)
 
 
@@ -134,24 +109,24 @@ def _dims(call: Call, name: str = "dim") -> list[int]:
 # ---------------------------------------------------------------- entry by entry
 
 
-def pointwise(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def pointwise(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return _only([_aligned(f, tensor, outs[0].dim()) for tensor in call.tensors()])
 
 
-def fills(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def fills(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """Operators that write over ``self`` whatever was there (``copy_``, ``uniform_``)."""
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
 
 
-def unreduced(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def unreduced(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return pointwise(f, call, outs) if call["reduction"] == 0 else MEET
 
 
 # ---------------------------------------------------------------- views
 
 
-def view(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def view(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """A view keeps samples apart if it cuts memory between them and nowhere else.
 
     As many entries as before must stand in front of them, and the dimension that they are in
@@ -175,12 +150,12 @@ def view(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return MEET
 
 
-def expand(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def expand(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, out = call["self"], outs[0]
     return f.by_shape(out) if f.label(tensor) is FREE else _aligned(f, tensor, out.dim())
 
 
-def repeat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def repeat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, out, repeats = call["self"], outs[0], call["repeats"]
     rows = _aligned(f, tensor, out.dim())
     if not isinstance(rows, Rows):
@@ -190,7 +165,7 @@ def repeat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return replace(rows, outer=rows.outer * f.size(repeats[rows.dim]))
 
 
-def permute(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, count = call["self"], call["self"].dim()
     rows, order = f.label(tensor), list(range(count))
     if call["dims"] is not None:
@@ -204,13 +179,13 @@ def permute(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows.at(order.index(rows.dim), places=True)
 
 
-def unsqueeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, new = f.label(call["self"]), call["dim"] % outs[0].dim()
     assert isinstance(rows, Rows)
     return rows.at(rows.dim + (new <= rows.dim), places=True)
 
 
-def squeeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, rows = call["self"], f.label(call["self"])
     assert isinstance(rows, Rows)
     dims = _dims(call)
@@ -227,7 +202,7 @@ def _only_column(rows: Rows, out: Tensor) -> Label:
     return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
 
 
-def _part(f: Looks, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
+def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
     """The label of a piece of the samples' dimension, which must be whole repetitions of them."""
     block = _block(f, tensor, rows)
     if block is None or divided(f.size(start), block) is None:
@@ -236,7 +211,7 @@ def _part(f: Looks, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Labe
     return MEET if outer is None else replace(rows, outer=outer)
 
 
-def slicing(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, rows = call["self"], f.label(call["self"])
     if not isinstance(rows, Rows):
         return MEET  # as many of a table's entries as there are samples
@@ -247,7 +222,7 @@ def slicing(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return MEET if f.depends(start) or f.depends(call["end"]) or f.depends(step) else rows
 
 
-def split(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
     tensor, rows = call["self"], f.label(call["self"])
     assert isinstance(rows, Rows)
     if call["dim"] % tensor.dim() == rows.dim:
@@ -256,7 +231,7 @@ def split(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
     return MEET if any(map(f.depends, call.numbers())) else rows
 
 
-def unbind(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     rows, dim = f.label(call["self"]), call["dim"] % call["self"].dim()
     assert isinstance(rows, Rows)
     if rows.dim == dim:
@@ -270,7 +245,7 @@ def unbind(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     return [here if column == rows.places.column else found for column in which]
 
 
-def cat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def cat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensors = [t for t in call["tensors"] if not _is_nothing(t)]
     rows = [f.label(t) for t in tensors]
     if not all(isinstance(each, Rows) for each in rows):
@@ -292,7 +267,7 @@ def _is_nothing(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
 
 
-def stack(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def stack(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, new = _only([f.label(t) for t in call["tensors"]]), call["dim"] % outs[0].dim()
     if not isinstance(rows, Rows) or not all(_rows(f, t) for t in call["tensors"]):
         return MEET
@@ -316,7 +291,7 @@ def within(mixed: Mixed, first: str = "self") -> Rule:
         first: the name of the argument.
     """
 
-    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         tensor, rows = call[first], f.label(call[first])
         dims = [dim % max(tensor.dim(), 1) for dim in mixed(call)]
         if not isinstance(rows, Rows) or rows.dim in dims or not _all_free(f, call.others(first)):
@@ -349,7 +324,7 @@ def _of_convolution(call: Call) -> range:
     return range(call[name].dim() - call["weight"].dim() + 1, call[name].dim())
 
 
-def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """Statistics are those of a micro-batch by agreement, so that samples do not meet in them.
 
     Instance normalisation is batch normalisation with the samples among the channels.
@@ -369,7 +344,7 @@ def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | La
 # ---------------------------------------------------------------- with weights
 
 
-def matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """Products of two matrices or batches of them, alone or added to a third tensor."""
     names = ("batch1", "batch2") if call["batch1"] is not None else ("mat1", "mat2")
     if call[names[0]] is None:
@@ -388,7 +363,7 @@ def matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return _only([found, *added])
 
 
-def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """Attention works on each sample and head by itself; a mask is shared or has samples too."""
     rows = f.label(call["query"])
     tensors = [call[name] for name in ("query", "key", "value")]
@@ -402,7 +377,7 @@ def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Lab
     return [rows if any(map(f.depends, out.shape)) else FREE for out in outs]
 
 
-def encoder_layer(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def encoder_layer(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """A whole layer of `torch.nn.TransformerEncoder`, which is one operator in an evaluation."""
     names = ("src",) if call["src"] is not None else ("query", "key", "value")
     own = all(f.label(call[name]) == Rows(0) for name in names)
@@ -412,13 +387,13 @@ def encoder_layer(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] |
     return [Rows(0) if any(map(f.depends, out.shape)) else FREE for out in outs]
 
 
-def embedding(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """Rows of a shared table. With ``scale_grad_by_freq`` samples would meet in the backward."""
     shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
     return f.label(call["indices"]) if shared else MEET
 
 
-def recurrent(f: Looks, args: Sequence[Any]) -> list[Label]:
+def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
     """A recurrent layer (:mod:`lightning_hybrid.network.recurrent_layers`) and its last states."""
     value, states, weights = args[:3]
     states = list(states) if isinstance(states, list | tuple) else [states]
@@ -437,7 +412,7 @@ def spatial(count: int) -> Rule:
     All tensors that they are given have the samples in one dimension before those.
     """
 
-    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         first = call["self"] if call["self"] is not None else call["input"]
         rows = _only([f.label(t) for t in call.tensors()])
         if not isinstance(rows, Rows) or any(f.label(t) is FREE for t in call.tensors()):
@@ -450,7 +425,7 @@ def spatial(count: int) -> Rule:
 # ---------------------------------------------------------------- with indices
 
 
-def gather(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def gather(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, index = call["self"], call["index"]
     rows, picked, dim = f.label(tensor), f.label(index), call["dim"] % max(tensor.dim(), 1)
     if not isinstance(picked, Rows) or picked.places is not None:
@@ -461,7 +436,7 @@ def gather(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return picked if same and picked.dim != dim else MEET
 
 
-def scatter(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
     rows = f.label(tensor)
     if not isinstance(rows, Rows) or rows.dim == dim:
@@ -476,12 +451,12 @@ def scatter(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows
 
 
-def index_select(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def index_select(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, dim = f.label(call["self"]), call["dim"] % max(call["self"].dim(), 1)
     return _picked_from(f, call["self"], rows, [dim], [call["index"]])
 
 
-def index_into(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def index_into(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """``index_add`` and ``index_copy``: what is put in must lie where it was picked from."""
     tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
     rows = f.label(tensor)
@@ -496,7 +471,7 @@ def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
     return at, [picks[place] for place in at]
 
 
-def index(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def index(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     at, tensors = _picks(call)
     rows = f.label(call["self"])
     if not any(_is_mask(t) for t in tensors):
@@ -510,7 +485,7 @@ def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)
 
 
-def _is_own_mask(f: Looks, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
+def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
     """Whether one mask has the samples of a tensor where the tensor has them."""
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
@@ -520,7 +495,7 @@ def _is_own_mask(f: Looks, tensor: Tensor, at: list[int], masks: list[Tensor]) -
 
 
 def _picked_from(
-    f: Looks, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
+    f: Labelling, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
 ) -> Label:
     """The label of ``tensor[...]``, indexed by tensors of integers in the dimensions ``at``."""
     if rows is MEET or any(_is_mask(t) for t in tensors):
@@ -549,12 +524,12 @@ def _picked_from(
     return rows
 
 
-def _has_places(f: Looks, tensor: Tensor) -> bool:
+def _has_places(f: Labelling, tensor: Tensor) -> bool:
     rows = _rows(f, tensor)
     return rows is not None and rows.places is not None
 
 
-def _lead_to(f: Looks, picks: Tensor, tensor: Tensor) -> bool:
+def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
     """Whether the entries of ``picks`` are places in the samples' dimension of ``tensor``."""
     label, rows = _rows(f, picks), _rows(f, tensor)
     if label is None or rows is None:
@@ -562,7 +537,7 @@ def _lead_to(f: Looks, picks: Tensor, tensor: Tensor) -> bool:
     return label.places == Places(rows.outer, f.size(tensor.shape[rows.dim]), rows.picked)
 
 
-def index_put(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, value = call["self"], call["values"]
     at, tensors = _picks(call)
     rows = f.label(tensor)
@@ -587,7 +562,7 @@ def index_put(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows if _aligned(f, value, count) in (FREE, there) else MEET
 
 
-def nonzero(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def nonzero(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """One row for each entry that is not zero, with its place in every dimension as columns.
 
     The column of the samples' dimension holds places of samples.
@@ -598,7 +573,7 @@ def nonzero(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return Rows(0, 1, places, f.picked_by(mask, outs[0].shape[0]))
 
 
-def sort(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """Sorting along the samples is known of 1-d tensors: the order that samples get has a name."""
     tensor, rows = call["self"], f.label(call["self"])
     if rows != Rows(0, getattr(rows, "outer", 1)) or tensor.dim() != 1:
@@ -610,7 +585,7 @@ def sort(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     return [Rows(0, picked=picked, is_sorted=ascending), Rows(0, 1, places, picked)]
 
 
-def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """``places // k``: the sample of a place, where each has k entries one after the other."""
     rows, by = f.label(call["self"]), call["other"]
     if not isinstance(rows, Rows) or rows.places is None:
@@ -625,18 +600,18 @@ def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return replace(rows, places=replace(rows.places, size=size))
 
 
-def histogram(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def histogram(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """``histc`` of the numbers by which rows were sorted: how many rows have each of them."""
     rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
     return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
 
-def cumsum(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def cumsum(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     counts = f.label(call["self"])
     return replace(counts, summed=True) if isinstance(counts, Counts) else along(f, call, outs)
 
 
-def grouped_matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def grouped_matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """`torch.nn.functional.grouped_mm`: sorted rows, each times the matrix of its group."""
     first = "self" if call["self"] is not None else "input"
     rows, ends = f.label(call[first]), f.label(call["offs"])
@@ -646,7 +621,7 @@ def grouped_matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows if shared and ends == Counts(rows.picked, summed=True) else MEET
 
 
-def nll_loss(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def nll_loss(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     rows = f.label(call["self"])
     good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["target"]) == rows
     shared = _all_free(f, call.others("self", "target"))
@@ -654,7 +629,7 @@ def nll_loss(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Labe
     return [rows, FREE] if good else MEET
 
 
-def distances(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def distances(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """Distances between the rows of two matrices, or of batches of them."""
     one, other = call["x1"], call["x2"]
     p, q = f.label(one), f.label(other)

@@ -224,11 +224,15 @@ def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] 
     with as_they_are():
         if all(tensor.device == device for tensor in named.values()):
             return None
-        return {
-            name: value_of(tensor).detach().to(device, copy=True).requires_grad_(wanted)
-            for name, tensor in named.items()
-            for wanted in [tensor.requires_grad]
-        }
+    return {name: own_copy(tensor, device) for name, tensor in named.items()}
+
+
+def own_copy(value: Tensor, device: torch.device) -> Tensor:
+    """A copy of a parameter or buffer that nobody else sees."""
+    with as_they_are():
+        wanted = value.requires_grad
+        copy = value_of(value).detach().to(device, copy=True)
+    return copy.requires_grad_(wanted)
 
 
 def _difference(one: Any, other: Any, *, exact: bool) -> str | None:

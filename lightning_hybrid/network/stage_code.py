@@ -98,20 +98,15 @@ class GraphCode:
         def leaf(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return _NodeName(value.name)
-            if isinstance(value, torch.device) and _same(value, device):
-                return _Here()
-            if isinstance(value, slice):
-                return slice(*(leaf(end) for end in (value.start, value.stop, value.step)))
-            return value
+            is_here = isinstance(value, torch.device) and _same(value, device)
+            return _Here() if is_here else value
 
         nodes = []
         for node in graph.nodes:
             target = node.target if isinstance(node.target, str) else qualified_name(node.target)
             if is_region(node):
                 target = qualified_name(checkpointed)
-            args, kwargs = (
-                _mutable(fx.node.map_aggregate(each, leaf)) for each in (node.args, node.kwargs)
-            )
+            args, kwargs = (fx.node.map_aggregate(each, leaf) for each in (node.args, node.kwargs))
             nodes.append((node.op, node.name, target, args, kwargs))
         kept = {str(node.target) for node in graph.find_nodes(op="get_attr")}
         held = ((name, value) for name, value in attributes.items() if name in kept)
@@ -125,8 +120,6 @@ class GraphCode:
         def leaf(value: Any) -> Any:
             if isinstance(value, _NodeName):
                 return made[value.name]
-            if isinstance(value, slice):
-                return slice(*(leaf(end) for end in (value.start, value.stop, value.step)))
             return device if isinstance(value, _Here) else value
 
         for op, name, target, args, kwargs in self.nodes:
@@ -160,19 +153,16 @@ class GraphCode:
         """Equal for graphs that do the same under other names."""
         numbers = {name: index for index, (_, name, *_) in enumerate(self.nodes)}
 
-        def text(value: Any) -> str:
+        def leaf(value: Any) -> Any:
             if isinstance(value, _NodeName):
                 return f"%{numbers[value.name]}"
-            if isinstance(value, list | tuple):
-                return f"[{','.join(map(text, value))}]"
-            if isinstance(value, dict):
-                return f"{{{','.join(f'{k}={text(v)}' for k, v in value.items())}}}"
-            if isinstance(value, slice):
-                return f"slice{text((value.start, value.stop, value.step))}"
-            return "here" if isinstance(value, _Here) else repr(value)
+            return "here" if isinstance(value, _Here) else value
 
         return tuple(
-            (op, "" if op == "placeholder" else target, text(args), text(kwargs))
+            (
+                *(op, "" if op == "placeholder" else target),
+                *(repr(fx.node.map_aggregate(each, leaf)) for each in (args, kwargs)),
+            )
             for op, _, target, args, kwargs in self.nodes
         )
 
@@ -235,17 +225,6 @@ def _holder(attributes: Mapping[str, Any]) -> nn.Module:
             owner = getattr(owner, part)
         setattr(owner, last, value)
     return root
-
-
-def _mutable(value: Any) -> Any:
-    """Plain containers for fx's immutable ones, which travel as well but compare oddly."""
-    if isinstance(value, dict):
-        return {key: _mutable(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_mutable(part) for part in value]
-    if type(value) is tuple:
-        return tuple(_mutable(part) for part in value)
-    return value
 
 
 def _same(one: torch.device, other: torch.device) -> bool:
