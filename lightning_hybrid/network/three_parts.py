@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from sympy import sympify
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.graphs import copy_source, exit_autocast, set_gradients
@@ -182,7 +183,8 @@ class _Dividing:
         tail, prologue = tail - drawn, frozenset(self.followed.prologue | drawn)
         early = self._behind(prologue)
         wanted = {*outputs, *(taken for node in tail for taken in node.all_input_nodes)}
-        taken = [n for n in wanted - tail - prologue if not self._is_known(n)]
+        # the driver has inputs, and numbers that follow from sizes, by itself
+        taken = [n for n in wanted - tail - prologue if n in self.graph.tensors or not _is_given(n)]
         taken.sort(key=self.order.__getitem__)
         layers = [n for layer in self.graph.layers for n in (layer.node, *layer.parts)]
         own = [n for n in layers if n not in tail | early and not self.followed.meets(n)]
@@ -208,10 +210,6 @@ class _Dividing:
 
     def _is_random(self, node: fx.Node) -> bool:
         return node in self.layers and self.layers[node].effects.random
-
-    def _is_known(self, node: fx.Node) -> bool:
-        """Whether the driver has it: an input, numbers that follow from sizes."""
-        return node not in self.graph.tensors and _is_given(node)
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
         """What a node takes, and what has changed it in place before."""
@@ -252,7 +250,8 @@ class _Dividing:
         if _is_given(node):
             return False
         label = self.followed.label(node)
-        if self.followed.meets(node) or not (label is None or _is_joined(label)):
+        is_joined = label is None or (isinstance(label, Rows) and label.plain)
+        if self.followed.meets(node) or not is_joined:
             return True
         # what is neither a tensor nor a number does not come back from stages
         return node not in self.graph.info and not node.meta.get("scalar")
@@ -310,7 +309,7 @@ class _Dividing:
     def _of_taken(self, node: fx.Node) -> str | None:
         """Why what the heavy part makes cannot be joined for all samples."""
         graph, label = self.graph, self.followed.label(node)
-        if isinstance(label, Rows) and not _is_plain(label.outer):
+        if isinstance(label, Rows) and not sympify(label.outer).is_Integer:
             return f"samples lie inside of a dimension of {graph.place_of(node)}"
         if node in graph.info and not graph.info[node].is_strided:
             return f"{graph.place_of(node)} is not dense"
@@ -338,14 +337,6 @@ class _Dividing:
     def _at(self, node: fx.Node, how: str = "") -> str:
         place = place_of(node)
         return f"{self.graph.place_of(node)}{how}{f', {place}' if place else ''}"
-
-
-def _is_joined(label: Label) -> bool:
-    return isinstance(label, Rows) and label.plain
-
-
-def _is_plain(number: Any) -> bool:
-    return bool(getattr(number, "is_Integer", isinstance(number, int)))
 
 
 # ---------------------------------------------------------------- the parts

@@ -17,13 +17,13 @@ from lightning_hybrid.pipeline.random_numbers import (
     generators_of_microbatch,
     set_random_state,
 )
-from lightning_hybrid.pipeline.rank_stages import RankStages
+from lightning_hybrid.pipeline.rank_stages import Pass, RankStages
 from lightning_hybrid.pipeline.recompute import again
 from lightning_hybrid.schedules import Kind
 
 
-class BackwardPass:
-    """A backward pass of one stage; its public methods carry out the instructions."""
+class BackwardPass(Pass):
+    """A backward pass of one stage, instruction by instruction."""
 
     def __init__(
         self,
@@ -33,16 +33,11 @@ class BackwardPass:
         mode: Backward,
         gradients: Sequence[Gradients],
     ) -> None:
-        self.engine, self.own, self.call, self.mode = engine, engine.owned[index], call, mode
-        self.links, self.traffic, self.saved = (
-            self.own.links,
-            call.traffic[index],
-            call.saved[index],
-        )
+        super().__init__(engine, index, call)
+        self.mode = mode
         self._reduces_last = index == 0
         self.gradients = gradients
         self.inputs: list[Gradients] = [[] for _ in range(call.key.microbatches)]
-        self.error: Exception | None = None
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._put_off: dict[int, WeightPart] = {}
@@ -53,10 +48,6 @@ class BackwardPass:
         # the last stage receives only the gradients of the inputs, which nobody computes with
         kind = Kind.RECEIVE_INPUT_GRADIENT if self.own.is_last else Kind.RECEIVE_GRADIENT
         self._ahead = Ahead(steps, kind, self._post)
-
-    def do(self, kind: Kind, microbatch: int) -> None:
-        """Carry out an instruction, by the method of its name."""
-        getattr(self, kind.value)(microbatch)
 
     def receive_gradient(self, microbatch: int) -> None:
         present = self._hear_pattern()
@@ -144,23 +135,28 @@ class BackwardPass:
         if not pairs or not (self.mode.parameters or wanted):
             return [None] * len(values)
         roots, starts = [root for root, _ in pairs], [start for _, start in pairs]
-        if self.mode.parameters:
-            # (what has been frozen since the forward is asked for where gradients are added)
-            if self.own.splits and wanted and self.mode.trainable is None:
-                parts = input_part(roots, starts, wanted)
-                if parts is not None:
-                    found, self._put_off[microbatch] = parts
-                    by_value = iter(found)
-                    return [next(by_value) if value.requires_grad else None for value in values]
-                self.own.go_back_in_one(CANNOT_BE_SPLIT)
-            torch.autograd.backward(roots, starts, retain_graph=keep)
-            result = [value.grad for value in values]
-            for value in wanted:
-                value.grad = None
-            return result
-        found = [*torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)]
-        by_value = iter(found)
-        return [next(by_value) if value.requires_grad else None for value in values]
+        found = iter(self._gradients(microbatch, roots, starts, wanted))
+        return [next(found) if value.requires_grad else None for value in values]
+
+    def _gradients(
+        self, microbatch: int, roots: list[Tensor], starts: list[Tensor], wanted: list[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Go back; returns the gradients of what is wanted, and adds those of weights to theirs."""
+        keep = self.mode.keep
+        if not self.mode.parameters:
+            return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
+        # (what has been frozen since the forward is asked for where gradients are added)
+        if self.own.splits and wanted and self.mode.trainable is None:
+            parts = input_part(roots, starts, wanted)
+            if parts is not None:
+                found, self._put_off[microbatch] = parts
+                return found
+            self.own.go_back_in_one(CANNOT_BE_SPLIT)
+        torch.autograd.backward(roots, starts, retain_graph=keep)
+        gradients = [value.grad for value in wanted]
+        for value in wanted:
+            value.grad = None
+        return gradients
 
     def _again(self, microbatch: int, recipe: Recipe) -> tuple[Values, list[Any]]:
         """Run a forward again whose activations were not kept."""

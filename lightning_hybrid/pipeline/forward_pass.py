@@ -16,26 +16,20 @@ from lightning_hybrid.pipeline.random_numbers import (
     set_random_state,
     state_specs,
 )
-from lightning_hybrid.pipeline.rank_stages import RankStages
+from lightning_hybrid.pipeline.rank_stages import Pass, RankStages
 from lightning_hybrid.pipeline.recompute import forward
 from lightning_hybrid.schedules import Kind
 
 
-class ForwardPass:
-    """A forward pass of one stage; its public methods carry out the instructions."""
+class ForwardPass(Pass):
+    """A forward pass of one stage, instruction by instruction."""
 
     def __init__(
         self, engine: RankStages, index: int, call: Call, inputs: Sequence[Values]
     ) -> None:
-        self.engine, self.own, self.call = engine, engine.owned[index], call
-        self.links, self.traffic, self.saved = (
-            self.own.links,
-            call.traffic[index],
-            call.saved[index],
-        )
+        super().__init__(engine, index, call)
         self.inputs = inputs
         self.outputs: list[Values] = []
-        self.error: Exception | None = None
         self._values: Values | None = None
         self._result: Values | None = None
         self._first = self.own.number == 0
@@ -54,10 +48,6 @@ class ForwardPass:
         else:
             steps = engine.schedule(call.key, input_gradient=False).forward[self.own.number]
             self._ahead = Ahead(steps, Kind.RECEIVE_ACTIVATION, self._post)
-
-    def do(self, kind: Kind, microbatch: int) -> None:
-        """Carry out an instruction, by the method of its name."""
-        getattr(self, kind.value)(microbatch)
 
     def send_input(self, microbatch: int) -> None:
         if not self.call.ahead:  # else they are there already

@@ -15,7 +15,7 @@ from lightning_hybrid.pipeline.gradient_averaging import ReplicaGroup
 from lightning_hybrid.pipeline.instruction_lists import schedule_of
 from lightning_hybrid.pipeline.stage_options import OwnedStage, StageOptions
 from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.schedules import STREAMED, Schedule
+from lightning_hybrid.schedules import STREAMED, Kind, Schedule
 
 
 class RankStages:
@@ -114,3 +114,26 @@ class RankStages:
         where = f"in stage {stage}" if self.coordinates.free else ""
         # the first one: what fails after it mostly fails by it
         self.failure = self.failure or Failure.of(error, str(self.coordinates), where)
+
+
+class Pass:
+    """A pass of one stage; each of its public methods carries out the instruction of its name.
+
+    Args:
+        engine: the stages of the rank.
+        index: which of them.
+        call: what passes.
+
+    Attributes:
+        error: what the stage has raised.
+    """
+
+    def __init__(self, engine: RankStages, index: int, call: Call) -> None:
+        self.engine, self.own, self.call = engine, engine.owned[index], call
+        self.links, self.traffic = self.own.links, call.traffic[index]
+        self.saved = call.saved[index]
+        self.error: Exception | None = None
+
+    def do(self, kind: Kind, microbatch: int) -> None:
+        """Carry out an instruction."""
+        getattr(self, kind.value)(microbatch)
