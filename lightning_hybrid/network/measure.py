@@ -127,17 +127,13 @@ def _measure(
             output_bytes = round(cuts.bytes(partition.stop) * scale)
         profiles.append(
             PartitionProfile(
-                partition.name,
-                round(partition.flops * scale),
-                times.forward_s,
-                times.backward_input_s,
-                times.backward_weight_s,
-                output_bytes,
-                *parameter_bytes(graph.network, partition.parameters),
-                saved,
-                times.input_apart_s,
-                times.weight_apart_s,
+                name=partition.name,
+                flops=round(partition.flops * scale),
+                output_bytes=output_bytes,
+                **parameter_bytes(graph.network, partition.parameters),
+                activation_bytes=saved,
                 working_bytes=working,
+                **times._asdict(),
             )
         )
     return Profile(tuple(profiles), batch, device_name(device))
