@@ -24,7 +24,7 @@ from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import PartitionProfile, Profile, parameter_bytes
 from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
-from lightning_hybrid.network.stage_check import fresh, own_copy, stays_on_cpu
+from lightning_hybrid.network.stage_check import fresh, own_copy, stays_on_cpu, with_saved
 
 ENOUGH_S = 0.1
 """What has been measured for that long is not repeated: its length is known well enough."""
@@ -206,14 +206,7 @@ class _Partition:
         """Median seconds; bytes held between forward and backward; see `working_bytes`."""
         parameters = [tensor for tensor in self.tensors if tensor.requires_grad]
         held, peak = _Held(self.tensors), PeakMemory(device)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda kept: kept):
-                self._in_one(parameters)  # warms up
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            # torch.func goes together with no such hooks: its memory is not counted
-            self._in_one(parameters)
+        with_saved(lambda: self._in_one(parameters), held.pack, lambda kept: kept)  # warms up
         saved = held.forget()
         made = sum(t.nbytes for t in parameters) + 2 * sum(v.nbytes for v in self.values)
         working = peak.taken() - saved - made  # gradients are counted elsewhere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from lightning_hybrid.errors import StitchError
 from lightning_hybrid.network.graph import Leaf, NetworkGraph
 from lightning_hybrid.network.stage import Stage, StageCode, cut_at, make_stages
 from lightning_hybrid.tensors import is_deferred, value_of
+
+Result = TypeVar("Result")
 
 _ALIGNMENT = 64
 """Torch's memory begins at a multiple of so many bytes, so that so many numbers are one, too."""
@@ -170,15 +172,24 @@ def _once(
             # (copies: a buffer that is written and returned is put back now)
             return [v.detach().clone() if isinstance(v, Tensor) else v for v in found]
 
+    # no backward follows, so that no activation of the whole network needs to be kept
+    return with_saved(forward, lambda _: None, _was_dropped)
+
+
+def with_saved(
+    run: Callable[[], Result], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Result:
+    """Run code with hooks on what autograd saves in it, and without them if it takes none.
+
+    `torch.func` goes together with no such hooks, and a forward may go back through a part of it.
+    """
     try:
-        # no backward follows, so that no activation of the whole network needs to be kept
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_dropped):
-            return forward()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return run()
     except RuntimeError as error:
-        # torch.func goes together with no such hooks; a forward may go back through a part of it
         if "saved tensor" not in str(error):
             raise
-    return forward()
+    return run()
 
 
 @contextmanager
