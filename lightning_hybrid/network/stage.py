@@ -19,6 +19,7 @@ from lightning_hybrid.network.mode_regions import Open, open_at
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.recurrent_layers import RECURRENT
 from lightning_hybrid.network.stage_code import GraphCode
+from lightning_hybrid.tensors import materialize
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +110,18 @@ class Stage:
     def taken(self) -> dict[str, Tensor]:
         """By name, the parameters and buffers that a call takes, in the order of `run_with`."""
         return {name: table[key] for name, (table, key) in zip(self.tensor_names, self._places)}
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the network's parameters and buffers that this stage uses."""
+        named = (*self.named_parameters(), *self.named_buffers())
+        materialize([tensor for _, tensor in named])
+        for _, parameter in self.named_parameters():
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.to(device)
+        for table, key in self._all_places:
+            if not isinstance(table[key], nn.Parameter):
+                table[key] = table[key].to(device)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The network's parameters that this stage uses, under their names in the network."""

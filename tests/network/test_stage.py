@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -164,6 +165,21 @@ def test_wrong_boundaries_are_refused(boundaries: list[int]) -> None:
     graph = graph_of(Scaled(), torch.ones(3, 4))
     with pytest.raises(NetworkError, match="must rise and lie in"):
         cut(graph, network_partitions(graph), boundaries)
+
+
+def test_moving_a_stage_moves_what_it_uses_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Scaled()
+    second = staged_pair(network, torch.ones(3, 4))[1]
+    parameter, before = network.two.weight, deepcopy(network)
+    monkeypatch.setattr(Tensor, "to", lambda value, device: value * 2)  # there is one device here
+    second.move("other")
+    assert network.two.weight is parameter
+    for name in ("two.weight", "shift"):
+        moved, old = (attrgetter(name)(net).detach() for net in (network, before))
+        assert torch.equal(moved, old * 2)
+    assert torch.equal(network.one.weight, before.one.weight)
 
 
 class Recurrent(nn.Module):
