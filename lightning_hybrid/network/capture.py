@@ -124,8 +124,8 @@ def _refuse_optimizers(module: fx.GraphModule) -> None:
 
 def _refuse_one_region(graph: NetworkGraph) -> None:
     """A region that is checkpointed is one operation, so no cut can lie in it."""
-    with_weights = [layer.node for layer in graph.layers if layer.parameters]
-    if len(with_weights) == 1 and is_region(with_weights[0]):
+    weights = {name for name, _ in graph.network.named_parameters()}
+    if any(is_region(layer.node) and layer.parameters >= weights for layer in graph.layers):
         raise NotCaptured(
             "all of it is one activation checkpoint, in which it cannot be cut",
             advice="Checkpoint its blocks one by one, or leave it to the strategy: "
@@ -166,7 +166,7 @@ class Capture:
         divides: bool = True,
         draws: bool = True,
     ) -> None:
-        self._whole, self._divides, self._draws = whole, divides, draws
+        self._divides, self._draws = divides, draws
         tensors = (*network.named_parameters(), *network.named_buffers())
         self.network, self._run = network, run
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
@@ -279,8 +279,7 @@ class Capture:
             )
 
         graph = described(module)
-        if self._whole:
-            _refuse_one_region(graph)
+        _refuse_one_region(graph)
         if self._draws or not self._divides or graph.is_static or not graph.uses_rng:
             return Divided(graph, divides=self._divides)
         divided = Divided(described(with_masks(module)), divides=True, draws=False)
