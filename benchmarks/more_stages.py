@@ -31,7 +31,7 @@ from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import plan_stages
-from lightning_hybrid.schedules.orders import one_f_one_b
+from lightning_hybrid.schedules import STREAMED
 from models import ResAttNet3D
 
 BATCH = 12
@@ -105,7 +105,7 @@ class Measured:
             return plan.step_s
         rows = plan.rows
         window_s = time_orders(
-            one_f_one_b(devices, WINDOW),
+            STREAMED["1f1b"].orders(devices, WINDOW),
             [row.forward_s or 0.0 for row in rows],
             [row.backward_s or 0.0 for row in rows],
             send_s=[(row.send_s or 0.0) + (row.latency_s or 0.0) for row in rows[:-1]],

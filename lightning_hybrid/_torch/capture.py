@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.exchanged import Exchanged
 from lightning_hybrid._torch.private_names import find
 
 # what TorchDynamo keeps for as long as the process lives
@@ -100,6 +99,34 @@ _PATCHES = (
     _patch("torch._dynamo.config", _CAPTURE),
     _patch("torch.fx.experimental._config", _SHAPES),
 )
+
+
+class Exchanged:
+    """A context in which something of torch's is exchanged, for all threads of the process.
+
+    The last thread that leaves it puts back what was there. What takes the place of torch's own
+    must do the same as that for threads that capture nothing.
+
+    Args:
+        put: exchanges.
+        back: puts back.
+    """
+
+    def __init__(self, put: Callable[[], object], back: Callable[[], object]) -> None:
+        self._put, self._back = put, back
+        self._lock, self._inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._put()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._back()
 
 
 _capturing = threading.local()

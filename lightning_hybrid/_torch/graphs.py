@@ -75,6 +75,11 @@ def higher_order_name(function: Any) -> str | None:
     return function.name() if isinstance(function, _HigherOrder) else None
 
 
+def is_region(node: fx.Node) -> bool:
+    """Whether a node is a region under activation checkpointing."""
+    return higher_order_name(node.target) == "tag_activation_checkpoint"
+
+
 def is_custom_operator(function: Any) -> bool:
     """Whether an operator is not one of torch's own."""
     packet = isinstance(function, _OPERATORS)

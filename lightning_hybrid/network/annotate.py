@@ -33,7 +33,7 @@ from lightning_hybrid._trees import tensors_in
 
 @dataclass(frozen=True)
 class Effects:
-    """What one operation does.
+    """What one operation does beside returning a value.
 
     Attributes:
         results: memory of what it returns; equal numbers mean shared memory.
@@ -77,6 +77,21 @@ def annotate(graph: fx.Graph, attributes: Mapping[str, Any]) -> Annotations:
         return _Run(graph, attributes).annotations()
 
 
+def arguments_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    """Positional and keyword arguments of a node, from the values of those before it."""
+    args: Any = fx.map_arg(node.args, values.__getitem__)
+    kwargs: Any = fx.map_arg(dict(node.kwargs), values.__getitem__)
+    return args, kwargs
+
+
+def called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What an operation of a graph returns for these arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = node.target
+    return function(*args, **kwargs)
+
+
 FAILURES = (
     *(RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError),
     *(AttributeError, AssertionError, ArithmeticError),
@@ -104,7 +119,10 @@ class _Run:
 
     def _take(self, node: fx.Node, before: tuple[Any, ...]) -> None:
         if node.op == "placeholder":
-            self._make(node)
+            try:
+                self.values[node] = self._made(node.meta.get("example_value"))
+            except (NotImplementedError, RuntimeError) as error:
+                self.values[node], self.lost = None, _why(error)
         elif node.op == "get_attr":
             self.values[node] = self.attributes[str(node.target)]
             return
@@ -132,30 +150,18 @@ class _Run:
     def _run(self, node: fx.Node) -> set[int]:
         if self.lost is not None:
             return set()
-        args: Any = fx.map_arg(node.args, self.values.__getitem__)
-        kwargs: Any = fx.map_arg(dict(node.kwargs), self.values.__getitem__)
-        given = [tensor for _, tensor in tensors_in((args, kwargs))]
-        before = [(tensor, _version(tensor)) for tensor in given]
+        args, kwargs = arguments_of(node, self.values)
+        # a write in place raises the version of a tensor, whatever the operation says of itself
+        before = [(tensor, _version(tensor)) for _, tensor in tensors_in((args, kwargs))]
         try:
-            if node.op == "call_method":
-                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                function: Any = node.target
-                value = function(*args, **kwargs)
+            self.values[node] = called(node, args, kwargs)
         except FAILURES as error:
             self.lost = _why(error)
             return set()
-        self.values[node] = value
         return {self._memory(t) for t, version in before if _version(t) != version}
 
-    def _make(self, node: fx.Node) -> None:
-        try:
-            self.values[node] = self._made(node.meta.get("example_value"))
-        except (NotImplementedError, RuntimeError) as error:
-            self.values[node], self.lost = None, _why(error)
-
     def _made(self, example: Any) -> Any:
-        """A stand-in of the captured sizes."""
+        """A fake tensor of the sizes that were captured, in the place of a graph's input."""
         if isinstance(example, Tensor):
             if example.layout is not torch.strided or example.is_nested:
                 raise NotImplementedError("a sparse or nested tensor")
@@ -233,7 +239,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _fixed(modes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The modes that code outside of a region cannot switch."""
+    """Of `_modes` those that a stage cannot switch for itself, as it can gradients and autocast."""
     return modes[1:5]
 
 

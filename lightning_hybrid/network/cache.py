@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -150,27 +149,15 @@ def _read(path: Path, what: dict[str, Any], partitions: int) -> Profile | None:
         profile = Profile.from_record(record["profile"])
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    whole = record["of"] == what and len(profile.partitions) == partitions
-    return profile if whole and _plausible(profile) else None
-
-
-def _plausible(profile: Profile) -> bool:
-    numbers = [
-        value
-        for row in profile.record()["partitions"]
-        for key, value in row.items()
-        if key != "name" and not (key in ("input_apart_s", "weight_apart_s") and value is None)
-    ]
-    return all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers)
+    return profile if record["of"] == what and len(profile.partitions) == partitions else None
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, new = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".new")
+    # hosts may share the folder
+    new = path.with_suffix(f".{platform.node()}.{os.getpid()}.new")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-        Path(new).replace(path)
-    except BaseException:
-        Path(new).unlink(missing_ok=True)
-        raise
+        new.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from lightning_hybrid._torch.capture import (
     free_sizes,
     recapture_reason,
 )
+from lightning_hybrid._torch.graphs import is_region
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
@@ -40,12 +41,12 @@ from lightning_hybrid.network.dropout_masks import with_masks
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.graph_from_dynamo import describe
 from lightning_hybrid.network.hugging_face import installs_hooks
-from lightning_hybrid.network.lifted_parameters import lift_parameters
 from lightning_hybrid.network.own_classes import Plain, is_followed, refused_class
 from lightning_hybrid.network.padded_encoders import PACKS, captured_encoders
 from lightning_hybrid.network.recurrent_layers import captured_recurrence
 from lightning_hybrid.network.rewritten_functions import captured_classes
 from lightning_hybrid.network.source_places import reason_in
+from lightning_hybrid.network.stage_code import held_by
 from lightning_hybrid.network.three_parts import Divided
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
@@ -110,6 +111,26 @@ def _refuse_classes(tensors: Iterable[Tensor]) -> None:
             )
         if (reason := refused_class(tensor)) is not None:
             raise NotCaptured(reason)
+
+
+def _refuse_optimizers(module: fx.GraphModule) -> None:
+    """TorchDynamo writes the weights of an optimizer that Python looks at into the graph itself."""
+    if any(isinstance(value, nn.Parameter) for value in held_by(module).values()):
+        raise NotCaptured(
+            "its forward looks at an optimizer",
+            advice="Hand it what it looks for (the learning rate) as an argument or attribute.",
+        )
+
+
+def _refuse_one_region(graph: NetworkGraph) -> None:
+    """A region that is checkpointed is one operation, so no cut can lie in it."""
+    weights = {name for name, _ in graph.network.named_parameters()}
+    if any(is_region(layer.node) and layer.parameters >= weights for layer in graph.layers):
+        raise NotCaptured(
+            "all of it is one activation checkpoint, in which it cannot be cut",
+            advice="Checkpoint its blocks one by one, or leave it to the strategy: "
+            "HybridGabraStrategy(recompute=True).",
+        )
 
 
 class Capture:
@@ -224,7 +245,6 @@ class Capture:
     def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """What TorchDynamo calls with a new graph; an error in here would lose its type."""
         self._captured += 1
-        module, lifted = lift_parameters(module)
         graphs: dict[tuple[str | None, ...], Divided] = {}
         tensors = [
             isinstance(node.meta.get("example_value"), Tensor)
@@ -235,13 +255,13 @@ class Capture:
 
         def run(*values: Any) -> Sequence[Any]:
             nonlocal fresh
-            values = (*values, *lifted)
             self.reason = _of_python(recapture_reason()) if fresh else None
             fresh = False
             names = self._named(values, tensors)
             divided = graphs.get(names)
             if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
+                _refuse_optimizers(module)
                 divided = graphs[names] = self._divided(module, names, values)
                 self._find_batch(divided.heavy, values)
             return divided(values, self._run)
@@ -259,6 +279,7 @@ class Capture:
             )
 
         graph = described(module)
+        _refuse_one_region(graph)
         if self._draws or not self._divides or graph.is_static or not graph.uses_rng:
             return Divided(graph, divides=self._divides)
         divided = Divided(described(with_masks(module)), divides=True, draws=False)
@@ -299,7 +320,7 @@ class Capture:
         self._buffers = [place for place in self._buffers if place[2] in names]
 
     def _learn_names(self) -> None:
-        """Note the parameters and buffers as they are."""
+        """Remember which tensors the parameters and buffers of these names are now."""
         everything = [*self.network.named_buffers(), *self.network.named_parameters()]
         found = [(n, value) for n, value in everything if self._shared.get(n) == kind_of(value)]
         self._names = {id(value): name for name, value in found}

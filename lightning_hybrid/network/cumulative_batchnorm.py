@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.capture import Exchanged
 from lightning_hybrid._torch.modules import BatchNorm, check_dimensions
 
 _original: Any = BatchNorm.forward

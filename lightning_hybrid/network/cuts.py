@@ -127,6 +127,7 @@ class Cuts:
         crossing = self.crossing(position)
         if not crossing and 0 < position < len(self.graph.layers):
             return "no tensor crosses"
+        # shapes are told to the other rank once, and numbers travel as tensors
         numbers = {leaf.node for leaf in self.graph.leaves if leaf.number}
         for node in crossing:
             info = self.graph.info.get(node)

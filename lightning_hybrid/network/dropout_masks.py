@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from lightning_hybrid._torch.graphs import copy_source
+from lightning_hybrid._torch.graphs import copy_source, is_region
 from lightning_hybrid._torch.symbols import expression, is_symbolic, value_with
 from lightning_hybrid._torch.tensors import is_fake
-from lightning_hybrid.network.checkpointing import is_region
 
 MASKS = "masks"
 """In a node's ``meta``: what the mask that it draws is for."""
@@ -103,7 +102,7 @@ class _Drawing:
         example: Any = source.meta.get("example_value") if isinstance(source, fx.Node) else None
         if not is_fake(example) or type(rate) not in (int, float) or not 0 < rate < 1:
             return None
-        like = torch.empty_like(example)
+        like = torch.empty_like(example)  # as torch makes the noise: dense, in the same order
         batched, shape, order = _BATCHED[node.target], [*like.shape], _order(like)
         if batched:  # one for each channel
             shape = shape[:2] if like.dim() >= batched else [1, shape[0]]

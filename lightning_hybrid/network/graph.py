@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.graphs import higher_order_name
+from lightning_hybrid._torch.graphs import higher_order_name, is_region
 from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.annotate import Effects
-from lightning_hybrid.network.checkpointing import has_region
+from lightning_hybrid.network.reached import reached
 from lightning_hybrid.network.rows import Rows, slices
 from lightning_hybrid.network.source_places import input_name
 
@@ -38,7 +38,7 @@ Sizes = Mapping[Any, int]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor in the graph.
+    """What is known of a tensor in the graph before it is computed.
 
     Attributes:
         shape: at the captured sizes; empty if it is sparse or nested.
@@ -210,7 +210,7 @@ class NetworkGraph:
     @cached_property
     def is_checkpointed(self) -> bool:
         """Whether activations of a part are not kept, but computed again."""
-        return has_region(self.graph)
+        return any(map(is_region, self.graph.nodes))
 
     @cached_property
     def used(self) -> frozenset[str]:
@@ -231,19 +231,12 @@ class NetworkGraph:
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
         """The tensors, numbers and other layers' results that a node takes, through scalars."""
-        found: set[fx.Node] = set()
-        waiting = list(node.all_input_nodes)
-        while waiting:
-            one = waiting.pop()
-            if one in found:
-                continue
-            found.add(one)
-            if self.is_scalar(one):
-                waiting += one.all_input_nodes
-        return found
+        return reached(
+            node.all_input_nodes, lambda n: n.all_input_nodes if self.is_scalar(n) else ()
+        )
 
     def place_of(self, node: fx.Node) -> str:
-        """Its name and its module's, for messages."""
+        """The name of a node and of the module that calls it, for messages."""
         layer = next((y for y in self.layers if node is y.node or node in y.parts), None)
         module = f" (of module {layer.module!r})" if layer is not None and layer.module else ""
         return f"{node.name!r}{module}"
@@ -267,6 +260,7 @@ class NetworkGraph:
 
         (Or inputs that had one size in the first call are of several now.)
         """
+        # (a set: inputs of one call may disagree)
         found = {leaves[number].shape[dim] for number, dim in self._where_batch_is}
         return found.pop() if len(found) == 1 else None
 
@@ -312,7 +306,7 @@ class NetworkGraph:
         batch = self.batch_of(leaves)
         if batch is None or microbatches == 1:
             return [list(leaves)]
-        most = -(-batch // microbatches)
+        most = -(-batch // microbatches)  # rounded up, as `chunk` does
         sizes = [min(most, batch - start) for start in range(0, batch, most)]
         columns = [
             [tensor] * len(sizes) if leaf.rows is None else _parts(tensor, leaf.rows, sizes)
@@ -389,6 +383,7 @@ def is_symbol(size: Any) -> bool:
     if not is_symbolic(size):
         return False
     symbols = symbols_in(size)
+    # an expression of one symbol gives another number for some large prime
     return len(symbols) == 1 and value_with(size, {symbols[0]: 7919}) == 7919
 
 

@@ -8,7 +8,8 @@ import itertools
 import math
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.symbols import guards_of, is_symbolic, symbols_in, value_with
 from lightning_hybrid.network.annotate import Annotations, annotate
-from lightning_hybrid.network.checkpointing import open_only_region
 from lightning_hybrid.network.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
 from lightning_hybrid.network.rows import Rows
-from lightning_hybrid.network.stage_code import stable
+from lightning_hybrid.network.stage_code import held_by, stable
 
 
 def describe(
@@ -42,12 +42,8 @@ def describe(
         shared: names of the parameters and buffers that all ranks have.
         batch_dim: of the first argument.
     """
-    open_only_region(module)
-    nodes = list(module.graph.nodes)
-    attributes = {
-        str(n.target): _attribute(module, str(n.target)) for n in nodes if n.op == "get_attr"
-    }
-    placeholders = [n for n in nodes if n.op == "placeholder"]
+    attributes = held_by(module)
+    placeholders = module.graph.find_nodes(op="placeholder")
     order = {identity: number for number, identity in enumerate(given)}
     arguments = [
         (order[id(value)], [*zip(node.meta["example_value"].shape, value.shape)])
@@ -57,7 +53,9 @@ def describe(
     arguments.sort(key=lambda argument: argument[0])
     symbols, batch = _of_batch([sizes for _, sizes in arguments], batch_dim)
     tensors = {n: name for n, name in zip(placeholders, names) if name is not None}
-    return _Describing(module.graph, attributes, network, tensors, symbols, batch, shared).graph()
+    return _Describing(
+        module.graph, attributes, network, tensors, shared, symbols, batch
+    ).described()
 
 
 def _of_batch(
@@ -94,69 +92,76 @@ def describe_part(
         graph: some of its operations, copied.
         tensors: per placeholder of a parameter or buffer its name.
     """
-    return _Describing(
-        graph, whole.attributes, whole.network, tensors, whole.symbols, whole.batch, whole.shared
-    ).graph()
+    common = whole.network, tensors, whole.shared, whole.symbols, whole.batch
+    return _Describing(graph, whole.attributes, *common).described()
 
 
+@dataclass
 class _Describing:
-    """Builds one `NetworkGraph`."""
+    """Builds one `NetworkGraph`, whose attributes of these names it has already.
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        attributes: dict[str, Any],
-        network: nn.Module,
-        tensors: dict[fx.Node, str],
-        symbols: tuple[Any, ...],
-        batch: int | None,
-        shared: frozenset[str],
-    ) -> None:
-        self.graph_, self.attributes, self.tensors = graph, attributes, tensors
-        self.network, self.shared = network, shared
-        self.symbols, self.batch = symbols, batch
-        self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self.place = {node: index for index, node in enumerate(self.placeholders)}
-        self.module_names = {str(id(part)): name for name, part in network.named_modules()}
-        # (the weights of a parametrized layer are made by modules inside it)
-        modules = network.named_modules()
-        self.childless = {
-            name for name, part in modules if {*dict(part.named_children())} <= {_MAKES_WEIGHTS}
-        }
-        self.info: dict[fx.Node, TensorInfo] = {}
-        self.guards = guards_of(
-            [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
-        )
+    Attributes:
+        graph, attributes, network, tensors, shared, symbols, batch: given.
+        info: found on the way.
+    """
 
-    def graph(self) -> NetworkGraph:
-        for node in self.graph_.nodes:
+    graph: fx.Graph
+    attributes: dict[str, Any]
+    network: nn.Module
+    tensors: dict[fx.Node, str]
+    shared: frozenset[str]
+    symbols: tuple[Any, ...]
+    batch: int | None
+    info: dict[fx.Node, TensorInfo] = field(default_factory=dict)
+
+    def described(self) -> NetworkGraph:
+        examples = [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
+        for node in self.graph.nodes:
             self._look_at(node)
-        effects = annotate(self.graph_, self.attributes)
+        effects = annotate(self.graph, self.attributes)
         layers = self._layers(effects)
         leaves = self._leaves()
-        output = next(n for n in self.graph_.nodes if n.op == "output")
+        (output,) = self.graph.find_nodes(op="output")
         outputs = output.args[0]
-        outputs = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
         return NetworkGraph(
-            self.network,
-            self.graph_,
-            layers,
-            self.tensors,
-            leaves,
-            tuple(n for n in self.graph_.nodes if n.meta.get("number")),
-            outputs,
-            tuple(leaf for leaf in leaves if effects.memory.get(leaf.node) in effects.written),
-            effects.memory,
-            self.symbols,
-            self.batch,
-            self.attributes,
-            self.place,
-            self.info,
-            self._fingerprint(),
-            self.guards,
-            self.shared,
-            torch.is_grad_enabled(),
+            **{each.name: getattr(self, each.name) for each in fields(self)},
+            layers=layers,
+            leaves=leaves,
+            numbers=tuple(n for n in self.graph.nodes if n.meta.get("number")),
+            outputs=tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,),
+            written_leaves=tuple(
+                leaf for leaf in leaves if effects.memory.get(leaf.node) in effects.written
+            ),
+            memory=effects.memory,
+            place={node: index for index, node in enumerate(self.placeholders)},
+            fingerprint=self._fingerprint(),
+            guards=guards_of(examples),
+            differentiable=torch.is_grad_enabled(),
         )
+
+    @cached_property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def _module_names(self) -> dict[str, str]:
+        """The names of all modules by their identities, as TorchDynamo notes them."""
+        return {str(id(part)): name for name, part in self.network.named_modules()}
+
+    @cached_property
+    def _childless(self) -> set[str]:
+        """The names of modules without parts; (parametrized weights are made by modules inside)."""
+        modules = self.network.named_modules()
+        return {
+            name for name, part in modules if {*dict(part.named_children())} <= {_MAKES_WEIGHTS}
+        }
+
+    @cached_property
+    def _size_symbols(self) -> set[Any]:
+        """The symbols that are a size of a tensor of the call, which tells their values."""
+        examples = (node.meta.get("example_value") for node in self.placeholders)
+        sizes = (size for e in examples if isinstance(e, Tensor) for size in e.shape)
+        return {symbol for size in sizes if is_symbol(size) for symbol in symbols_in(size)}
 
     def _look_at(self, node: fx.Node) -> None:
         example = node.meta.get("example_value")
@@ -179,48 +184,29 @@ class _Describing:
     def _is_size(self, node: fx.Node) -> bool:
         """A number among the placeholders that is the size of a tensor of the call."""
         example = node.meta.get("example_value")
-        return is_symbolic(example) and set(symbols_in(example)) <= self._size_symbols()
+        return is_symbolic(example) and set(symbols_in(example)) <= self._size_symbols
 
     def _is_number(self, example: Any) -> bool:
         if not is_symbolic(example):
             return isinstance(example, int | float | bool)
-        symbols = set(symbols_in(example))
-        return symbols <= self._size_symbols() and value_with(example, {}, hint=True) is not None
-
-    def _size_symbols(self) -> set[Any]:
-        if not hasattr(self, "_symbols"):
-            self._symbols = {
-                symbol
-                for node in self.placeholders
-                if isinstance(example := node.meta.get("example_value"), Tensor)
-                for size in example.shape
-                if is_symbol(size)  # else a call does not tell its value
-                for symbol in symbols_in(size)
-            }
-        return self._symbols
+        known = set(symbols_in(example)) <= self._size_symbols
+        return known and value_with(example, {}, hint=True) is not None
 
     def _layers(self, effects: Annotations) -> tuple[Layer, ...]:
         parts: dict[fx.Node, list[fx.Node]] = {}
         owner: dict[fx.Node, fx.Node] = {}
-        heads: list[fx.Node] = []
-        for node in self.graph_.nodes:
+        for node in self.graph.nodes:
             if node.op not in ("call_function", "call_method") or node.meta.get("scalar"):
                 continue
-            source = node.args[0] if node.args else None
-            takes_part = (
-                node.target is operator.getitem
-                and isinstance(source, fx.Node)
-                and (source not in self.info and source in owner)
-            )
-            if takes_part and isinstance(source, fx.Node):
+            source: Any = node.args[0] if node.target is operator.getitem else None
+            if isinstance(source, fx.Node) and source not in self.info and source in owner:
                 owner[node] = owner[source]
                 parts[owner[source]].append(node)
             else:
                 owner[node] = node
                 parts[node] = []
-                heads.append(node)
         parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
-        layers = [self._layer(n, tuple(parts[n]), effects, parameters) for n in heads]
+        layers = [self._layer(n, tuple(taken), effects, parameters) for n, taken in parts.items()]
         # No cut stands between a switch and the layer beside it. Those of autocast and no_grad
         # go with the layer before, since each stage switches them for itself; others (vmap) with
         # the layer after.
@@ -252,7 +238,7 @@ class _Describing:
             node,
             parts,
             module,
-            module in self.childless,
+            module in self._childless,
             frozenset(names & parameters),
             frozenset(names - parameters),
             frozenset(written),
@@ -261,7 +247,7 @@ class _Describing:
 
     def _module_of(self, node: fx.Node) -> str:
         for key in reversed(list(node.meta.get("nn_module_stack") or ())):
-            name: str | None = self.module_names.get(str(key).split("@")[0])
+            name: str | None = self._module_names.get(str(key).split("@")[0])
             if name is not None:
                 return name.partition(f".{_MAKES_WEIGHTS}.")[0]
         # a region that is checkpointed says it by its weights alone
@@ -285,7 +271,7 @@ class _Describing:
 
     def _fingerprint(self) -> str:
         lines = []
-        for node in self.graph_.nodes:
+        for node in self.graph.nodes:
             shape = self.info.get(node)
             target = node.target if isinstance(node.target, str) else stable(node.target)
             if node.op == "placeholder":
@@ -316,14 +302,8 @@ def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
 
 
 def _beside(layer: Layer, other: Layer) -> Layer:
+    """A layer as one of the module that another one is of."""
     return replace(layer, module=other.module, is_module=other.is_module)
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 _ARITHMETIC = {

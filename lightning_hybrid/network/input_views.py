@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_hybrid.network.annotate import Effects
+from lightning_hybrid.network.annotate import Effects, arguments_of, called
 from lightning_hybrid.network.graph import NetworkGraph
+from lightning_hybrid.network.reached import reached
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,19 @@ class InputView:
     nodes: tuple[fx.Node, ...]
 
     def of(self, graph: NetworkGraph, values: Sequence[Any]) -> Tensor:
-        """The view.
+        """Make the view again, of the tensors that a call was given.
 
         Args:
             graph: what was captured.
             values: the arguments of the graph.
         """
         found = {n: values[graph.place[n]] for n in self.nodes if n in graph.place}
+        # the output was captured without a gradient, and is to have none here
         learns = any(isinstance(v, Tensor) and v.requires_grad for v in found.values())
         with torch.no_grad() if learns else nullcontext():
             for node in self.nodes:
                 if node not in found:
-                    found[node] = _run(node, found)
+                    found[node] = called(node, *arguments_of(node, found))
         view: Tensor = found[self.nodes[-1]]
         return view
 
@@ -55,9 +57,10 @@ def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
     found = []
     for number, node in enumerate(graph.tensor_outputs):
         shown = graph.memory.get(node)
+        # what has a gradient comes from the stages, through which it goes back
         if node in graph.place or shown not in memory or node.meta["example_value"].requires_grad:
             continue
-        nodes = sorted(_needed(node), key=order.__getitem__)
+        nodes = sorted(reached([node], lambda n: n.all_input_nodes), key=order.__getitem__)
         if all(
             n in graph.place
             or graph.is_scalar(n)
@@ -71,22 +74,3 @@ def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
 def _looks(effects: Effects, memory: int) -> bool:
     """Whether an operation does nothing but show this memory, as one tensor or several."""
     return effects.unknown is None and not effects.writes and effects.results == {memory}
-
-
-def _needed(node: fx.Node) -> set[fx.Node]:
-    found, waiting = {node}, [node]
-    while waiting:
-        for taken in waiting.pop().all_input_nodes:
-            if taken not in found:
-                found.add(taken)
-                waiting.append(taken)
-    return found
-
-
-def _run(node: fx.Node, found: dict[fx.Node, Any]) -> Any:
-    args: Any = fx.map_arg(node.args, found.__getitem__)
-    kwargs: Any = fx.map_arg(dict(node.kwargs), found.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = node.target
-    return function(*args, **kwargs)

@@ -31,6 +31,7 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
     homes = [_homes(layer.parameters | layer.buffers, owned) for layer in graph.layers]
     positions: list[int] = []
     for stage in range(1, len(owned)):
+        # behind the layers that only earlier stages can have, before those of this one and later
         low = positions[-1] if positions else 0
         high = count
         for index, home in enumerate(homes):
@@ -48,6 +49,7 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
         if reason is not None:
             raise CannotFollow(f"it is called in another way than at first, and {reason}")
         positions.append(place)
+    # (a layer may use tensors of two stages at once, which the bounds above do not see)
     for stage, (start, stop) in enumerate(zip([0, *positions], [*positions, count])):
         for layer in graph.layers[start:stop]:
             missing = (layer.parameters | layer.buffers) - owned[stage]

@@ -6,24 +6,25 @@ gradients and generators stay what they are, and no hook runs.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.partition import NetworkPartition
 from lightning_hybrid.network.profile import PartitionProfile, Profile, parameter_bytes
 from lightning_hybrid.network.split_backward import HookWatch, input_part
 from lightning_hybrid.network.stage import Stage, cut
-from lightning_hybrid.network.stage_check import fresh, stays_on_cpu
-from lightning_hybrid.network.working_memory import LITTLE_BYTES, PeakMemory
-from lightning_hybrid.tensors import value_of
+from lightning_hybrid.network.stage_check import fresh, own_copy, stays_on_cpu, with_saved
 
 ENOUGH_S = 0.1
 """What has been measured for that long is not repeated: its length is known well enough."""
@@ -113,10 +114,11 @@ def _measure(
         if advance is not None:
             advance(number, len(partitions))
         stage = Stage(code, graph.network, device)
-        tensors = [_own(state[name], device) for name in code.tensors]
+        tensors = [own_copy(state[name], device) for name in code.tensors]
         key = code.code.shape(), code.layers[0] == 0, _sizes((*tensors, *values))
         if key not in known:
-            known[key] = _timed(stage, tensors, values, numbers, repeats, device)
+            one = _Partition(stage, tensors, values, numbers, clock_of(device))
+            known[key] = one.timed(repeats, device)
         times, saved, working = known[key]
         with torch.no_grad():
             values = stage.run_with(tensors, values, numbers)
@@ -125,17 +127,13 @@ def _measure(
             output_bytes = round(cuts.bytes(partition.stop) * scale)
         profiles.append(
             PartitionProfile(
-                partition.name,
-                round(partition.flops * scale),
-                times.forward_s,
-                times.backward_input_s,
-                times.backward_weight_s,
-                output_bytes,
-                *parameter_bytes(graph.network, partition.parameters),
-                saved,
-                times.input_apart_s,
-                times.weight_apart_s,
+                name=partition.name,
+                flops=round(partition.flops * scale),
+                output_bytes=output_bytes,
+                **parameter_bytes(graph.network, partition.parameters),
+                activation_bytes=saved,
                 working_bytes=working,
+                **times._asdict(),
             )
         )
     return Profile(tuple(profiles), batch, device_name(device))
@@ -144,14 +142,6 @@ def _measure(
 def _outside_inference(leaf: Tensor) -> Tensor:
     """Lightning validates in inference mode, whose tensors no backward may keep."""
     return leaf.clone() if leaf.is_inference() else leaf
-
-
-def _own(value: Tensor, device: torch.device) -> Tensor:
-    """A copy of a parameter or buffer that nobody else sees."""
-    with as_they_are():
-        wanted = value.requires_grad
-        copy = value_of(value).detach().to(device, copy=True)
-    return copy.requires_grad_(wanted)
 
 
 def _sizes(tensors: Sequence[Tensor]) -> Hashable:
@@ -167,7 +157,7 @@ def device_name(device: torch.device) -> str:
 
 
 class _Times(NamedTuple):
-    """Median seconds, as in `PartitionProfile`.
+    """Median seconds; see `PartitionProfile`.
 
     Attributes:
         forward_s: of a forward.
@@ -194,95 +184,82 @@ def _medians(once: Callable[[], tuple[float, ...] | None], repeats: int) -> list
     return [statistics.median(column) for column in zip(*found)]
 
 
-def _timed(
-    stage: Stage,
-    tensors: Sequence[Tensor],
-    values: Sequence[Tensor],
-    numbers: Sequence[Any],
-    repeats: int,
-    device: torch.device,
-) -> tuple[_Times, int, int]:
-    """Median seconds; bytes held between forward and backward; see `working_bytes`."""
-    clock = clock_of(device)
-    parameters = [tensor for tensor in tensors if tensor.requires_grad]
-    held, peak = _Held(tensors), PeakMemory(device)
+@dataclass(frozen=True)
+class _Partition:
+    """A partition that is measured by itself.
 
-    def once(wanted: Sequence[Tensor]) -> tuple[float, float]:
-        return _round(stage, tensors, values, numbers, wanted, clock)
+    Attributes:
+        stage: its code.
+        tensors: copies of its parameters and buffers.
+        values: what it takes from the partition before it.
+        numbers: all numbers of the call.
+        clock: tells seconds.
+    """
 
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda kept: kept):
-            once(parameters)  # warms up
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        once(parameters)  # torch.func goes together with no such hooks: its memory is not counted
-    saved = held.forget()
-    made = sum(t.nbytes for t in parameters) + 2 * sum(v.nbytes for v in values)
-    working = peak.taken() - saved - made  # gradients are counted elsewhere
-    working = working if working >= LITTLE_BYTES else 0
-    forwards, backwards = _medians(lambda: once(parameters), repeats)
-    if not parameters or stage.layers[0] == 0:  # one kind of gradient alone
-        halves = (0.0, backwards) if parameters else (backwards, 0.0, backwards, 0.0)
-        return _Times(forwards, *halves), saved, working
-    for_inputs = min(_medians(lambda: once([]), repeats)[1], backwards)
-    apart = _medians(lambda: _parts(stage, tensors, values, numbers, clock), repeats)
-    return _Times(forwards, for_inputs, backwards - for_inputs, *apart), saved, working
+    stage: Stage
+    tensors: Sequence[Tensor]
+    values: Sequence[Tensor]
+    numbers: Sequence[Any]
+    clock: Clock
 
+    def timed(self, repeats: int, device: torch.device) -> tuple[_Times, int, int]:
+        """Median seconds; bytes held between forward and backward; see `working_bytes`."""
+        parameters = [tensor for tensor in self.tensors if tensor.requires_grad]
+        held, peak = _Held(self.tensors), PeakMemory(device)
+        with_saved(lambda: self._in_one(parameters), held.pack, lambda kept: kept)  # warms up
+        saved = held.forget()
+        made = sum(t.nbytes for t in parameters) + 2 * sum(v.nbytes for v in self.values)
+        working = peak.taken() - saved - made  # gradients are counted elsewhere
+        working = working if working >= LITTLE_BYTES else 0
+        forwards, backwards = _medians(lambda: self._in_one(parameters), repeats)
+        if not parameters or self.stage.layers[0] == 0:  # one kind of gradient alone
+            halves = (0.0, backwards) if parameters else (backwards, 0.0, backwards, 0.0)
+            return _Times(forwards, *halves), saved, working
+        for_inputs = min(_medians(lambda: self._in_one([]), repeats)[1], backwards)
+        apart = _medians(self._in_parts, repeats)
+        return _Times(forwards, for_inputs, backwards - for_inputs, *apart), saved, working
 
-def _parts(
-    stage: Stage,
-    tensors: Sequence[Tensor],
-    values: Sequence[Tensor],
-    numbers: Sequence[Any],
-    clock: Clock,
-) -> tuple[float, float] | None:
-    """Seconds of the two parts of a backward; None: it cannot be split."""
-    if stage.checkpointed:  # would be computed again for each part
-        return None
-    inputs = [value.detach() for value in values]
-    wanted = [value.requires_grad_() for value in inputs if value.is_floating_point()]
-    with HookWatch() as watch:
-        outputs = stage.run_with(tensors, inputs, numbers)
-    roots = _results(outputs)
-    if watch.seen or not roots or not wanted:
-        return None
-    ones = [torch.ones_like(root) for root in roots]
-    start = clock()
-    parts = input_part(roots, ones, wanted)
-    between = clock()
-    if parts is None:
-        return None
-    parts[1].run()
-    end = clock()
-    for tensor in tensors:
-        tensor.grad = None
-    return between - start, end - between
+    def _forward(self) -> tuple[float, list[Tensor], list[Any]]:
+        """Seconds of a forward, the inputs that want gradients, and what it returns."""
+        inputs = [value.detach() for value in self.values]
+        if self.stage.layers[0] > 0:  # nobody wants the gradients of the network's own inputs
+            inputs = [v.requires_grad_(v.is_floating_point()) for v in inputs]
+        start = self.clock()
+        outputs = self.stage.run_with(self.tensors, inputs, self.numbers)
+        forward_s = self.clock() - start
+        return forward_s, [value for value in inputs if value.requires_grad], outputs
 
+    def _in_one(self, parameters: Sequence[Tensor]) -> tuple[float, float]:
+        """Seconds of one forward, and of one backward for the inputs and these parameters."""
+        forward_s, wanted, outputs = self._forward()
+        results, needed = _results(outputs), [*wanted, *parameters]
+        if not results or not needed:
+            return forward_s, 0.0
+        ones = [torch.ones_like(result) for result in results]
+        start = self.clock()
+        torch.autograd.grad(results, needed, ones, allow_unused=True)
+        return forward_s, self.clock() - start
 
-def _round(
-    stage: Stage,
-    tensors: Sequence[Tensor],
-    values: Sequence[Tensor],
-    numbers: Sequence[Any],
-    parameters: Sequence[Tensor],
-    clock: Clock,
-) -> tuple[float, float]:
-    """Seconds of one forward, and of one backward for the inputs and these parameters."""
-    is_first = stage.layers[0] == 0
-    inputs = [value.detach() for value in values]
-    wanted = [v.requires_grad_() for v in inputs if v.is_floating_point() and not is_first]
-    start = clock()
-    outputs = stage.run_with(tensors, inputs, numbers)
-    forward_s = clock() - start
-    results = _results(outputs)
-    needed = [*wanted, *parameters]
-    if not results or not needed:
-        return forward_s, 0.0
-    ones = [torch.ones_like(o) for o in results]
-    start = clock()
-    torch.autograd.grad(results, needed, ones, allow_unused=True)
-    return forward_s, clock() - start
+    def _in_parts(self) -> tuple[float, float] | None:
+        """Seconds of the two parts of a backward; None: it cannot be split."""
+        if self.stage.checkpointed:  # would be computed again for each part
+            return None
+        with HookWatch() as watch:
+            _, wanted, outputs = self._forward()
+        results = _results(outputs)
+        if watch.seen or not results or not wanted:
+            return None
+        ones = [torch.ones_like(result) for result in results]
+        start = self.clock()
+        parts = input_part(results, ones, wanted)
+        between = self.clock()
+        if parts is None:
+            return None
+        parts[1].run()
+        end = self.clock()
+        for tensor in self.tensors:
+            tensor.grad = None
+        return between - start, end - between
 
 
 def _results(outputs: Sequence[Any]) -> list[Tensor]:
@@ -308,6 +285,54 @@ class _Held:
         return tensor
 
     def forget(self) -> int:
-        """Let go of them. Returns their bytes."""
+        """Let go of the tensors. Returns how many bytes they have."""
         self._kept.clear()
         return self._bytes
+
+
+# ---------------------------------------------------------------- working memory
+
+# What operations take for themselves while they run, such as the columns of a convolution: kernels
+# allocate it and give it back before they return, so no tensor of a graph shows it.
+
+LITTLE_BYTES = 8 * 2**20
+"""What a process may take with anything that it does first."""
+_PROCESS = Path("/proc/self")
+
+
+class PeakMemory:
+    """The most that a device, or on Linux this process, has taken since this was made.
+
+    Args:
+        device: where something follows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._known = device, True
+        try:
+            self._reset()
+        except (OSError, RuntimeError):  # no Linux; an allocator that does not count
+            self._known = False
+        self._before = self._most()
+
+    def _reset(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
+            return
+        # memory that was freed, and not given back, would be taken again unseen
+        with suppress(AttributeError, OSError):  # of glibc
+            ctypes.CDLL(None).malloc_trim(0)
+        (_PROCESS / "clear_refs").write_text("5")  # the most is what there is now
+
+    def taken(self) -> int:
+        """Bytes beyond what there was at the beginning; 0 where the system does not say."""
+        return max(0, self._most() - self._before)
+
+    def _most(self) -> int:
+        if not self._known:
+            return 0
+        if self._device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(self._device)
+        lines = (_PROCESS / "status").read_text().splitlines()
+        fields = (line.split() for line in lines if line.startswith("VmHWM:"))
+        return next((int(size) * 1024 for _, size, _ in fields), 0)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.capture import stop_capture
-from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.capture import Exchanged, stop_capture
 
 PACKS = (
     "torch.nn.TransformerEncoder packs padded sequences where nothing is trained, which depends on "
@@ -45,7 +44,7 @@ def _forward(
 
 
 def _as_ever(*given: Any) -> Any:
-    """As torch and the user have it."""
+    """The encoder with the fast path switched as the user has it."""
     torch.backends.mha.set_fastpath_enabled(_fast)
     try:
         return _original(*given)

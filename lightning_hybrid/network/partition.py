@@ -12,7 +12,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.network.cuts import Cuts
@@ -56,6 +56,7 @@ def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
     """
     cuts = Cuts(graph)
     heavy = _heavy_layers(graph, cuts)
+    # between two heavy layers there is one cut at most, so no partition is without a load
     starts, refused = [0], {}
     for before, after in pairwise(heavy):
         place, reason = best_place(graph, cuts, before + 1, after)
@@ -80,7 +81,7 @@ def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
     if layer.effects.flops or not _is_recurrent(layer):
         return layer.effects.flops or sum(elements)
     # recurrent layers are one operation that nobody counts: each parameter works in each step
-    steps = elements[0] // max(values[0].shape[-1], 1)
+    steps = elements[0] // max(values[0].shape[-1], 1)  # of all samples together
     return 2 * steps * sum(graph.network.get_parameter(name).numel() for name in layer.parameters)
 
 
@@ -162,12 +163,7 @@ def _open_modules(graph: NetworkGraph, position: int) -> int:
     before, after = _scope(one), _scope(other)
     if one.is_module and one.module == other.module:
         return len(before) + 1
-    common = 0
-    for a, b in zip(before, after):
-        if a != b:
-            break
-        common += 1
-    return common
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(before, after))])
 
 
 def _scope(layer: Layer) -> list[str]:
@@ -236,6 +232,7 @@ def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str
         for place, reason in partition.refused:
             if place == name or place.startswith(f"{name}."):
                 raise NetworkError(f"cannot cut before {shown}: {reason}")
+    # no cut is asked for where the network begins
     known = [n for n, number in begins.items() if number > 0]
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.4) or known[:4]
     inside = [prefix + p.name for p in partitions if name in _prefixes(p.modules)]
@@ -247,7 +244,7 @@ def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str
 
 
 def _beginnings(partitions: Sequence[NetworkPartition]) -> dict[str, int]:
-    """Module names that a partition begins with."""
+    """The modules that a cut may be named after, each with the partition that it begins."""
     begins: dict[str, int] = {}
     seen: set[str] = set()
     for number, partition in enumerate(partitions):

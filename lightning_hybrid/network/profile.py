@@ -140,32 +140,34 @@ class Profile:
 
 
 COUNTED = "counted"
+_NOT_MEASURED: dict[str, Any] = dict.fromkeys(
+    ("forward_s", "backward_input_s", "backward_weight_s", "input_apart_s", "weight_apart_s")
+)
 
 
 def count(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> Profile:
     """Count operations and bytes at the captured batch size; nothing runs."""
     profiles = [
         PartitionProfile(
-            partition.name,
-            partition.flops,
-            None,
-            None,
-            None,
-            partition.output_bytes,
-            *parameter_bytes(graph.network, partition.parameters),
-            _returned_bytes(graph, partition),
-            None,
-            None,
+            name=partition.name,
+            flops=partition.flops,
+            **_NOT_MEASURED,
+            output_bytes=partition.output_bytes,
+            **parameter_bytes(graph.network, partition.parameters),
+            activation_bytes=_returned_bytes(graph, partition),
         )
         for partition in partitions
     ]
     return Profile(tuple(profiles), graph.batch or 1, COUNTED)
 
 
-def parameter_bytes(network: nn.Module, names: Sequence[str]) -> tuple[int, int]:
-    """Bytes of the parameters named, and of their gradients."""
+def parameter_bytes(network: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+    """Bytes of the parameters named, and of their gradients, under their names in the profile."""
     found = [network.get_parameter(name) for name in names]
-    return sum(p.nbytes for p in found), sum(p.nbytes for p in found if p.requires_grad)
+    return {
+        "parameter_bytes": sum(p.nbytes for p in found),
+        "gradient_bytes": sum(p.nbytes for p in found if p.requires_grad),
+    }
 
 
 def _returned_bytes(graph: NetworkGraph, partition: NetworkPartition) -> int:

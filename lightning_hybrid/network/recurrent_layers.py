@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.capture import Exchanged
 from lightning_hybrid._torch.modules import recurrent_functions
 from lightning_hybrid._torch.tensors import is_fake
 

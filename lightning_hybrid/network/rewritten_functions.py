@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.capture import Exchanged
 from lightning_hybrid._torch.modules import detects_causal_mask
 
 

@@ -30,7 +30,7 @@ from lightning_hybrid._torch.tensors import (
     version,
 )
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.network.annotate import FAILURES, modes_restored
+from lightning_hybrid.network.annotate import FAILURES, arguments_of, called, modes_restored
 from lightning_hybrid.network.dropout_masks import MASKS
 from lightning_hybrid.network.recurrent_layers import RECURRENT
 from lightning_hybrid.network.row_rules import (
@@ -43,11 +43,9 @@ from lightning_hybrid.network.row_rules import (
     TAKES_COUNTS,
     TAKES_PLACES,
     Call,
-    all_numbers,
     divided,
     is_grouped,
     name_of,
-    numbers_of,
     recurrent,
     rule_of,
 )
@@ -66,7 +64,7 @@ Source = Callable[[fx.Node], Label]
 
 @dataclass
 class Followed:
-    """What was found.
+    """What following the samples has found.
 
     Attributes:
         labels: per node, those of its tensors in order; of a number none.
@@ -90,7 +88,7 @@ class Followed:
         return MEET in self.labels.get(node, ()) or node in self.numbers
 
     def label(self, node: fx.Node) -> Label:
-        """Of a node that is one tensor."""
+        """The label of a node that is one tensor; ``None`` for others too."""
         labels = self.labels.get(node, ())
         return labels[0] if len(labels) == 1 else None
 
@@ -130,7 +128,7 @@ class _Walk:
         self._kept, self._early = kept, self.found.early
         self._sizes: set[fx.Node] = set()  # numbers that are how many entries were picked
         self._attributes, self._source = attributes, source
-        self._run = _Run(symbols)
+        self._run = Labelling(symbols)
         examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
@@ -187,8 +185,7 @@ class _Walk:
     def _compute(self, node: fx.Node, example: Any) -> None:
         run = self._run
         run.begin()
-        args: Any = fx.map_arg(node.args, self._values.__getitem__)
-        kwargs: Any = fx.map_arg(dict(node.kwargs), self._values.__getitem__)
+        args, kwargs = arguments_of(node, self._values)
         given = [unwrapped(tensor) for _, tensor in tensors_in((args, kwargs))]
         is_unknown = _is_unknown(node) and any(run.label(t) is not None for t in given)
         try:
@@ -216,16 +213,14 @@ class _Walk:
         plain = all(one is None or (isinstance(one, Rows) and one.plain) for one in labels)
         if not plain or MEET in results or run.draws or node in self._kept:
             return False
-        trial = Trial(
-            lambda values: _called(node, *values), arguments, labels, results, run.symbols
-        )
+        trial = Trial(lambda values: called(node, *values), arguments, labels, results, run.symbols)
         passed = trial.passes()
         for tensor, label in zip(tensors, results if passed else ()):
             run.set(tensor, label)
         return passed
 
     def _settle(self, node: fx.Node, why: str | None) -> None:
-        """Where a node is computed, and whether samples have met in it.
+        """Decide where a node is computed, and whether samples have met in it.
 
         Args:
             node: it has run, and what it returns is labelled by rules.
@@ -253,7 +248,7 @@ class _Walk:
             self.found.why[node] = why
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any, example: Any) -> Any:
-        """What a node returns, labelled."""
+        """Run a node; what it returns is labelled then."""
         run = self._run
         if node.target in RECURRENT:
             run.draws = bool(args[5] and args[6])
@@ -261,7 +256,7 @@ class _Walk:
                 run.set(tensor, label)
             return example
         with run:
-            value = _called(node, args, kwargs)
+            value = called(node, args, kwargs)
         # (padding under autograd returns plain sizes, and tells nobody)
         pairs = zip(tensors_in(value), tensors_in(example))
         sizes = [pair for (_, t), (_, e) in pairs for pair in zip(t.shape, e.shape)]
@@ -283,9 +278,9 @@ class _Walk:
         return True
 
     def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
-        """Where samples are in what is made of inputs: a mask has them where its tensor has."""
+        """The label of what was drawn; a mask of dropout has samples where its tensor has them."""
         label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
-        if isinstance(label, Rows) and label.plain and self._run.bears_out(label, tensor):
+        if isinstance(label, Rows) and label.plain and self._run.borne_out(label, tensor) is label:
             return label
         return self._run.by_shape(tensor)
 
@@ -299,13 +294,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = node.target
-    return function(*args, **kwargs)
 
 
 def _is_unknown(node: fx.Node) -> bool:
@@ -323,7 +311,7 @@ def _symbols_of(value: Any) -> set[Any]:
     return {s for n in numbers if is_symbolic(n) for s in expression(n, {}).free_symbols}
 
 
-class _Run(TorchDispatchMode):
+class Labelling(TorchDispatchMode):
     """Hears of every operator, and labels what it returns.
 
     Args:
@@ -351,21 +339,24 @@ class _Run(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """A node begins."""
+        """Forget what was noted of the node before."""
         self.draws = self.reads = False
         self.why: str | None = None
 
     # ------------------------------------------------------------------ what rules ask
 
     def label(self, tensor: Tensor) -> Label:
+        """Where the samples are in a tensor."""
         return self._labels.get(id(tensor))
 
     def size(self, number: Any) -> Any:
+        """A size as an expression, in which the batch has one symbol."""
         if not is_symbolic(number):
             return sympy.sympify(number)
         return expression(number, self._same)
 
     def depends(self, number: Any) -> bool:
+        """Whether a number follows from the batch."""
         return is_symbolic(number) and self._changes(self.size(number))
 
     def _changes(self, size: Any) -> bool:
@@ -373,15 +364,13 @@ class _Run(TorchDispatchMode):
         return self.batch in free or not free.isdisjoint(self.tainted)
 
     def by_shape(self, tensor: Tensor) -> Label:
+        """The label that the shape of a tensor tells: samples are where the batch's size is."""
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
-        return self._borne_out(label, tensor)
-
-    def bears_out(self, label: Label, tensor: Tensor) -> bool:
-        """Whether a tensor can have this label, by its shape."""
-        return self._borne_out(label, tensor) is label
+        return self.borne_out(label, tensor)
 
     def picked_by(self, mask: Tensor, count: Any) -> Any:
+        """An object that names the entries which a mask picks, ``count`` of them."""
         picked = self._roots.get(id(mask), id(mask)), version(mask)
         size = self._counts.setdefault(picked, self.size(count))
         new = _symbols_of(count)
@@ -391,14 +380,16 @@ class _Run(TorchDispatchMode):
         return picked
 
     def ordered(self, order: Tensor) -> Any:
+        """An object that names this order, equal to itself alone."""
         self._counts[id(order)] = self.size(order.shape[0])
         return id(order)
 
     def is_count(self, number: Any) -> bool:
-        """Whether it is how many entries were picked."""
+        """Whether a number is how many entries a mask or an order has picked."""
         return is_symbolic(number) and self.size(number) in self._counts.values()
 
     def is_whole(self, picked: Any, size: Any) -> bool:
+        """Whether an order goes through all entries of a dimension of this size."""
         return isinstance(picked, int) and self._counts[picked] == self.size(size)
 
     # ------------------------------------------------------------------ labels
@@ -440,10 +431,14 @@ class _Run(TorchDispatchMode):
         seen: Any = call["self"]
         reshapes = torch.Tag.inplace_view in func.tags and isinstance(seen, Tensor)
         if reshapes:
-            call.values["self"] = self._as_it_was(seen)
+            # a stand-in for a tensor whose shape is about to be changed in place
+            call.values["self"] = other = seen.detach()
+            self.set(other, self.label(seen))
         result = func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
-        labels = self._checked(self._of(func, call, given, outs), outs)
+        found = self._of(func, call, given, outs)
+        labels = found if isinstance(found, list) else [found] * len(outs)
+        labels = [self.borne_out(each, out) for each, out in zip(labels, outs, strict=True)]
         name = name_of(func)
         if name in ("view", "alias", "detach") and len(given) == 1:
             self._roots[id(outs[0])] = self._roots.get(id(given[0]), id(given[0]))
@@ -461,12 +456,6 @@ class _Run(TorchDispatchMode):
         self._look_at_other_results(func, call, given, outs, result)
         return result
 
-    def _as_it_was(self, tensor: Tensor) -> Tensor:
-        """A stand-in for a tensor whose shape is about to be changed in place."""
-        other = tensor.detach()
-        self.set(other, self.label(tensor))
-        return other
-
     def _look_at_other_results(
         self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor], result: Any
     ) -> None:
@@ -477,7 +466,8 @@ class _Run(TorchDispatchMode):
         for argument in schema(func).arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for _, tensor in tensors_in(call[argument.name]):
-                    if not any(tensor is out for out in outs) and not _is_statistic(argument.name):
+                    is_statistic = argument.name in ("running_mean", "running_var")
+                    if not any(tensor is out for out in outs) and not is_statistic:
                         self.spoil(tensor)
         met = any(self.label(t) is MEET for t in (*given, *outs))
         is_number = isinstance(result, int | float | complex) or is_symbolic(result)
@@ -488,12 +478,8 @@ class _Run(TorchDispatchMode):
             for out in outs:
                 self.tainted |= {s for s in _symbols_of(out) if follows_from_values(s)}
 
-    def _checked(self, found: Label | list[Label], outs: list[Tensor]) -> list[Label]:
-        """The labels of results, if their shapes bear them out."""
-        labels = found if isinstance(found, list) else [found] * len(outs)
-        return [self._borne_out(label, out) for label, out in zip(labels, outs, strict=True)]
-
-    def _borne_out(self, label: Label, out: Tensor) -> Label:
+    def borne_out(self, label: Label, out: Tensor) -> Label:
+        """The label of a result if its shape agrees with that, else ``MEET``."""
         if label is MEET:
             return MEET
         if out.layout is not torch.strided or out.is_nested:
@@ -520,12 +506,13 @@ class _Run(TorchDispatchMode):
         name = name_of(func)
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
             return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
-        if any(self.depends(number) for number in numbers_of(func, call)):
+        sizes = FACTORIES.get(name, ())
+        if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
             return MEET
         grows = any(self.depends(size) for out in outs for size in out.shape)
         if labels <= {None} and not grows:
             # whatever the operator; but the batch's size must not say which part it takes
-            return MEET if any(map(self.depends, all_numbers(call))) else None
+            return MEET if any(map(self.depends, call.numbers())) else None
         if func.namespace == "aten" and name in FACTORIES:
             return [self.by_shape(out) for out in outs]
         if func.namespace == "aten" and name in LIKE:
@@ -533,7 +520,7 @@ class _Run(TorchDispatchMode):
             if not isinstance(like, Rows):
                 return MEET
             plain = Rows(like.dim, like.outer)  # what is empty has no order yet
-            return plain if self._borne_out(plain, outs[0]) is plain else like.at(like.dim)
+            return plain if self.borne_out(plain, outs[0]) is plain else like.at(like.dim)
         if not self._is_known(name, call, labels):
             return MEET
         rule = rule_of(func)
@@ -567,10 +554,6 @@ class _Run(TorchDispatchMode):
 
 
 _OF_SIZES = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "dim", "is_contiguous"}
-
-
-def _is_statistic(argument: str) -> bool:
-    return argument in ("running_mean", "running_var")
 
 
 def _memory(tensor: Tensor) -> int:

@@ -9,48 +9,24 @@ without a rule is ``MEET`` too, so the table may be incomplete, but must not be 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch import Tensor
 
+from lightning_hybrid._torch.symbols import is_symbolic
 from lightning_hybrid._torch.tensors import schema
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.network.rows import MEET, Counts, Label, Places, Rows
 
+if TYPE_CHECKING:
+    from lightning_hybrid.network.row_proof import Labelling
+
 FREE: Label = None
-
-
-class Looks(Protocol):
-    """What a rule asks of the run that it is part of."""
-
-    batch: Any
-    """The number of samples, a symbol."""
-
-    def label(self, tensor: Tensor) -> Label:
-        """Where the rows of a tensor are."""
-
-    def size(self, number: Any) -> Any:
-        """A size as an expression, in which the batch has one symbol."""
-
-    def depends(self, number: Any) -> bool:
-        """Whether a number follows from the batch."""
-
-    def by_shape(self, tensor: Tensor) -> Label:
-        """The label of a tensor that is the same for all samples, if it has any."""
-
-    def picked_by(self, mask: Tensor, count: Any) -> Any:
-        """What stands for the entries that are not zero in a mask, in order; so many."""
-
-    def ordered(self, order: Tensor) -> Any:
-        """What stands for entries in this order."""
-
-    def is_whole(self, picked: Any, size: Any) -> bool:
-        """Whether an order has picked all of so many entries."""
 
 
 class Call:
@@ -70,12 +46,19 @@ class Call:
         return [tensor for _, tensor in tensors_in(self.values)]
 
     def others(self, *names: str) -> list[Tensor]:
-        """The tensors in all arguments but these."""
+        """The tensors in all arguments but those named."""
         rest = {name: value for name, value in self.values.items() if name not in names}
         return [tensor for _, tensor in tensors_in(rest)]
 
+    def numbers(self, without: Collection[str] = ()) -> Iterator[Any]:
+        """All numbers that the call takes, sizes too, but those in some arguments."""
+        for name, value in self.values.items():
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if name not in without and (isinstance(one, int | float) or is_symbolic(one)):
+                    yield one
 
-Rule = Callable[[Looks, Call, Sequence[Tensor]], Label | list[Label]]
+
+Rule = Callable[["Labelling", Call, Sequence[Tensor]], Label | list[Label]]
 
 
 @cache
@@ -87,37 +70,37 @@ def divided(one: Any, other: Any) -> Any:
     return quotient if quotient.as_numer_denom()[1] == 1 else None
 
 
-def _rows(f: Looks, tensor: Tensor) -> Rows | None:
+def _rows(f: Labelling, tensor: Tensor) -> Rows | None:
     label = f.label(tensor)
     return label if isinstance(label, Rows) else None
 
 
-def _block(f: Looks, tensor: Tensor, rows: Rows) -> Any:
-    """How many entries all samples have in a row: B * k."""
+def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
+    """How many entries of its samples' dimension belong to all samples once: B * k of `Rows`."""
     return divided(f.size(tensor.shape[rows.dim]), rows.outer)
 
 
 def _only(found: Sequence[Label]) -> Label:
-    """The one label that all tensors with rows have."""
+    """The label that all tensors with rows share; ``MEET`` if they have several."""
     those = {label for label in found if label is not FREE}
     return FREE if not those else those.pop() if len(those) == 1 else MEET
 
 
-def _aligned(f: Looks, tensor: Tensor, dims: int) -> Label:
-    """A label as it is after broadcasting to so many dimensions."""
+def _aligned(f: Labelling, tensor: Tensor, dims: int) -> Label:
+    """The label of a tensor after it was broadcast to ``dims`` dimensions."""
     rows = _rows(f, tensor)
     if rows is None:
         return FREE
     return rows.at(rows.dim + dims - tensor.dim(), places=True)
 
 
-def _all_free(f: Looks, tensors: Sequence[Tensor]) -> bool:
+def _all_free(f: Labelling, tensors: Sequence[Tensor]) -> bool:
     return all(f.label(tensor) is FREE for tensor in tensors)
 
 
-def _dims(call: Call, count: int, name: str = "dim") -> list[int]:
-    """The dimensions that an operator works along; by default all."""
-    dim = call[name]
+def _dims(call: Call, name: str = "dim") -> list[int]:
+    """The dimensions that an operator is told to work along, counted from 0; told none: all."""
+    dim, count = call[name], call["self"].dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(count))
     return [each % max(count, 1) for each in (dim if isinstance(dim, list | tuple) else [dim])]
@@ -126,34 +109,29 @@ def _dims(call: Call, count: int, name: str = "dim") -> list[int]:
 # ---------------------------------------------------------------- entry by entry
 
 
-def pointwise(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def pointwise(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return _only([_aligned(f, tensor, outs[0].dim()) for tensor in call.tensors()])
 
 
-def fills(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Writes over ``self``, whatever was there."""
+def fills(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Operators that write over ``self`` whatever was there (``copy_``, ``uniform_``)."""
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
 
 
-def entries_of(name: str) -> Rule:
-    """Entry by entry of one argument (its last dimension may come or go); all else is shared."""
-
-    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-        return f.label(call[name]) if _all_free(f, call.others(name)) else MEET
-
-    return rule
-
-
-def unreduced(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def unreduced(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return pointwise(f, call, outs) if call["reduction"] == 0 else MEET
 
 
 # ---------------------------------------------------------------- views
 
 
-def view(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """As many entries before the samples as before, and samples in blocks of whole ones."""
+def view(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """A view keeps samples apart if it cuts memory between them and nowhere else.
+
+    As many entries as before must stand in front of them, and the dimension that they are in
+    afterwards must hold whole samples.
+    """
     tensor, out = call["self"], outs[0]
     if call.overload == "dtype":
         return MEET
@@ -172,12 +150,12 @@ def view(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return MEET
 
 
-def expand(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def expand(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, out = call["self"], outs[0]
     return f.by_shape(out) if f.label(tensor) is FREE else _aligned(f, tensor, out.dim())
 
 
-def repeat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def repeat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, out, repeats = call["self"], outs[0], call["repeats"]
     rows = _aligned(f, tensor, out.dim())
     if not isinstance(rows, Rows):
@@ -187,7 +165,7 @@ def repeat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return replace(rows, outer=rows.outer * f.size(repeats[rows.dim]))
 
 
-def permute(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, count = call["self"], call["self"].dim()
     rows, order = f.label(tensor), list(range(count))
     if call["dims"] is not None:
@@ -201,16 +179,16 @@ def permute(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows.at(order.index(rows.dim), places=True)
 
 
-def unsqueeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, new = f.label(call["self"]), call["dim"] % outs[0].dim()
     assert isinstance(rows, Rows)
     return rows.at(rows.dim + (new <= rows.dim), places=True)
 
 
-def squeeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, rows = call["self"], f.label(call["self"])
     assert isinstance(rows, Rows)
-    dims = _dims(call, tensor.dim())
+    dims = _dims(call)
     if call.overload != "default" and rows.dim in dims:
         return MEET  # of one sample it would go
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
@@ -218,14 +196,14 @@ def squeeze(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def _only_column(rows: Rows, out: Tensor) -> Label:
-    """Places in one column are all entries, once there is no other column."""
+    """A label of which only one column holds places, after that column was taken out by itself."""
     if rows.places is None or rows.places.column is None:
         return rows
     return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
 
 
-def _part(f: Looks, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
-    """Some of the outer repetitions of all samples."""
+def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
+    """The label of a piece of the samples' dimension, which must be whole repetitions of them."""
     block = _block(f, tensor, rows)
     if block is None or divided(f.size(start), block) is None:
         return MEET
@@ -233,7 +211,7 @@ def _part(f: Looks, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Labe
     return MEET if outer is None else replace(rows, outer=outer)
 
 
-def slicing(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, rows = call["self"], f.label(call["self"])
     if not isinstance(rows, Rows):
         return MEET  # as many of a table's entries as there are samples
@@ -244,24 +222,16 @@ def slicing(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return MEET if f.depends(start) or f.depends(call["end"]) or f.depends(step) else rows
 
 
-def split(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
     tensor, rows = call["self"], f.label(call["self"])
     assert isinstance(rows, Rows)
     if call["dim"] % tensor.dim() == rows.dim:
         parts = [_part(f, tensor, rows, out, 0) for out in outs]  # (each begins where one ends)
         return MEET if MEET in parts else parts
-    sizes = [size for _, size in _numbers(call.values)]
-    return MEET if any(map(f.depends, sizes)) else rows
+    return MEET if any(map(f.depends, call.numbers())) else rows
 
 
-def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
-                yield name, one
-
-
-def unbind(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     rows, dim = f.label(call["self"]), call["dim"] % call["self"].dim()
     assert isinstance(rows, Rows)
     if rows.dim == dim:
@@ -275,7 +245,7 @@ def unbind(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     return [here if column == rows.places.column else found for column in which]
 
 
-def cat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def cat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensors = [t for t in call["tensors"] if not _is_nothing(t)]
     rows = [f.label(t) for t in tensors]
     if not all(isinstance(each, Rows) for each in rows):
@@ -293,87 +263,72 @@ def cat(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def _is_nothing(tensor: Tensor) -> bool:
-    """A tensor without entries of one dimension, which `torch.cat` leaves out."""
+    """Whether a tensor is 1-d and empty: `torch.cat` takes such, and leaves it out."""
     return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
 
 
-def stack(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def stack(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, new = _only([f.label(t) for t in call["tensors"]]), call["dim"] % outs[0].dim()
     if not isinstance(rows, Rows) or not all(_rows(f, t) for t in call["tensors"]):
         return MEET
     return rows.at(rows.dim + (new <= rows.dim))
 
 
-def unfold(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows = f.label(call["self"])
-    assert isinstance(rows, Rows)
-    return MEET if call["dimension"] % call["self"].dim() == rows.dim else rows
-
-
-def diagonal(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, count = f.label(call["self"]), call["self"].dim()
-    assert isinstance(rows, Rows)
-    gone = [call["dim1"] % count, call["dim2"] % count]
-    return MEET if rows.dim in gone else rows.at(rows.dim - sum(d < rows.dim for d in gone))
-
-
-def as_complex(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows = f.label(call["self"])
-    assert isinstance(rows, Rows)
-    return rows if rows.dim < call["self"].dim() - 1 else MEET
-
-
 # ---------------------------------------------------------------- along dimensions
 
 
-def along(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Mixes along some dimensions, which stay or go: sums, softmax, sorting."""
-    tensor, rows = call["self"], f.label(call["self"])
-    assert isinstance(rows, Rows)
-    dims = _dims(call, tensor.dim())
-    if rows.dim in dims or not _all_free(f, call.others("self")):
-        return MEET
-    if outs[0].dim() == tensor.dim():
-        return rows
-    return rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
+Mixed = Callable[[Call], Iterable[int]]
+"""The dimensions of an argument that an operator works along, by the arguments of a call."""
 
 
-def moved(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Rolled or flipped along some dimensions."""
-    rows = f.label(call["self"])
-    assert isinstance(rows, Rows)
-    return MEET if rows.dim in _dims(call, call["self"].dim(), "dims") else rows
+def within(mixed: Mixed, first: str = "self") -> Rule:
+    """A rule of operators that work along some dimensions of one argument, which stay or go.
 
+    What the call takes besides must be the same for all samples.
 
-def before_last(count: int) -> Rule:
-    """Mixes the last dimensions, so many; the samples' must lie before them."""
+    Args:
+        mixed: these dimensions; samples meet if theirs is among them.
+        first: the name of the argument.
+    """
 
-    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-        rows = f.label(call["self"])
-        if not isinstance(rows, Rows) or not _all_free(f, call.others("self")):
+    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+        tensor, rows = call[first], f.label(call[first])
+        dims = [dim % max(tensor.dim(), 1) for dim in mixed(call)]
+        if not isinstance(rows, Rows) or rows.dim in dims or not _all_free(f, call.others(first)):
             return MEET
-        return rows if rows.dim < call["self"].dim() - count else MEET
+        gone = [dim for dim in dims if outs[0].dim() < tensor.dim() and dim < rows.dim]
+        return rows.at(rows.dim - len(gone))
 
     return rule
 
 
-def padding(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, pad = f.label(call["self"]), list(call["pad"] or call["padding"])
-    assert isinstance(rows, Rows)
-    place = 2 * (call["self"].dim() - 1 - rows.dim)
-    own = pad[place : place + 2]
-    return rows if all(isinstance(n, int) and n == 0 for n in own) else MEET
+along = within(_dims)
+"""Sums, softmax, sorting."""
 
 
-def layer_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, tensor = f.label(call["input"]), call["input"]
-    if not isinstance(rows, Rows) or not _all_free(f, call.others("input")):
-        return MEET
-    return rows if rows.dim < tensor.dim() - len(call["normalized_shape"]) else MEET
+def last(count: int, first: str = "self") -> Rule:
+    """Of operators that work along the last dimensions of an argument, so many."""
+    return within(lambda call: range(call[first].dim() - count, call[first].dim()), first)
 
 
-def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """By agreement statistics are those of a micro-batch; its channels may be samples', too."""
+def _padded(call: Call) -> list[int]:
+    """The dimensions that `constant_pad_nd` makes longer or shorter."""
+    pad, count = call["pad"], call["self"].dim()
+    ends = [(count - 1 - place // 2, size) for place, size in enumerate(pad)]
+    return [dim for dim, size in ends if not (isinstance(size, int) and size == 0)]
+
+
+def _of_convolution(call: Call) -> range:
+    """A convolution works along all dimensions but the first; without a batch along all."""
+    name = "input" if call["input"] is not None else "self"
+    return range(call[name].dim() - call["weight"].dim() + 1, call[name].dim())
+
+
+def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Statistics are those of a micro-batch by agreement, so that samples do not meet in them.
+
+    Instance normalisation is batch normalisation with the samples among the channels.
+    """
     rows = f.label(call["input"])
     if not isinstance(rows, Rows) or not rows.plain:
         return MEET
@@ -389,8 +344,8 @@ def batch_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | La
 # ---------------------------------------------------------------- with weights
 
 
-def matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Products of matrices, maybe many, maybe added to something."""
+def matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Products of two matrices or batches of them, alone or added to a third tensor."""
     names = ("batch1", "batch2") if call["batch1"] is not None else ("mat1", "mat2")
     if call[names[0]] is None:
         names = ("self", "mat2")
@@ -408,36 +363,8 @@ def matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return _only([found, *added])
 
 
-def vector(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """A matrix times a vector."""
-    rows = f.label(call["self"])
-    good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["vec"]) is FREE
-    return rows if good else MEET
-
-
-def linear(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows = f.label(call["input"])
-    if not isinstance(rows, Rows) or not _all_free(f, call.others("input")):
-        return MEET
-    return rows if rows.dim < call["input"].dim() - 1 else MEET
-
-
-def convolution(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, weight = call["input"] if call["input"] is not None else call["self"], call["weight"]
-    rows = f.label(tensor)
-    shared = [t for t in call.tensors() if t is not tensor]
-    good = isinstance(rows, Rows) and rows.dim == 0 and tensor.dim() == weight.dim()
-    return rows if good and _all_free(f, shared) else MEET
-
-
-def group_norm(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows = f.label(call["input"])
-    good = isinstance(rows, Rows) and rows.dim == 0 and _all_free(f, call.others("input"))
-    return rows if good else MEET
-
-
-def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """Of samples and heads each by itself; a mask is shared, or each sample's own."""
+def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Attention works on each sample and head by itself; a mask is shared or has samples too."""
     rows = f.label(call["query"])
     tensors = [call[name] for name in ("query", "key", "value")]
     if not isinstance(rows, Rows) or rows.dim > 1 or any(t.dim() != 4 for t in tensors):
@@ -450,7 +377,7 @@ def attention(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Lab
     return [rows if any(map(f.depends, out.shape)) else FREE for out in outs]
 
 
-def encoder_layer(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def encoder_layer(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """A whole layer of `torch.nn.TransformerEncoder`, which is one operator in an evaluation."""
     names = ("src",) if call["src"] is not None else ("query", "key", "value")
     own = all(f.label(call[name]) == Rows(0) for name in names)
@@ -460,13 +387,13 @@ def encoder_layer(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] |
     return [Rows(0) if any(map(f.depends, out.shape)) else FREE for out in outs]
 
 
-def embedding(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """From a shared table; by frequency, samples would meet in the backward."""
+def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Rows of a shared table. With ``scale_grad_by_freq`` samples would meet in the backward."""
     shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
     return f.label(call["indices"]) if shared else MEET
 
 
-def recurrent(f: Looks, args: Sequence[Any]) -> list[Label]:
+def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
     """A recurrent layer (:mod:`lightning_hybrid.network.recurrent_layers`) and its last states."""
     value, states, weights = args[:3]
     states = list(states) if isinstance(states, list | tuple) else [states]
@@ -480,9 +407,12 @@ def recurrent(f: Looks, args: Sequence[Any]) -> list[Label]:
 
 
 def spatial(count: int) -> Rule:
-    """Works on the last dimensions, so many, of each sample and channel by itself."""
+    """A rule of operators that work on the last ``count`` dimensions, such as pooling.
 
-    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+    All tensors that they are given have the samples in one dimension before those.
+    """
+
+    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         first = call["self"] if call["self"] is not None else call["input"]
         rows = _only([f.label(t) for t in call.tensors()])
         if not isinstance(rows, Rows) or any(f.label(t) is FREE for t in call.tensors()):
@@ -492,22 +422,10 @@ def spatial(count: int) -> Rule:
     return rule
 
 
-def of_samples(dims: int) -> Rule:
-    """Works on each sample by itself, of so many dimensions with the samples'."""
-
-    def rule(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-        rows = _only([f.label(t) for t in call.tensors()])
-        good = isinstance(rows, Rows) and rows.dim == 0
-        good = good and all(t.dim() == dims and f.label(t) == rows for t in call.tensors())
-        return rows if good else MEET
-
-    return rule
-
-
 # ---------------------------------------------------------------- with indices
 
 
-def gather(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def gather(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, index = call["self"], call["index"]
     rows, picked, dim = f.label(tensor), f.label(index), call["dim"] % max(tensor.dim(), 1)
     if not isinstance(picked, Rows) or picked.places is not None:
@@ -518,7 +436,7 @@ def gather(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return picked if same and picked.dim != dim else MEET
 
 
-def scatter(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
     rows = f.label(tensor)
     if not isinstance(rows, Rows) or rows.dim == dim:
@@ -533,13 +451,13 @@ def scatter(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows
 
 
-def index_select(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def index_select(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     rows, dim = f.label(call["self"]), call["dim"] % max(call["self"].dim(), 1)
     return _picked_from(f, call["self"], rows, [dim], [call["index"]])
 
 
-def index_into(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Adds or copies at indices along a dimension."""
+def index_into(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """``index_add`` and ``index_copy``: what is put in must lie where it was picked from."""
     tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
     rows = f.label(tensor)
     there = _picked_from(f, tensor, rows, [dim], [call["index"]])
@@ -547,13 +465,13 @@ def index_into(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
-    """The dimensions that are indexed, and by what."""
+    """The dimensions that ``tensor[...]`` indexes by tensors, and these tensors."""
     picks = list(call["indices"])
     at = [place for place, pick in enumerate(picks) if pick is not None]
     return at, [picks[place] for place in at]
 
 
-def index(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def index(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     at, tensors = _picks(call)
     rows = f.label(call["self"])
     if not any(_is_mask(t) for t in tensors):
@@ -567,7 +485,7 @@ def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)
 
 
-def _is_own_mask(f: Looks, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
+def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
     """Whether one mask has the samples of a tensor where the tensor has them."""
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
@@ -577,9 +495,9 @@ def _is_own_mask(f: Looks, tensor: Tensor, at: list[int], masks: list[Tensor]) -
 
 
 def _picked_from(
-    f: Looks, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
+    f: Labelling, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
 ) -> Label:
-    """Where the rows are in what is taken of a tensor at indices of some of its dimensions."""
+    """The label of ``tensor[...]``, indexed by tensors of integers in the dimensions ``at``."""
     if rows is MEET or any(_is_mask(t) for t in tensors):
         return MEET
     count = max(t.dim() for t in tensors)
@@ -606,20 +524,20 @@ def _picked_from(
     return rows
 
 
-def _has_places(f: Looks, tensor: Tensor) -> bool:
+def _has_places(f: Labelling, tensor: Tensor) -> bool:
     rows = _rows(f, tensor)
     return rows is not None and rows.places is not None
 
 
-def _lead_to(f: Looks, picks: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor has places in the samples' dimension of another one."""
+def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
+    """Whether the entries of ``picks`` are places in the samples' dimension of ``tensor``."""
     label, rows = _rows(f, picks), _rows(f, tensor)
     if label is None or rows is None:
         return False
     return label.places == Places(rows.outer, f.size(tensor.shape[rows.dim]), rows.picked)
 
 
-def index_put(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, value = call["self"], call["values"]
     at, tensors = _picks(call)
     rows = f.label(tensor)
@@ -644,16 +562,19 @@ def index_put(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows if _aligned(f, value, count) in (FREE, there) else MEET
 
 
-def nonzero(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """The places of what is not zero; of samples those in one column are places of samples."""
+def nonzero(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """One row for each entry that is not zero, with its place in every dimension as columns.
+
+    The column of the samples' dimension holds places of samples.
+    """
     mask, rows = call["self"], f.label(call["self"])
     assert isinstance(rows, Rows)
     places = Places(rows.outer, f.size(mask.shape[rows.dim]), rows.picked, rows.dim)
     return Rows(0, 1, places, f.picked_by(mask, outs[0].shape[0]))
 
 
-def sort(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """Among samples, tensors of one dimension."""
+def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Sorting along the samples is known of 1-d tensors: the order that samples get has a name."""
     tensor, rows = call["self"], f.label(call["self"])
     if rows != Rows(0, getattr(rows, "outer", 1)) or tensor.dim() != 1:
         return along(f, call, outs)
@@ -664,8 +585,8 @@ def sort(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     return [Rows(0, picked=picked, is_sorted=ascending), Rows(0, 1, places, picked)]
 
 
-def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Of places: those of what has several entries in a row each."""
+def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """``places // k``: the sample of a place, where each has k entries one after the other."""
     rows, by = f.label(call["self"]), call["other"]
     if not isinstance(rows, Rows) or rows.places is None:
         return pointwise(f, call, outs)
@@ -679,19 +600,19 @@ def floor_divide(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return replace(rows, places=replace(rows.places, size=size))
 
 
-def histogram(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """How many there are of each of the numbers by which entries were sorted."""
+def histogram(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """``histc`` of the numbers by which rows were sorted: how many rows have each of them."""
     rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
     return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
 
-def cumsum(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
+def cumsum(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     counts = f.label(call["self"])
     return replace(counts, summed=True) if isinstance(counts, Counts) else along(f, call, outs)
 
 
-def grouped_matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Sorted rows, each times the matrix of its group."""
+def grouped_matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """`torch.nn.functional.grouped_mm`: sorted rows, each times the matrix of its group."""
     first = "self" if call["self"] is not None else "input"
     rows, ends = f.label(call[first]), f.label(call["offs"])
     if not isinstance(rows, Rows) or rows.dim or rows.picked is None or call[first].dim() != 2:
@@ -700,7 +621,7 @@ def grouped_matrices(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows if shared and ends == Counts(rows.picked, summed=True) else MEET
 
 
-def nll_loss(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def nll_loss(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     rows = f.label(call["self"])
     good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["target"]) == rows
     shared = _all_free(f, call.others("self", "target"))
@@ -708,8 +629,8 @@ def nll_loss(f: Looks, call: Call, outs: Sequence[Tensor]) -> list[Label] | Labe
     return [rows, FREE] if good else MEET
 
 
-def distances(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Of the rows of two matrices, maybe of many."""
+def distances(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Distances between the rows of two matrices, or of batches of them."""
     one, other = call["x1"], call["x2"]
     p, q = f.label(one), f.label(other)
     if isinstance(p, Rows) and p.dim < one.dim() - 2 and p == q:
@@ -717,13 +638,6 @@ def distances(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
     if isinstance(p, Rows) and p.dim == one.dim() - 2 and q is FREE:
         return p
     return MEET
-
-
-def rows_of_two(f: Looks, call: Call, outs: Sequence[Tensor]) -> Label:
-    """From each row of a matrix: `multinomial`."""
-    rows = f.label(call["self"])
-    good = isinstance(rows, Rows) and rows.dim == 0 and call["self"].dim() == 2
-    return rows if good else MEET
 
 
 # ---------------------------------------------------------------- the table
@@ -783,6 +697,7 @@ _SPATIAL = {
     "upsample_nearest2d": 2, "_upsample_nearest_exact2d": 2, "upsample_bilinear2d": 2,
     "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 2,
     "upsample_nearest3d": 3, "_upsample_nearest_exact3d": 3, "upsample_trilinear3d": 3,
+    "im2col": 3, "col2im": 2, "grid_sampler_2d": 3, "grid_sampler_3d": 4,
     "pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "native_channel_shuffle": 3,
 }  # fmt: skip
 
@@ -796,7 +711,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("split", "split_with_sizes"), split),
     **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes"), split),
     **dict.fromkeys(("select", "unbind"), unbind), "slice": slicing, "cat": cat, "stack": stack,
-    "unfold": unfold, "diagonal": diagonal, "view_as_complex": as_complex,
+    "unfold": within(lambda call: [call["dimension"]]), "view_as_complex": last(1),
+    "diagonal": within(lambda call: [call["dim1"], call["dim2"]]),
     **dict.fromkeys(
         (
             *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean"),
@@ -808,11 +724,14 @@ RULES: dict[str, Rule] = {
         ),
         along,
     ),
-    **dict.fromkeys(("roll", "flip"), moved),
-    **dict.fromkeys(("tril", "triu"), before_last(2)), "constant_pad_nd": padding,
-    **{f"reflection_pad{n}d": before_last(n) for n in (1, 2, 3)},
-    **{f"replication_pad{n}d": before_last(n) for n in (1, 2, 3)},
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), layer_norm),
+    **dict.fromkeys(("roll", "flip"), within(lambda call: _dims(call, "dims"))),
+    **dict.fromkeys(("tril", "triu"), last(2)), "constant_pad_nd": within(_padded),
+    **{f"reflection_pad{n}d": last(n) for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": last(n) for n in (1, 2, 3)},
+    **dict.fromkeys(
+        ("native_layer_norm", "_fused_rms_norm"),
+        lambda f, call, outs: last(len(call["normalized_shape"]), "input")(f, call, outs),
+    ),
     **dict.fromkeys(
         (
             *("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"),
@@ -821,9 +740,11 @@ RULES: dict[str, Rule] = {
         ),
         batch_norm,
     ),
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), matrices), "mv": vector, "linear": linear,
-    **dict.fromkeys(("convolution", "_convolution", "mkldnn_convolution"), convolution),
-    "native_group_norm": group_norm,
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), matrices), "mv": last(1),
+    "linear": last(1, "input"),
+    **dict.fromkeys(("convolution", "_convolution"), within(_of_convolution, "input")),
+    "mkldnn_convolution": within(_of_convolution),
+    "native_group_norm": within(lambda call: range(1, call["input"].dim()), "input"),
     **dict.fromkeys(
         (
             *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
@@ -836,9 +757,7 @@ RULES: dict[str, Rule] = {
     "_transformer_encoder_layer_fwd": encoder_layer, "_native_multi_head_attention": encoder_layer,
     "embedding": embedding,
     **{name: spatial(count) for name, count in _SPATIAL.items()},
-    "im2col": of_samples(4), "col2im": of_samples(3), "grid_sampler_2d": of_samples(4),
-    "grid_sampler_3d": of_samples(5),
-    "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+        "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
     "index_select": index_select, "index": index, "index_put": index_put, "nonzero": nonzero,
     "sort": sort, "floor_divide": floor_divide, "histc": histogram, "cumsum": cumsum,
     "_grouped_mm": grouped_matrices,
@@ -851,9 +770,9 @@ RULES: dict[str, Rule] = {
         ),
         unreduced,
     ),
-    "bucketize": entries_of("self"), "searchsorted": entries_of("self"),
-    "isin": entries_of("elements"), "view_as_real": entries_of("self"),
-    "_cdist_forward": distances, "multinomial": rows_of_two,
+    **dict.fromkeys(("bucketize", "searchsorted", "view_as_real"), within(lambda call: ())),
+    "isin": within(lambda call: (), "elements"),
+    "_cdist_forward": distances, "multinomial": last(1),
 }  # fmt: skip
 
 
@@ -871,26 +790,10 @@ def name_of(func: Any) -> str:
 
 
 def rule_of(func: Any) -> Rule | None:
-    """The rule of an operator of torch; ``None``: there is none."""
+    """The rule for an operator; ``None``: there is none, so that samples may meet in it."""
     if func.namespace != "aten":
         return grouped_matrices if is_grouped(func) else None
     name = name_of(func)
     if name in RULES:
         return RULES[name]
     return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None
-
-
-def all_numbers(call: Call) -> Iterator[Any]:
-    """All numbers that a call takes, sizes too."""
-    return (number for _, number in _numbers(call.values))
-
-
-def numbers_of(func: Any, call: Call) -> Iterator[Any]:
-    """The numbers that a call computes with; not those that are sizes."""
-    name = name_of(func)
-    if name in SHAPED:
-        return
-    sizes = FACTORIES.get(name, ())
-    for argument, number in _numbers(call.values):
-        if argument not in sizes:
-            yield number

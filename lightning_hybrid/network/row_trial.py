@@ -48,9 +48,10 @@ class Trial:
     symbols: Sequence[Any]
 
     def passes(self) -> bool:
-        """Whether samples were not seen to meet."""
+        """Whether the trial has shown no sign of samples that meet."""
         if any(isinstance(one, Rows) and one.outer != 1 for one in (*self.labels, *self.results)):
             return False
+        # neither the user's generators nor transforms around the call may see anything of it
         with outside_of_transforms(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             try:
@@ -92,6 +93,7 @@ class Trial:
         Raises:
             ValueError: they are not finite, so that they show nothing.
         """
+        # (copies: the next run begins with the same numbers)
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
         rest = iter(leaves)
         given = rebuild(
@@ -135,12 +137,15 @@ class Trial:
 
 
 def _size(scale: float, like: Tensor) -> float:
-    """A size of numbers, whose squares a type can hold."""
+    """The scale, or the largest number whose square the type of a tensor can hold."""
     return min(scale, math.sqrt(torch.finfo(like.dtype).max))
 
 
 def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:
-    """Of each sample another one: else a mean over some would be like that over others."""
+    """A weight in the loss for each sample, all different.
+
+    With equal weights a gradient that is a mean over samples would look like that of one sample.
+    """
     each = output.shape[label.dim] // samples
     weights = torch.arange(start + 1, start + 1 + samples).repeat_interleave(each)
     shape = [1] * output.dim()
@@ -155,6 +160,7 @@ def _is_own(
     if not isinstance(label, Rows):
         together = sum(parts[1:], parts[0]) if summed else parts[0]
         return _close(together, whole) and (summed or all(_close(p, whole) for p in parts))
+    # other neighbours must not change a bit; another size of the batch may, by rounding
     first, changed = (slices(tensor, label, _SIZES)[0] for tensor in (whole, among))
     return torch.equal(first, changed) and _close(joined(parts, label), whole)
 

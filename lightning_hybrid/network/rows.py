@@ -110,6 +110,7 @@ def slices(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
     each = tensor.shape[dim] // (outer * batch)
     if outer == 1:
         return list(tensor.split([size * each for size in sizes], dim))
+    # each repetition has its own part of every micro-batch
     apart = tensor.unflatten(dim, (outer, batch * each))
     parts = apart.split([size * each for size in sizes], dim + 1)
     return [part.flatten(dim, dim + 1) for part in parts]

@@ -20,8 +20,10 @@ Hooks on parameters are called once, as ever, with the weight part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid._torch.autograd import fails_apart
+from lightning_hybrid.network.reached import reached
 
 CANNOT_BE_SPLIT = (
     "it has an autograd.Function, a weight that is used twice, one after the other, or group "
@@ -41,13 +44,9 @@ CANNOT_BE_SPLIT = (
 
 def operations_behind(outputs: Sequence[Any]) -> list[Node]:
     """The operations of the user's (``autograd.Function``) that outputs were computed with."""
-    todo = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
-    seen = set(todo)
-    while todo:
-        following = {node for node, _ in todo.pop().next_functions if node is not None} - seen
-        seen |= following
-        todo += following
-    return [node for node in seen if isinstance(node, BackwardCFunction)]
+    start = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
+    nodes = reached(start, lambda node: (n for n, _ in node.next_functions if n is not None))
+    return [node for node in nodes if isinstance(node, BackwardCFunction)]
 
 
 class HookWatch(TorchFunctionMode):
@@ -74,7 +73,7 @@ class HookWatch(TorchFunctionMode):
 
 @dataclass
 class WeightPart:
-    """What is left to do of a backward.
+    """The second part of a backward, which is still to be done.
 
     Attributes:
         groups: edges of the graph to go on from, what arrived there, and the weights behind them.
@@ -110,39 +109,31 @@ def input_part(
     groups = way.groups()
     if groups is None:
         return None
-    on_way = [way.leads(edge.node) for edge in way.roots]
-    edges = list(dict.fromkeys(edge for edges, _ in groups for edge in edges))
+    edges = dict.fromkeys(edge for edges, _ in groups for edge in edges)
     wanted = [edge for edge in edges if way.leads(edge.node)]
+    leading = [n for n, edge in enumerate(way.roots) if way.leads(edge.node)]
     found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted))
     ends: list[Any] = [*inputs, *wanted]  # tensors and edges
-    if any(on_way):
+    if leading:
         found = torch.autograd.grad(
-            [root for root, leads in zip(roots, on_way) if leads],
+            [roots[n] for n in leading],
             ends,
-            [start for start, leads in zip(starts, on_way) if leads],
+            [starts[n] for n in leading],
             retain_graph=True,
             allow_unused=True,
         )
-    arrived: dict[GradientEdge, Tensor | None] = dict(zip(wanted, found[len(inputs) :]))
+    arrived = dict(zip(wanted, found[len(inputs) :]))
     # roots that no input leads to: the weight part has them to itself
-    for edge, start, leads in zip(way.roots, starts, on_way):
-        if not leads:
+    for edge, start in zip(way.roots, starts):
+        if not way.leads(edge.node):
             so_far = arrived.get(edge)
             arrived[edge] = start if so_far is None else so_far + start
-    return list(found[: len(inputs)]), WeightPart(_with_gradients(groups, arrived))
-
-
-def _with_gradients(
-    groups: list[tuple[list[GradientEdge], list[Tensor]]],
-    arrived: dict[GradientEdge, Tensor | None],
-) -> list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]]:
-    made = []
-    for edges, weights in groups:
-        pairs = [(edge, arrived.get(edge)) for edge in edges]
-        present = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+    left = []
+    for edges_of_group, weights in groups:
+        present = [(e, g) for e in edges_of_group if (g := arrived.get(e)) is not None]
         if present:
-            made.append(([e for e, _ in present], [g for _, g in present], weights))
-    return made
+            left.append(([e for e, _ in present], [g for _, g in present], weights))
+    return list(found[: len(inputs)]), WeightPart(left)
 
 
 @dataclass
@@ -175,6 +166,7 @@ class _Way:
         self._inputs = {get_gradient_edge(value).node for value in inputs}
         self._weights: list[Tensor] = []
         self._nodes: dict[Node, _Node] = {}  # children before their parents
+        self._leader: dict[Node, Node] = {}  # of sets of operations that grow together
         self._splits = True
         for edge in self.roots:
             self._walk(edge.node)
@@ -194,59 +186,49 @@ class _Way:
         """
         if not self._splits:
             return None
-        groups = _Groups()
-        bounds = {n: r for n, r in self._nodes.items() if r.leads and self._aside(r)}
-        bounds |= {
-            edge.node: self._nodes[edge.node]
-            for edge in self.roots
-            if not self.leads(edge.node) and self._nodes[edge.node].reaches
-        }
-        for node, record in bounds.items():
-            groups.join(node, node)
-            for aside in self._behind(node, record):
-                groups.join(node, aside)
+        beginnings = {edge.node for edge in self.roots}
+        bounds = [n for n in self._nodes if (self.leads(n) or n in beginnings) and self._aside(n)]
+        for node in bounds:
+            for behind in self._behind(node):
+                self._leader[self._find(behind)] = self._find(node)
+        members: dict[Node, list[Node]] = {}
+        for node in bounds:
+            members.setdefault(self._find(node), []).append(node)
         found = []
-        for members in groups.of(bounds):
-            own = further = 0
-            edges: list[GradientEdge] = []
-            for node in members:
-                record = bounds[node]
-                own |= self._weights_aside(node, record)
-                further |= self._further(record)
-                edges += [GradientEdge(node, number) for number in sorted(record.outputs)]
-            if own & further:
+        for nodes in members.values():
+            own = self._reached(child for node in nodes for child in self._aside(node))
+            # weights that the way of one of them leads to as well would get their gradients twice
+            children = [child for node in nodes for child, _ in self._nodes[node].children]
+            if own & self._reached(filter(self.leads, children)):
                 return None
+            edges = [GradientEdge(n, nr) for n in nodes for nr in sorted(self._nodes[n].outputs)]
             found.append((edges, [w for n, w in enumerate(self._weights) if own >> n & 1]))
         return found
 
-    def _weights_aside(self, node: Node, record: _Node) -> int:
-        if not record.leads:
-            return record.reaches
-        return _union(self._nodes[child].reaches for child in self._aside(record))
+    def _reached(self, nodes: Iterable[Node]) -> int:
+        return reduce(or_, (self._nodes[node].reaches for node in nodes), 0)
 
-    def _further(self, record: _Node) -> int:
-        """The weights behind an operation that its own way leads to."""
-        if not record.leads:
-            return 0
-        ahead = (self._nodes[child] for child, _ in record.children)
-        return _union(each.reaches for each in ahead if each.leads)
+    def _aside(self, node: Node) -> list[Node]:
+        """Operations behind this one that lead to weights and not to the inputs.
 
-    def _aside(self, record: _Node) -> list[Node]:
-        """Operations behind this one that lead to weights and not to the inputs."""
-        children = ((child, self._nodes[child]) for child, _ in record.children)
-        return [child for child, each in children if each.reaches and not each.leads]
+        One that does not lead to the inputs is all aside.
+        """
+        found = [child for child, _ in self._nodes[node].children] if self.leads(node) else [node]
+        return [n for n in found if self._nodes[n].reaches and not self.leads(n)]
 
-    def _behind(self, node: Node, record: _Node) -> Iterator[Node]:
+    def _behind(self, node: Node) -> set[Node]:
         """All operations that the weight part of this one runs."""
-        todo = self._aside(record) if record.leads else [node]
-        seen = set(todo)
-        while todo:
-            current = todo.pop()
-            yield current
-            for child, _ in self._nodes[current].children:
-                if child not in seen and self._nodes[child].reaches:
-                    seen.add(child)
-                    todo.append(child)
+
+        def children(node: Node) -> Iterable[Node]:
+            return (child for child, _ in self._nodes[node].children if self._nodes[child].reaches)
+
+        return reached(self._aside(node), children)
+
+    def _find(self, node: Node) -> Node:
+        """The operation that represents the group of this one (union-find)."""
+        while (leader := self._leader.setdefault(node, node)) is not node:
+            node = leader
+        return node
 
     def _walk(self, root: Node) -> None:
         """Note all operations behind one, without recursion: networks are deep."""
@@ -269,34 +251,3 @@ class _Way:
                     self._weights.append(leaf)
                 todo.append((node, True))
                 todo += [(child, False) for child, _ in children]
-
-
-def _union(sets: Iterator[int]) -> int:
-    every = 0
-    for each in sets:
-        every |= each
-    return every
-
-
-class _Groups:
-    """Sets that grow together (union-find)."""
-
-    def __init__(self) -> None:
-        self._leader: dict[Node, Node] = {}
-
-    def join(self, a: Node, b: Node) -> None:
-        self._leader[self._find(b)] = self._find(a)
-
-    def of(self, nodes: Sequence[Node] | dict[Node, Any]) -> list[list[Node]]:
-        """These nodes, those of one set together."""
-        sets: dict[Node, list[Node]] = {}
-        for node in nodes:
-            sets.setdefault(self._find(node), []).append(node)
-        return list(sets.values())
-
-    def _find(self, node: Node) -> Node:
-        leader = self._leader.setdefault(node, node)
-        while leader is not self._leader[leader]:
-            leader = self._leader[leader]
-        self._leader[node] = leader
-        return leader

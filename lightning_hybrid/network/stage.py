@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.graphs import exit_autocast, set_gradients
+from lightning_hybrid._torch.graphs import exit_autocast, is_region, set_gradients
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.network.checkpointing import close_region, has_region
 from lightning_hybrid.network.cuts import Cuts
 from lightning_hybrid.network.graph import NetworkGraph
 from lightning_hybrid.network.mode_regions import Open, open_at
@@ -114,42 +113,31 @@ class Stage:
 
     def move(self, device: torch.device | str) -> None:
         """Move the network's parameters and buffers that this stage uses."""
-        materialize([*self.parameters(), *self.buffers()])
+        named = (*self.named_parameters(), *self.named_buffers())
+        materialize([tensor for _, tensor in named])
         for _, parameter in self.named_parameters():
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad.data = parameter.grad.data.to(device)
-        for (table, key), value in zip(self._all_places, self._tensors()):
-            if not isinstance(value, nn.Parameter):
-                table[key] = value.to(device)
-
-    def _tensors(self) -> list[Tensor]:
-        return [table[key] for table, key in self._all_places]
+        for table, key in self._all_places:
+            if not isinstance(table[key], nn.Parameter):
+                table[key] = table[key].to(device)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The network's parameters that this stage uses, under their names in the network."""
-        for name, value in zip(self.tensor_names, self._tensors()):
-            if isinstance(value, nn.Parameter):
-                yield name, value
+        return ((name, t) for name, t in self._named() if isinstance(t, nn.Parameter))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The network's buffers that this stage uses, under their names in the network."""
-        for name, value in zip(self.tensor_names, self._tensors()):
-            if not isinstance(value, nn.Parameter):
-                yield name, value
+        return ((name, t) for name, t in self._named() if not isinstance(t, nn.Parameter))
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        places = zip(self.tensor_names, self._all_places)
+        return ((name, table[key]) for name, (table, key) in places)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The network's parameters that this stage uses."""
         return (value for _, value in self.named_parameters())
-
-    def buffers(self) -> Iterator[Tensor]:
-        """The network's buffers that this stage uses."""
-        return (value for _, value in self.named_buffers())
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Dotted names, in the network, of the parameters that this stage uses."""
-        return tuple(name for name, _ in self.named_parameters())
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
@@ -202,7 +190,7 @@ def cut_at(
 ) -> list[StageCode]:
     """Cut the network before the layers numbered ``positions``; see `cut`."""
     cuts = Cuts(graph)
-    device = device or graph.device
+    device = device or graph.device  # what is made on it is made on the device of each rank
     places = [0, *positions, len(graph.layers)]
     # what comes in, what crosses each cut, what is returned: a stage may be without layers
     borders = [
@@ -220,6 +208,7 @@ def cut_at(
 def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> list[StageCode]:
     """The same, with the tensors of their modules that this graph does not use."""
     taken = {name for stage in stages for name in stage.tensors}
+    # the first stage that uses a tensor of a module has all others of it
     home: dict[str, int] = {}
     for number, stage in enumerate(stages):
         for name in stage.tensors:
@@ -254,14 +243,13 @@ def _stage(
         copier.add(node)
     copier.leave(open_at(graph, stop))
     code = copier.finished(outputs)
-    attributes = {**graph.attributes, **close_region(code)}
     return StageCode(
-        GraphCode.of(code, attributes, device),
+        GraphCode.of(code, graph.attributes, device),
         tuple(graph.tensors[node] for node in copier.tensors),
         tuple(graph.numbers.index(node) for node in copier.numbers),
         frozenset[str]().union(*(layer.written for layer in layers)),
         (start, stop),
-        checkpointed=has_region(code),
+        checkpointed=any(map(is_region, code.nodes)),
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,9 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import StitchError
 from lightning_hybrid.network.graph import Leaf, NetworkGraph
 from lightning_hybrid.network.stage import Stage, StageCode, cut_at, make_stages
-from lightning_hybrid.network.untouched import untouched
-from lightning_hybrid.tensors import value_of
+from lightning_hybrid.tensors import is_deferred, value_of
+
+Result = TypeVar("Result")
 
 _ALIGNMENT = 64
 """Torch's memory begins at a multiple of so many bytes, so that so many numbers are one, too."""
@@ -76,9 +78,8 @@ def check(
         raise _refusal(graph, f"they fail with {error}", received.parts) from error
     names = [node.name for node in (*graph.tensor_outputs, *graph.scalar_outputs)]
     for name, one, other in zip(names, expected, found, strict=True):
-        if not (_same_bits if device.type == "cpu" else _same)(one, other):
-            differs = f"output {name!r} {_difference(one, other)}"
-            raise _refusal(graph, differs, received.parts)
+        if (differs := _difference(one, other, exact=device.type == "cpu")) is not None:
+            raise _refusal(graph, f"output {name!r} {differs}", received.parts)
 
 
 def _refusal(graph: NetworkGraph, what: str, parts: Sequence[tuple[int, ...]]) -> StitchError:
@@ -166,20 +167,44 @@ def _once(
     def forward() -> list[Any]:
         grad = torch.set_grad_enabled(graph.differentiable)
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with untouched(graph.network, graph.written), forked, grad:
+        with _put_back(graph.network, graph.written), forked, grad:
             found = run(graph, stages, fresh(graph, leaves), received, tensors)
             # (copies: a buffer that is written and returned is put back now)
             return [v.detach().clone() if isinstance(v, Tensor) else v for v in found]
 
+    # no backward follows, so that no activation of the whole network needs to be kept
+    return with_saved(forward, lambda _: None, _was_dropped)
+
+
+def with_saved(
+    run: Callable[[], Result], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Result:
+    """Run code with hooks on what autograd saves in it, and without them if it takes none.
+
+    `torch.func` goes together with no such hooks, and a forward may go back through a part of it.
+    """
     try:
-        # no backward follows, so that no activation of the whole network needs to be kept
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _was_dropped):
-            return forward()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return run()
     except RuntimeError as error:
-        # torch.func goes together with no such hooks; a forward may go back through a part of it
         if "saved tensor" not in str(error):
             raise
-    return forward()
+    return run()
+
+
+@contextmanager
+def _put_back(network: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Undo what the block writes to the parameters and buffers of these names."""
+    tensors = dict((*network.named_parameters(), *network.named_buffers()))
+    written = [tensors[name] for name in names if not is_deferred(tensors[name])]
+    with as_they_are():
+        kept = [(tensor, tensor.detach().clone()) for tensor in written]
+    try:
+        yield
+    finally:
+        with torch.no_grad(), as_they_are():
+            for tensor, copy in kept:
+                tensor.copy_(copy)
 
 
 def _was_dropped(_: None) -> Tensor:
@@ -210,43 +235,37 @@ def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] 
     with as_they_are():
         if all(tensor.device == device for tensor in named.values()):
             return None
-        return {
-            name: value_of(tensor).detach().to(device, copy=True).requires_grad_(wanted)
-            for name, tensor in named.items()
-            for wanted in [tensor.requires_grad]
-        }
+    return {name: own_copy(tensor, device) for name, tensor in named.items()}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two results are the same up to rounding."""
-    if not isinstance(one, Tensor) or not (one.is_floating_point() or one.is_complex()):
-        return _same_bits(one, other)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    finite = one.isfinite()
-    if not bool((finite == other.isfinite()).all()):
-        return False
-    largest, apart = (value[finite].abs().double() for value in (one, one - other))
-    share = _ROUNDED.get(one.abs().dtype, 0.05)
-    return not apart.numel() or bool(apart.max() <= share * largest.max())
+def own_copy(value: Tensor, device: torch.device) -> Tensor:
+    """A copy of a parameter or buffer that nobody else sees."""
+    with as_they_are():
+        wanted = value.requires_grad
+        copy = value_of(value).detach().to(device, copy=True)
+    return copy.requires_grad_(wanted)
 
 
-def _same_bits(one: Any, other: Any) -> bool:
+def _difference(one: Any, other: Any, *, exact: bool) -> str | None:
+    """How two results differ, the first of which is right; ``None``: they do not.
+
+    Args:
+        one: a tensor or a number.
+        other: what should be the same.
+        exact: bit for bit; else up to rounding.
+    """
     if not isinstance(one, Tensor):
-        return bool(one == other) or (one != one and other != other)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    equal = one == other
-    if one.is_floating_point() or one.is_complex():
-        equal |= one.isnan() & other.isnan()
-    return bool(equal.all())
-
-
-def _difference(one: Any, other: Any) -> str:
-    if not isinstance(one, Tensor):
-        return f"is {other} and not {one}"
+        same = one == other or (one != one and other != other)
+        return None if same else f"is {other} and not {one}"
     if one.shape != other.shape or one.dtype != other.dtype:
         return f"is {tuple(other.shape)} {other.dtype} and not {tuple(one.shape)} {one.dtype}"
+    if torch.equal(one, other):
+        return None
     wide = torch.complex128 if one.is_complex() else torch.float64
-    largest = (one.to(wide) - other.to(wide)).abs().max().item()
-    return f"differs by up to {largest:.3g}"
+    right, found = one.to(wide), other.to(wide)
+    if one.is_floating_point() or one.is_complex():
+        share = 0.0 if exact else _ROUNDED.get(one.abs().dtype, 0.05)
+        largest = right.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        if torch.allclose(found, right, rtol=0.0, atol=share * largest, equal_nan=True):
+            return None
+    return f"differs by up to {(right - found).abs().max().item():.3g}"

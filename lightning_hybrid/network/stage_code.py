@@ -13,6 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid._torch.graphs import (
-    higher_order_name,
+    is_region,
     names_of_operator,
     numpy_from_parts,
     parts_of_numpy,
@@ -53,7 +54,7 @@ class _Nested:
 
 @dataclass(frozen=True)
 class _Constant:
-    """A tensor that a graph holds.
+    """A tensor that a graph holds, on its way to another process.
 
     Attributes:
         tensor: on the CPU.
@@ -83,7 +84,7 @@ class GraphCode:
 
     @classmethod
     def of(cls, graph: fx.Graph, attributes: Mapping[str, Any], device: torch.device) -> GraphCode:
-        """Write down a graph.
+        """Turn a graph into plain data.
 
         Args:
             graph: its nodes are operations of torch and functions that can be found by name.
@@ -94,34 +95,22 @@ class GraphCode:
             NetworkError: a function cannot be found by its name.
         """
 
-        def plain(value: Any) -> Any:
-            return fx.node.map_aggregate(value, leaf)
-
         def leaf(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return _NodeName(value.name)
-            if isinstance(value, torch.device) and _same(value, device):
-                return _Here()
-            if isinstance(value, slice):
-                return slice(*(leaf(end) for end in (value.start, value.stop, value.step)))
-            return value
+            is_here = isinstance(value, torch.device) and _same(value, device)
+            return _Here() if is_here else value
 
         nodes = []
         for node in graph.nodes:
             target = node.target if isinstance(node.target, str) else qualified_name(node.target)
-            if higher_order_name(node.target) == "tag_activation_checkpoint":
+            if is_region(node):
                 target = qualified_name(checkpointed)
-            args, kwargs = plain(node.args), plain(dict(node.kwargs))
-            nodes.append((node.op, node.name, target, _mutable(args), _mutable(kwargs)))
-        kept = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
-        return cls(
-            tuple(nodes),
-            tuple(
-                (name, _travelling(value, device))
-                for name, value in attributes.items()
-                if name in kept
-            ),
-        )
+            args, kwargs = (fx.node.map_aggregate(each, leaf) for each in (node.args, node.kwargs))
+            nodes.append((node.op, node.name, target, args, kwargs))
+        kept = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+        held = ((name, value) for name, value in attributes.items() if name in kept)
+        return cls(tuple(nodes), tuple((name, _travelling(v, device)) for name, v in held))
 
     def graph(self, device: torch.device) -> tuple[fx.Graph, dict[str, Any]]:
         """The graph again, for a device, and what its ``get_attr`` nodes name."""
@@ -131,15 +120,13 @@ class GraphCode:
         def leaf(value: Any) -> Any:
             if isinstance(value, _NodeName):
                 return made[value.name]
-            if isinstance(value, slice):
-                return slice(*(leaf(end) for end in (value.start, value.stop, value.step)))
             return device if isinstance(value, _Here) else value
 
         for op, name, target, args, kwargs in self.nodes:
-            found = target if op not in ("call_function",) else function_named(target)
-            new_args = fx.node.map_aggregate(args, leaf)
-            new_kwargs = fx.node.map_aggregate(kwargs, leaf)
-            made[name] = graph.create_node(op, found, new_args, new_kwargs, name)
+            # methods and placeholders are names already
+            found = function_named(target) if op == "call_function" else target
+            given, named = (fx.node.map_aggregate(each, leaf) for each in (args, kwargs))
+            made[name] = graph.create_node(op, found, given, named, name)
         return graph, {name: _arrived(value, device) for name, value in self.attributes}
 
     def function(
@@ -152,7 +139,7 @@ class GraphCode:
             without: functions that ``torch.compile`` is to call as they are.
         """
         graph, attributes = self.graph(device)
-        root = _Root(attributes)
+        root = _holder(attributes)
         code = graph.python_code("self")
         scope: dict[str, Any] = {
             name: torch.compiler.disable(value) if any(value is f for f in without) else value
@@ -166,19 +153,16 @@ class GraphCode:
         """Equal for graphs that do the same under other names."""
         numbers = {name: index for index, (_, name, *_) in enumerate(self.nodes)}
 
-        def text(value: Any) -> str:
+        def leaf(value: Any) -> Any:
             if isinstance(value, _NodeName):
                 return f"%{numbers[value.name]}"
-            if isinstance(value, list | tuple):
-                return f"[{','.join(map(text, value))}]"
-            if isinstance(value, dict):
-                return f"{{{','.join(f'{k}={text(v)}' for k, v in value.items())}}}"
-            if isinstance(value, slice):
-                return f"slice{text((value.start, value.stop, value.step))}"
-            return "here" if isinstance(value, _Here) else repr(value)
+            return "here" if isinstance(value, _Here) else value
 
         return tuple(
-            (op, "" if op == "placeholder" else target, text(args), text(kwargs))
+            (
+                *(op, "" if op == "placeholder" else target),
+                *(repr(fx.node.map_aggregate(each, leaf)) for each in (args, kwargs)),
+            )
             for op, _, target, args, kwargs in self.nodes
         )
 
@@ -189,7 +173,7 @@ class GraphCode:
             NetworkError: it holds something that cannot be pickled.
         """
         for _, name, target, args, kwargs in self.nodes:
-            try:
+            try:  # one by one, to say which it is
                 pickle.dumps((args, kwargs))
             except Exception as error:
                 raise NetworkError(
@@ -223,29 +207,24 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return checkpoint(run, *(args[i] for i in kept), use_reentrant=False, **options)
 
 
-class _Root:
-    """What generated code reads constants from, by dotted name."""
-
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
-        for name, value in attributes.items():
-            owner: Any = self
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    setattr(owner, part, _Root({}))
-                owner = getattr(owner, part)
-            setattr(owner, last, value)
+def held_by(module: fx.GraphModule) -> dict[str, Any]:
+    """What the ``get_attr`` nodes of a graph name: constants, nested graphs."""
+    names = [str(node.target) for node in module.graph.find_nodes(op="get_attr")]
+    return {name: attrgetter(name)(module) for name in names}
 
 
-def _mutable(value: Any) -> Any:
-    """Plain containers for fx's immutable ones, which travel as well but compare oddly."""
-    if isinstance(value, dict):
-        return {key: _mutable(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_mutable(part) for part in value]
-    if type(value) is tuple:
-        return tuple(_mutable(part) for part in value)
-    return value
+def _holder(attributes: Mapping[str, Any]) -> nn.Module:
+    """A module with these attributes, by dotted name, for the code of a graph to read."""
+    root = nn.Module()
+    for name, value in attributes.items():
+        owner = root
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                setattr(owner, part, nn.Module())
+            owner = getattr(owner, part)
+        setattr(owner, last, value)
+    return root
 
 
 def _same(one: torch.device, other: torch.device) -> bool:
@@ -254,38 +233,17 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 def _travelling(value: Any, device: torch.device) -> Any:
     if isinstance(value, fx.GraphModule):
-        inside = {
-            str(node.target): _inside(value, str(node.target))
-            for node in value.graph.nodes
-            if node.op == "get_attr"
-        }
-        return _Nested(GraphCode.of(value.graph, inside, device))
+        return _Nested(GraphCode.of(value.graph, held_by(value), device))
     if isinstance(value, Tensor):
         stays = value.device.type == "cpu" != device.type
         return _Constant(value.detach().cpu(), stays)
     return value
 
 
-def _inside(module: nn.Module, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _arrived(value: Any, device: torch.device) -> Any:
     if isinstance(value, _Nested):
         graph, attributes = value.code.graph(device)
-        root = nn.Module()
-        for name, inner in attributes.items():
-            owner = root
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    setattr(owner, part, nn.Module())
-                owner = getattr(owner, part)
-            setattr(owner, last, inner)
-        return fx.GraphModule(root, graph)
+        return fx.GraphModule(_holder(attributes), graph)
     if isinstance(value, _Constant):
         return value.tensor if value.stays else value.tensor.to(device)
     return value
@@ -321,6 +279,13 @@ def qualified_name(function: Any) -> str:
     )
 
 
+_OTHER_PLACES = (
+    *("torch", "torch.nn.functional", "torch._C._nn", "torch._C"),
+    *("_operator", "torch._numpy"),
+)
+"""Modules that show functions which say that they are from elsewhere."""
+
+
 def _candidates(function: Any) -> Iterable[str]:
     yield from names_of_operator(function)
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", "")
@@ -330,14 +295,7 @@ def _candidates(function: Any) -> Iterable[str]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type):
         yield f"{owner.__module__}:{owner.__qualname__}.{function.__name__}"
-    for known in (
-        "torch",
-        "torch.nn.functional",
-        "torch._C._nn",
-        "torch._C",
-        "_operator",
-        "torch._numpy",
-    ):
+    for known in _OTHER_PLACES:
         yield f"{known}:{getattr(function, '__name__', name)}"
     head, _, tail = qualified_name_by_fx(function).rpartition(".")
     yield f"{head}:{tail}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from sympy import sympify
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.graphs import copy_source, exit_autocast, set_gradients
@@ -26,6 +27,7 @@ from lightning_hybrid.network.graph import NetworkGraph, is_symbol
 from lightning_hybrid.network.graph_from_dynamo import describe_part, rows_of_input
 from lightning_hybrid.network.mode_regions import Open, open_at
 from lightning_hybrid.network.partition import layer_flops
+from lightning_hybrid.network.reached import reached
 from lightning_hybrid.network.row_proof import Followed, follow
 from lightning_hybrid.network.rows import MEET, Label, Rows
 from lightning_hybrid.network.source_places import place_of
@@ -48,7 +50,7 @@ Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 
 class Divided:
-    """What runs for a graph that was captured.
+    """Runs a captured graph, in three parts if need be.
 
     Args:
         graph: as captured.
@@ -87,11 +89,12 @@ class Divided:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which nodes are where.
+    """Which nodes are in which of the three parts.
 
     Attributes:
         followed: what is known of all nodes.
         prologue: nodes whose results the heavy part takes, computed for all samples before it.
+        early: these, and what they are made of.
         tail: nodes that are computed for all samples after it.
         heavy: nodes of the heavy part, with what they take.
         taken: nodes of the heavy part that the tail or the caller takes.
@@ -101,6 +104,7 @@ class _Plan:
 
     followed: Followed
     prologue: frozenset[fx.Node]
+    early: frozenset[fx.Node]
     tail: frozenset[fx.Node]
     heavy: frozenset[fx.Node]
     taken: tuple[fx.Node, ...]
@@ -112,7 +116,7 @@ class _Plan:
 
 
 def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
-    """A division, or why there is none."""
+    """How a graph is divided, or in words why its batches must stay whole."""
     for layer in graph.layers:
         where = f"{layer.module}.{layer.name}".removeprefix(".")
         other = [name for name in layer.written if not _is_statistic(graph.network, name)]
@@ -121,6 +125,7 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
         if layer.effects.unknown is not None:
             return f"what {where!r} does {layer.effects.unknown}"
     for leaf in graph.written_leaves:
+        # each micro-batch would change it anew; the rows of an input are its own
         if leaf.rows is None:
             return f"{leaf.name} is changed in place"
     found: list[_Plan | str] = []
@@ -161,7 +166,7 @@ def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> L
 
 
 class _Dividing:
-    def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool = True) -> None:
+    def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool) -> None:
         self.graph, self.followed, self._draws = graph, followed, draws
         self.layers = {n: y for y in graph.layers for n in (y.node, *y.parts)}
         self.order = {node: number for number, node in enumerate(graph.graph.nodes)}
@@ -176,13 +181,15 @@ class _Dividing:
         # what is drawn of no weight is drawn in the order of the graph
         drawn = {n for n in tail if n in self.followed.early and self._is_random(n)}
         tail, prologue = tail - drawn, frozenset(self.followed.prologue | drawn)
-        early = self.behind(prologue)
+        early = self._behind(prologue)
         wanted = {*outputs, *(taken for node in tail for taken in node.all_input_nodes)}
-        taken = [n for n in wanted - tail - prologue if not self._is_known(n)]
+        # the driver has inputs, and numbers that follow from sizes, by itself
+        taken = [n for n in wanted - tail - prologue if n in self.graph.tensors or not _is_given(n)]
         taken.sort(key=self.order.__getitem__)
         layers = [n for layer in self.graph.layers for n in (layer.node, *layer.parts)]
         own = [n for n in layers if n not in tail | early and not self.followed.meets(n)]
-        heavy = self.behind([*own, *taken], stop=prologue)
+        heavy = self._behind([*own, *taken], stop=prologue)
+        # what the driver computes for all samples, the stages wait for
         share = self._share(tail | early)
         if share > LIGHT:
             return f"{self._said(tail | prologue)}, and {share:.0%} of the load follows"
@@ -191,7 +198,7 @@ class _Dividing:
             return problem
         tried = tuple(sorted(self.graph.place_of(node) for node in self.followed.tried))
         summary = self._summary(early, tail)
-        parts = prologue, frozenset(tail), frozenset(heavy)
+        parts = prologue, frozenset(early), frozenset(tail), frozenset(heavy)
         return _Plan(self.followed, *parts, tuple(taken), tried, summary)
 
     def _summary(self, early: Collection[fx.Node], tail: Collection[fx.Node]) -> str:
@@ -203,10 +210,6 @@ class _Dividing:
 
     def _is_random(self, node: fx.Node) -> bool:
         return node in self.layers and self.layers[node].effects.random
-
-    def _is_known(self, node: fx.Node) -> bool:
-        """Whether the driver has it: an input, numbers that follow from sizes."""
-        return node not in self.graph.tensors and _is_given(node)
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
         """What a node takes, and what has changed it in place before."""
@@ -224,29 +227,18 @@ class _Dividing:
         layer = self.layers.get(node)
         return frozenset() if layer is None else layer.effects.results
 
-    def behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    def _behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
         """These nodes and all nodes that their values are computed from, as far as ``stop``."""
-        found: set[fx.Node] = set()
-        waiting = list(nodes)
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node not in stop:
-                found.add(node)
-                waiting += self._made_of(node)
-        return found
+        start = (node for node in nodes if node not in stop)
+        return reached(start, lambda node: (n for n in self._made_of(node) if n not in stop))
 
     def _tail(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
-        """What can only be computed of all samples, and is wanted."""
-        tail: set[fx.Node] = set()
+        """The nodes that must be computed of all samples at once, if an output needs them."""
         changed = {w for n in outputs for m in self._memory(n) for w in self.writers.get(m, ())}
-        waiting = [node for node in (*outputs, *changed) if self._belongs(node)]
-        while waiting:
-            node = waiting.pop()
-            if node in tail:
-                continue
-            tail.add(node)
-            waiting += [n for n in self._made_of(node) if self._belongs(n) or self._is_early(n)]
-        return tail
+        return reached(
+            filter(self._belongs, (*outputs, *changed)),
+            lambda node: (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n)),
+        )
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether the tail can make a node of the inputs by itself."""
@@ -258,7 +250,8 @@ class _Dividing:
         if _is_given(node):
             return False
         label = self.followed.label(node)
-        if self.followed.meets(node) or not (label is None or _is_joined(label)):
+        is_joined = label is None or (isinstance(label, Rows) and label.plain)
+        if self.followed.meets(node) or not is_joined:
             return True
         # what is neither a tensor nor a number does not come back from stages
         return node not in self.graph.info and not node.meta.get("scalar")
@@ -307,6 +300,7 @@ class _Dividing:
         effects = self.layers[node].effects
         if twice and (effects.random or effects.writes):
             return "its result is used for single samples too"
+        # a copy on another rank would not see the change
         for memory in effects.writes:
             if not {n for n in self.order if memory in self._memory(n)}.issubset(own):
                 return "it changes what was made before"
@@ -315,7 +309,7 @@ class _Dividing:
     def _of_taken(self, node: fx.Node) -> str | None:
         """Why what the heavy part makes cannot be joined for all samples."""
         graph, label = self.graph, self.followed.label(node)
-        if isinstance(label, Rows) and not _is_plain(label.outer):
+        if isinstance(label, Rows) and not sympify(label.outer).is_Integer:
             return f"samples lie inside of a dimension of {graph.place_of(node)}"
         if node in graph.info and not graph.info[node].is_strided:
             return f"{graph.place_of(node)} is not dense"
@@ -333,7 +327,7 @@ class _Dividing:
         """That samples meet, first, in one of these nodes or in what they are made of."""
         why = self.followed.why
         node = min(
-            (n for n in self.behind(nodes) if n in why),
+            (n for n in self._behind(nodes) if n in why),
             key=self.order.__getitem__,
             default=min(nodes, key=self.order.__getitem__),
         )
@@ -345,19 +339,11 @@ class _Dividing:
         return f"{self.graph.place_of(node)}{how}{f', {place}' if place else ''}"
 
 
-def _is_joined(label: Label) -> bool:
-    return isinstance(label, Rows) and label.plain
-
-
-def _is_plain(number: Any) -> bool:
-    return bool(getattr(number, "is_Integer", isinstance(number, int)))
-
-
 # ---------------------------------------------------------------- the parts
 
 
 def _label(heavy: NetworkGraph, plan: _Plan, copies: dict[fx.Node, fx.Node]) -> None:
-    """Note in a graph where samples are in what it takes and returns."""
+    """Write into a graph where samples are in what it takes and returns."""
     originals = {copy: node for node, copy in copies.items()}  # (clones of weights have none)
 
     def label(node: fx.Node) -> Rows | None:
@@ -379,7 +365,7 @@ class _Parts:
         nodes = list(graph.graph.nodes)
         prologue = [node for node in nodes if node in plan.prologue]
         outputs = [node for node in nodes if node in plan.tail and node in graph.outputs]
-        self._prologue = _Beside(graph, _Dividing(graph, plan.followed).behind(prologue), prologue)
+        self._prologue = _Beside(graph, plan.early, prologue)
         self._tail = _Beside(graph, plan.tail, outputs)
         self._inputs, self.heavy = _heavy_part(graph, plan)
         self._shapes = {n: n.meta["example_value"] for n in nodes if n.meta.get("shape")}
@@ -430,7 +416,7 @@ class _Beside:
         self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
 
     def __call__(self, found: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-        """What it returns, from what is known."""
+        """The values of the nodes that it returns, from the values of others."""
         if not self._returned:
             return {}
         return dict(zip(self._returned, self._code(*[found[n] for n in self._taken])))

@@ -1,6 +1,6 @@
 """A backward pass of one stage, instruction by instruction."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import compress
 from typing import Any
@@ -17,13 +17,13 @@ from lightning_hybrid.pipeline.random_numbers import (
     generators_of_microbatch,
     set_random_state,
 )
-from lightning_hybrid.pipeline.rank_stages import RankStages
+from lightning_hybrid.pipeline.rank_stages import Pass, RankStages
 from lightning_hybrid.pipeline.recompute import again
 from lightning_hybrid.schedules import Kind
 
 
-class BackwardPass:
-    """A backward pass of one stage; its public methods carry out the instructions."""
+class BackwardPass(Pass):
+    """A backward pass of one stage, instruction by instruction."""
 
     def __init__(
         self,
@@ -33,16 +33,11 @@ class BackwardPass:
         mode: Backward,
         gradients: Sequence[Gradients],
     ) -> None:
-        self.engine, self.own, self.call, self.mode = engine, engine.owned[index], call, mode
-        self.links, self.traffic, self.saved = (
-            self.own.links,
-            call.traffic[index],
-            call.saved[index],
-        )
+        super().__init__(engine, index, call)
+        self.mode = mode
         self._reduces_last = index == 0
         self.gradients = gradients
         self.inputs: list[Gradients] = [[] for _ in range(call.key.microbatches)]
-        self.error: Exception | None = None
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._put_off: dict[int, WeightPart] = {}
@@ -53,10 +48,6 @@ class BackwardPass:
         # the last stage receives only the gradients of the inputs, which nobody computes with
         kind = Kind.RECEIVE_INPUT_GRADIENT if self.own.is_last else Kind.RECEIVE_GRADIENT
         self._ahead = Ahead(steps, kind, self._post)
-
-    def do(self, kind: Kind, microbatch: int) -> None:
-        """Carry out an instruction."""
-        _METHODS[kind](self, microbatch)
 
     def receive_gradient(self, microbatch: int) -> None:
         present = self._hear_pattern()
@@ -74,6 +65,7 @@ class BackwardPass:
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine
+        # the driver has the last stage, and the gradients of its outputs from autograd
         gradients = self.gradients[microbatch] if self.own.is_last else self._arrived
         self._result = [None] * len(self.traffic.incoming[microbatch])
         if engine.failure is not None:
@@ -106,6 +98,7 @@ class BackwardPass:
             traffic.gradients_out[self.mode.pattern] = pattern
             links.previous.send_word(Pattern(pattern))
         present = traffic.gradients_out[self.mode.pattern]
+        # zeros stand for what is missing: the other side waits for as many tensors as were agreed
         specs = list(compress(traffic.incoming[microbatch], present))
         gradients = [
             spec.zeros(self.engine.device) if gradient is None else gradient
@@ -142,23 +135,28 @@ class BackwardPass:
         if not pairs or not (self.mode.parameters or wanted):
             return [None] * len(values)
         roots, starts = [root for root, _ in pairs], [start for _, start in pairs]
-        if self.mode.parameters:
-            # (what has been frozen since the forward is asked for where gradients are added)
-            if self.own.splits and wanted and self.mode.trainable is None:
-                parts = input_part(roots, starts, wanted)
-                if parts is not None:
-                    found, self._put_off[microbatch] = parts
-                    by_value = iter(found)
-                    return [next(by_value) if value.requires_grad else None for value in values]
-                self.own.go_back_in_one(CANNOT_BE_SPLIT)
-            torch.autograd.backward(roots, starts, retain_graph=keep)
-            result = [value.grad for value in values]
-            for value in wanted:
-                value.grad = None
-            return result
-        found = [*torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)]
-        by_value = iter(found)
-        return [next(by_value) if value.requires_grad else None for value in values]
+        found = iter(self._gradients(microbatch, roots, starts, wanted))
+        return [next(found) if value.requires_grad else None for value in values]
+
+    def _gradients(
+        self, microbatch: int, roots: list[Tensor], starts: list[Tensor], wanted: list[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Go back; returns the gradients of what is wanted, and adds those of weights to theirs."""
+        keep = self.mode.keep
+        if not self.mode.parameters:
+            return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
+        # (what has been frozen since the forward is asked for where gradients are added)
+        if self.own.splits and wanted and self.mode.trainable is None:
+            parts = input_part(roots, starts, wanted)
+            if parts is not None:
+                found, self._put_off[microbatch] = parts
+                return found
+            self.own.go_back_in_one(CANNOT_BE_SPLIT)
+        torch.autograd.backward(roots, starts, retain_graph=keep)
+        gradients = [value.grad for value in wanted]
+        for value in wanted:
+            value.grad = None
+        return gradients
 
     def _again(self, microbatch: int, recipe: Recipe) -> tuple[Values, list[Any]]:
         """Run a forward again whose activations were not kept."""
@@ -170,13 +168,3 @@ class BackwardPass:
                 set_random_state(recipe.states, engine.device)
             stage = engine.stage_for(self.own, key)
             return again(stage, recipe, key.numbers[microbatch])
-
-
-_METHODS: Mapping[Kind, Callable[[BackwardPass, int], None]] = {
-    Kind.RECEIVE_GRADIENT: BackwardPass.receive_gradient,
-    Kind.RECEIVE_INPUT_GRADIENT: BackwardPass.receive_input_gradient,
-    Kind.REDUCE: BackwardPass.reduce,
-    Kind.BACKWARD: BackwardPass.backward,
-    Kind.WEIGHT: BackwardPass.weight,
-    Kind.SEND_GRADIENT: BackwardPass.send_gradient,
-}

@@ -27,6 +27,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
 
 _BACKWARDS = (Tensor.backward, torch.autograd.backward)
+_ARGUMENTS_OF_TORCH = (
+    *("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+    "cudnn_enabled",
+)
+"""Of ``torch.batch_norm``, which has those of `torch.nn.functional.batch_norm` in another order."""
 
 
 class Synchronised(TorchFunctionMode):
@@ -49,7 +54,9 @@ class Synchronised(TorchFunctionMode):
         if func is F.batch_norm and not Synchronised._paused:
             return self._batch_norm(*args, **kwargs)
         if func is torch.batch_norm and not Synchronised._paused:
-            return self._batch_norm_of_torch(*args, **kwargs)
+            given = dict(zip(_ARGUMENTS_OF_TORCH, args)) | kwargs
+            given.pop("cudnn_enabled")
+            return self._batch_norm(**given)
         if func in _BACKWARDS and set(types) <= {Tensor}:
             return self._backward(func, *args, **kwargs)
         return func(*args, **kwargs)
@@ -81,23 +88,6 @@ class Synchronised(TorchFunctionMode):
         with self:
             edges = [get_gradient_edge(root) for root in roots]
             torch.autograd.backward(edges, [start for _, start in pairs], *args[1:], **kwargs)
-
-    def _batch_norm_of_torch(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> Tensor:
-        """``torch.batch_norm``, which has the arguments in another order."""
-        return self._batch_norm(
-            input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
 
     def _batch_norm(
         self,
@@ -219,5 +209,5 @@ def _axes(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """Values per channel, as they meet ``x``."""
+    """Values per channel in a shape that broadcasts against ``x``, and in its wide type."""
     return values.to(_wide(x)).view(1, -1, *[1] * (x.dim() - 2))

@@ -28,7 +28,7 @@ class Stopwatch:
         self._seconds = 0.0
 
     def start(self) -> Mark:
-        """A span begins."""
+        """Begin a span; its end is told by the mark that is returned."""
         return time.perf_counter() if self._events is None else _passing()
 
     def stop(self, mark: Mark) -> None:

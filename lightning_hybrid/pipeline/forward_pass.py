@@ -1,6 +1,6 @@
 """A forward pass of one stage, instruction by instruction."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -16,26 +16,20 @@ from lightning_hybrid.pipeline.random_numbers import (
     set_random_state,
     state_specs,
 )
-from lightning_hybrid.pipeline.rank_stages import RankStages
+from lightning_hybrid.pipeline.rank_stages import Pass, RankStages
 from lightning_hybrid.pipeline.recompute import forward
 from lightning_hybrid.schedules import Kind
 
 
-class ForwardPass:
-    """A forward pass of one stage; its public methods carry out the instructions."""
+class ForwardPass(Pass):
+    """A forward pass of one stage, instruction by instruction."""
 
     def __init__(
         self, engine: RankStages, index: int, call: Call, inputs: Sequence[Values]
     ) -> None:
-        self.engine, self.own, self.call = engine, engine.owned[index], call
-        self.links, self.traffic, self.saved = (
-            self.own.links,
-            call.traffic[index],
-            call.saved[index],
-        )
+        super().__init__(engine, index, call)
         self.inputs = inputs
         self.outputs: list[Values] = []
-        self.error: Exception | None = None
         self._values: Values | None = None
         self._result: Values | None = None
         self._first = self.own.number == 0
@@ -54,10 +48,6 @@ class ForwardPass:
         else:
             steps = engine.schedule(call.key, input_gradient=False).forward[self.own.number]
             self._ahead = Ahead(steps, Kind.RECEIVE_ACTIVATION, self._post)
-
-    def do(self, kind: Kind, microbatch: int) -> None:
-        """Carry out an instruction."""
-        _METHODS[kind](self, microbatch)
 
     def send_input(self, microbatch: int) -> None:
         if not self.call.ahead:  # else they are there already
@@ -115,7 +105,7 @@ class ForwardPass:
             self.traffic.outgoing.append(specs)
             self.links.next.send_word(Header(specs, self.traffic.uses_rng))
         elif not self._told_failure:
-            self._told_failure = True
+            self._told_failure = True  # after the first empty header nobody listens for more
             self.links.next.send_word(Header())
 
     def _run(self, microbatch: int, values: Values) -> Values:
@@ -165,11 +155,3 @@ class ForwardPass:
         self.own.early.refuse_kept_weights(stage, outputs)
         self.saved[microbatch] = (values, outputs)
         return outputs
-
-
-_METHODS: Mapping[Kind, Callable[[ForwardPass, int], None]] = {
-    Kind.SEND_INPUT: ForwardPass.send_input,
-    Kind.RECEIVE_ACTIVATION: ForwardPass.receive_activation,
-    Kind.FORWARD: ForwardPass.forward,
-    Kind.SEND_ACTIVATION: ForwardPass.send_activation,
-}

@@ -15,7 +15,7 @@ from lightning_hybrid.pipeline.gradient_averaging import ReplicaGroup
 from lightning_hybrid.pipeline.instruction_lists import schedule_of
 from lightning_hybrid.pipeline.stage_options import OwnedStage, StageOptions
 from lightning_hybrid.pipeline.trace import Trace
-from lightning_hybrid.schedules import STREAMED, Schedule
+from lightning_hybrid.schedules import STREAMED, Kind, Schedule
 
 
 class RankStages:
@@ -91,13 +91,13 @@ class RankStages:
         return self._ahead * call.key.microbatches
 
     def schedule(self, key: CallKey, *, input_gradient: bool) -> Schedule:
-        """What each stage does in a call."""
+        """The instruction lists of all stages for a call of this kind."""
         return schedule_of(
             self._schedule_name, len(self._devices), key.microbatches, input_gradient, self._split
         )
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
-        """The graph of a stage that a call needs."""
+        """The code of a stage for a call of this kind, compiled where that is asked for."""
         stage = own.specializations[key.specialization]
         if self._compiled:
             stage.compile_code()
@@ -112,4 +112,28 @@ class RankStages:
     def fail(self, error: Exception, stage: int) -> None:
         """Note an error of a stage; from now on this rank only keeps its appointments."""
         where = f"in stage {stage}" if self.coordinates.free else ""
+        # the first one: what fails after it mostly fails by it
         self.failure = self.failure or Failure.of(error, str(self.coordinates), where)
+
+
+class Pass:
+    """A pass of one stage; each of its public methods carries out the instruction of its name.
+
+    Args:
+        engine: the stages of the rank.
+        index: which of them.
+        call: what passes.
+
+    Attributes:
+        error: what the stage has raised.
+    """
+
+    def __init__(self, engine: RankStages, index: int, call: Call) -> None:
+        self.engine, self.own, self.call = engine, engine.owned[index], call
+        self.links, self.traffic = self.own.links, call.traffic[index]
+        self.saved = call.saved[index]
+        self.error: Exception | None = None
+
+    def do(self, kind: Kind, microbatch: int) -> None:
+        """Carry out an instruction."""
+        getattr(self, kind.value)(microbatch)

@@ -50,6 +50,7 @@ def forward(
 def again(stage: Stage, recipe: Recipe, numbers: Sequence[Any]) -> tuple[Values, list[Any]]:
     """Run a forward again, with the weights of now. Returns its inputs and its outputs."""
     buffers = {name: value.clone() for name, value in recipe.buffers.items()}
+    # the recipe stays as it is: a backward with `retain_graph` runs it once more
     values = [value if value.requires_grad else value.clone() for value in recipe.values]
     with torch.enable_grad(), own_saved_tensors():
         outputs = stage.run_with([*(stage.taken() | buffers).values()], values, numbers)

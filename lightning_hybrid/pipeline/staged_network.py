@@ -47,7 +47,7 @@ class StagedNetwork:
         self.weight_hooks = WeightHooks(module)
 
     def add_key(self, key: CallKey, number: int | None = None) -> int:
-        """Take in a new key.
+        """Note a new kind of calls, by what travels in them.
 
         Args:
             key: the key.
@@ -103,7 +103,8 @@ class StagedNetwork:
 
 def names_of(stages: Sequence[Stage]) -> list[str]:
     """Names in the network of the parameters and buffers that some of its stages use."""
-    return list(dict.fromkeys(n for s in stages for n in (*s.parameter_names, *s.buffer_names)))
+    named = (pair for s in stages for pair in (*s.named_parameters(), *s.named_buffers()))
+    return list(dict.fromkeys(name for name, _ in named))
 
 
 def borrowed_parameters(
@@ -123,6 +124,7 @@ def borrowed_parameters(
     for names, device in zip(stages, devices):
         used[device] |= {*names}
         for name in names:
+            # (the driver is rank 0, which is false)
             owner[name] = owner.get(name) or device
     return [
         frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)

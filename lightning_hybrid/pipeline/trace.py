@@ -45,6 +45,7 @@ class Trace:
         if self._path is None and self._watch is None:
             yield
             return
+        # two clocks: the watch is exact, the trace is compared over ranks
         mark = self._watch.start() if self._watch else None
         start = time.time()
         try:

@@ -13,8 +13,8 @@ weights, where it uses them, are fetched, and get their gradients.
 from torch import nn
 
 from lightning_hybrid._torch.autograd import dual_level, functorch_level
-from lightning_hybrid._torch.modes import users_mode
 from lightning_hybrid._torch.modules import in_functional_call, tables
+from lightning_hybrid._torch.tensors import users_mode
 
 
 class DriverOnlyCalls:

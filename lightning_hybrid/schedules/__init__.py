@@ -2,21 +2,19 @@
 
 from collections.abc import Callable
 
-from lightning_hybrid.schedules.akintoye import AKINTOYE
-from lightning_hybrid.schedules.ddg import DDG
-from lightning_hybrid.schedules.fdg import FDG
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
-from lightning_hybrid.schedules.look_ahead import DelayedWeights, LookAhead
+from lightning_hybrid.schedules.look_ahead import (
+    STREAMED,
+    DelayedWeights,
+    LookAhead,
+    Orders,
+    Part,
+    Work,
+)
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order, looped
 from lightning_hybrid.schedules.merged import merge
-from lightning_hybrid.schedules.one_f_one_b import ONE_F_ONE_B
-from lightning_hybrid.schedules.orders import Orders, Part, Work
-from lightning_hybrid.schedules.pipedream import PIPEDREAM
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
-
-STREAMED = {each.name: each for each in (ONE_F_ONE_B, PIPEDREAM, DDG, FDG, AKINTOYE)}
-"""The streamed schedules by the name they have in a plan."""
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,

@@ -7,7 +7,8 @@ from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule
 def gpipe(stages: int, microbatches: int, *, input_gradient: bool = False) -> Schedule:
     """Make the fill-drain schedule of `stages` stages and `microbatches` micro-batches.
 
-    It looks like this (see `draw`)::
+    It looks like this: one row per stage, one column per clock. A forward or a backward takes one
+    clock, a message none; dots are the bubble::
 
         stage 0   0 1 2 3 . . | . . 3 2 1 0
         stage 1   . 0 1 2 3 . | . 3 2 1 0 .

@@ -16,13 +16,40 @@ batch and its turn, stage k runs it with weights that are a_k steps old: the sch
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
-
-from lightning_hybrid.schedules.orders import Orders, Part, Work
+from enum import StrEnum
+from typing import Literal, NamedTuple
 
 DelayedWeights = Literal["stash", "recompute", "current"]
 """What the backward of a batch computes with under a delayed schedule: the weights of its forward,
 those of now, or those of now beside the activations of then."""
+
+
+class Part(StrEnum):
+    """What is computed."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward, or its input part where WEIGHT occurs in the order."""
+    WEIGHT = "W"
+
+
+class Work(NamedTuple):
+    """One computation of a stage.
+
+    Attributes:
+        part: forward, backward, or the weight part of a backward.
+        microbatch: number of the micro-batch.
+    """
+
+    part: Part
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.part.value}{self.microbatch}"
+
+
+Orders = tuple[tuple[Work, ...], ...]
+"""For each stage what it computes, in order."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +80,7 @@ class LookAhead:
         return self.barrier == "epoch"
 
     def look_aheads(self, stages: int) -> tuple[int, ...]:
-        """a_1 .. a_K."""
+        """How many batches each stage runs ahead of the driver: a_1 .. a_K."""
         return tuple(self.ahead(k, stages) for k in range(1, stages + 1))
 
     def orders(self, stages: int, batches: int) -> Orders:
@@ -70,3 +97,73 @@ def _order(ahead: int, batches: int) -> tuple[Work, ...]:
         order.append(Work(Part.BACKWARD, batch))
         started = last + 1
     return tuple(order)
+
+
+STREAMED = {
+    each.name: each
+    for each in (
+        # The batches that Lightning accumulates into one step are the micro-batches of the
+        # pipeline. Weights change at the barrier only, so the gradients are those of accumulation
+        # on one device, digit for digit.
+        LookAhead(
+            name="1f1b",
+            ahead=lambda k, stages: stages - k,
+            barrier="step",
+            paper="Narayanan et al., PipeDream-Flush (arXiv 2006.09503)",
+        ),
+        # 1F1B without a flush. With weights stashed, step t applies the gradient of the loss of
+        # batch t at w_1 of step t - (K - 1), w_2 of step t - (K - 2), ..., w_K of step t.
+        LookAhead(
+            name="pipedream",
+            ahead=lambda k, stages: stages - k,
+            barrier="epoch",
+            paper="Harlap et al., PipeDream (arXiv 1806.03377; SOSP 2019)",
+            trades="stage k of K runs on weights that are K - k steps old",
+        ),
+        # In iteration t module k goes back through batch t - (K - k), on the weights of that
+        # batch's iteration. Counted by batches and not by iterations, as here, these are the
+        # updates of PipeDream: stage k applies the gradient of batch t, taken at weights that are
+        # K - k of its own updates old. (The paper's forward is locked: it passes through all
+        # modules in each iteration. That is a matter of time alone, and it is not repeated here.)
+        # The learning rate is that of the batch's own turn; the paper's is that of the iteration
+        # that applies it, K - k later.
+        LookAhead(
+            name="ddg",
+            ahead=lambda k, stages: stages - k,
+            barrier="epoch",
+            paper="Huo et al., DDG (ICML 2018, arXiv 1804.10574)",
+            trades="stage k of K runs on weights that are K - k steps old",
+        ),
+        # Nobody waits for anybody: in iteration t module k forwards batch t - k + 1 and goes back
+        # through batch t - 2 K + k + 1. Between the two of one batch it steps 2 (K - k) - 1 times,
+        # and the last module does not. Gradients may be multiplied by a factor beta at every cut
+        # that they cross (gradient shrinking), so that stage k gets them times beta ** (K - k).
+        LookAhead(
+            name="fdg",
+            ahead=lambda k, stages: max(0, 2 * (stages - k) - 1),
+            barrier="epoch",
+            paper="Zhuang et al., FDG (TNNLS 33(10):6013, 2022)",
+            trades="stage k of K runs on weights that are 2 (K - k) - 1 steps old",
+            shrinks=True,
+        ),
+        # Partition i updates with a plain step of gradient descent, at the counter t - i + 1:
+        #
+        #     w^(t-i+2) = w^(t-i+1) - rate * gradient^(t-i+1)
+        #
+        # Taken as batch numbers, these would make the last partition the most delayed, and the
+        # gradient of a batch would be needed before it exists. t - i + 1 is the number of the
+        # batch that module i *forwards* in iteration t of FDG, where the pipeline flows as in
+        # their figures. So partition i is read as having a counter of its own, and the schedule is
+        # that of FDG without shrinking. A reconstruction: the paper says nothing on stashed
+        # weights or the end of an epoch.
+        LookAhead(
+            name="akintoye",
+            ahead=lambda k, stages: max(0, 2 * (stages - k) - 1),
+            barrier="epoch",
+            paper="Akintoye et al. (IEEE Access 10:77950, 2022), Eq. 1 and 2",
+            trades="stage k of K runs on weights that are 2 (K - k) - 1 steps old",
+            plain_sgd=True,
+        ),
+    )
+}
+"""The streamed schedules by the name they have in a plan."""

@@ -8,7 +8,7 @@ from the first gradient that it gets, S - 1 B after the drain began. Of equal st
 (S - 1) W less than fill-drain, and no more memory.
 
 A split backward may take longer than a joint one, so each stage is split only where that pays.
-(`orders.zero_bubble` are the orders of the literature, which alternate forwards and backwards: the
+(The orders of the literature alternate forwards and backwards. They cannot be run here, since the
 driver has no loss to go back from before all outputs are there.)
 """
 
@@ -32,7 +32,7 @@ def zero_bubble(
     """Make the schedule.
 
     It looks like this for three stages, where ``w`` is the weight part of the backward before it
-    (see `draw`; a backward that is not split takes as long as its two parts)::
+    (a backward that is not split takes as long as its two parts)::
 
         stage 0   0 1 2 . . | . . 2 . 1 . 0
         stage 1   . 0 1 2 . | . 2 w 1 w 0 w

@@ -14,9 +14,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.modes import without_dispatch_modes
 from lightning_hybrid._torch.serialization import reduced
-from lightning_hybrid._torch.tensors import as_they_are, swap_memory
+from lightning_hybrid._torch.tensors import as_they_are, swap_memory, without_dispatch_modes
 from lightning_hybrid.tensors.deferred import attributes_of, clear_attributes, defer, is_deferred
 from lightning_hybrid.tensors.deferred import show as make_ordinary
 

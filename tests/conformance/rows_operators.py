@@ -398,19 +398,6 @@ class DifferentiatesForward(_Between):
 # ---------------------------------------------------------------- checkpointing
 
 
-class CheckpointsAtTheTop(_Between):
-    """All of the network is one checkpointed call: each stage recomputes its own layers."""
-
-    shapes = EVERY
-
-    class Net(Layers):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    def build(self) -> None:
-        self.net = self.Net()
-
-
 class CheckpointsItsBlocks(_Between):
     """Activation checkpointing of each block, over several blocks, and in the older
     reentrant way.

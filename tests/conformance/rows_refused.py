@@ -124,6 +124,22 @@ class RefusedReentrantCheckpoint(Row):
         return nn.functional.cross_entropy(output, y)
 
 
+class RefusedCheckpointOfEverything(Row):
+    """All of the network is one checkpointed call: use `recompute=True`, or checkpoint its blocks
+    one by one.
+    """
+
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    refused = ("all of it is one activation checkpoint", "recompute=True")
+
+    class Net(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+
 class RefusedWritesIntoOneOfTwoViews(Row):
     """The network changes an argument in place that shares memory with another argument: pass a
     `tensor.clone()`.

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.capture import capture_settings
-from lightning_hybrid._torch.exchanged import Exchanged
+from lightning_hybrid._torch.capture import Exchanged, capture_settings
 from lightning_hybrid.network.cumulative_batchnorm import captured_averages
 from lightning_hybrid.network.recurrent_layers import captured_recurrence
 

@@ -146,7 +146,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, graph: NetworkGraph) -> tuple[int,
         timed.append(None)
         return module._Times(0.1, 0.2, 0.3), 8, 0
 
-    monkeypatch.setattr(module, "_timed", note)
+    monkeypatch.setattr(module._Partition, "timed", note)
     partitions = network_partitions(graph)
     measure(graph, partitions, [torch.ones(3, 4)])
     return len(partitions), len(timed)

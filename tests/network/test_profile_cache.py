@@ -114,15 +114,6 @@ def test_a_broken_file_is_measured_and_written_anew(folder: Path, broken: str) -
     assert Profile.from_record(json.loads(file.read_text())["profile"]) == first
 
 
-def test_a_file_with_numbers_that_cannot_be_is_not_believed(folder: Path) -> None:
-    profile = Counter()
-    profile(network(), X)
-    (file,) = folder.iterdir()
-    file.write_text(file.read_text().replace('"forward_s": 0.1', '"forward_s": -0.1'))
-    profile(network(), X)
-    assert profile.measured == 2
-
-
 def test_without_a_place_to_write_all_works_without_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

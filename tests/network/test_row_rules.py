@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.network.row_proof import _Run
+from lightning_hybrid.network.row_proof import Labelling
 from lightning_hybrid.network.rows import MEET, Label, Rows, joined, slices
 
 aten = torch.ops.aten
@@ -298,7 +298,7 @@ def labels_of(
     mode = FakeTensorMode(shape_env=env)
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     batch = mode.from_tensor(torch.empty(BATCH), symbolic_context=context).shape[0]
-    run = _Run([batch.node.expr])
+    run = Labelling([batch.node.expr])
     with mode, env.suppress_guards():
         tensors = made(spec, {**SIZES, letter: outer * batch * each})
         for tensor, text in zip(tensors, spec.split(",")):

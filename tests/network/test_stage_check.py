@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_hybrid.errors import StitchError
 from lightning_hybrid.network import StageCode, check, cut, network_partitions, why_whole
 from lightning_hybrid.network.graph import NetworkGraph
-from lightning_hybrid.network.stage_check import _same
-from lightning_hybrid.network.working_memory import PeakMemory
+from lightning_hybrid.network.measure import PeakMemory
+from lightning_hybrid.network.stage_check import _difference
 
 
 def two_stages(graph: NetworkGraph) -> list[StageCode]:
@@ -158,10 +158,11 @@ def test_a_buffer_that_is_counted_up_and_returned_is_what_it_was_then() -> None:
 
 def test_on_a_gpu_results_may_differ_by_rounding_and_by_nothing_else() -> None:
     one = torch.tensor([1.0, torch.nan, -100.0])
-    assert _same(one, one * (1 + 1e-4))
+    assert _difference(one, one * (1 + 1e-4), exact=False) is None
+    assert _difference(one, one * (1 + 1e-4), exact=True) is not None
     for other in (one + 2, one.nan_to_num(), one.double(), one[:2]):
-        assert not _same(one, other)
-    assert not _same(torch.tensor([3]), torch.tensor([4]))
+        assert _difference(one, other, exact=False) is not None
+    assert _difference(torch.tensor([3]), torch.tensor([4]), exact=False) is not None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -8,7 +8,7 @@ from capturing import graph_of
 from torch import nn
 
 from lightning_hybrid.network import measure, network_partitions
-from lightning_hybrid.network.working_memory import PeakMemory
+from lightning_hybrid.network.measure import PeakMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 2**20

@@ -26,8 +26,7 @@ from lightning_hybrid.pipeline.forward_pass import ForwardPass
 from lightning_hybrid.pipeline.random_numbers import generators_of_microbatch
 from lightning_hybrid.pipeline.stage_options import StageOptions
 from lightning_hybrid.runtime.streamed_calls import Batches
-from lightning_hybrid.schedules import STREAMED
-from lightning_hybrid.schedules.orders import Part
+from lightning_hybrid.schedules import STREAMED, Part
 
 STEPS = 30
 DEVICES = {2: (1, 0), 3: (1, 2, 0), 4: (1, 2, 3, 0)}

@@ -1,10 +1,10 @@
 """Streamed schedules: their pictures, the batches they name, and how many they hold."""
 
 import pytest
+from orders import one_f_one_b
 
 from lightning_hybrid.planning.order_times import time_orders
-from lightning_hybrid.schedules import STREAMED
-from lightning_hybrid.schedules.orders import Part, Work, one_f_one_b
+from lightning_hybrid.schedules import STREAMED, Part, Work
 
 
 def drawn(name: str, stages: int, batches: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What each stage computes, in order: zero bubble, and what streamed schedules do between barriers.
+"""Orders of the literature, whose bubble and memory have closed forms.
 
 An order knows no messages: a forward needs the one before it along the chain, a backward the one
 after it, and the weight part of a backward its input part. The simulator times it and counts the
@@ -15,38 +15,8 @@ The last line holds where devices need not wait for each other between steps: ea
 first forward to its last weight gradient.
 """
 
-from enum import StrEnum
-from typing import NamedTuple
-
 from lightning_hybrid.errors import PlanError
-
-
-class Part(StrEnum):
-    """What is computed."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    """The whole backward, or its input part where WEIGHT occurs in the order."""
-    WEIGHT = "W"
-
-
-class Work(NamedTuple):
-    """One computation of a stage.
-
-    Attributes:
-        part: forward, backward, or the weight part of a backward.
-        microbatch: number of the micro-batch.
-    """
-
-    part: Part
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.part.value}{self.microbatch}"
-
-
-Orders = tuple[tuple[Work, ...], ...]
-"""For each stage what it computes, in order."""
+from lightning_hybrid.schedules import Orders, Part, Work
 
 
 def fill_drain(stages: int, microbatches: int) -> Orders:
