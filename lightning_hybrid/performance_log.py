@@ -11,7 +11,7 @@ first step's end, in which networks are captured, measured and cut.
                              tensor, times the replicas)
 ``hybrid/bubble``            share of the time of a replica's stages in which they run neither
                              forward nor backward: waiting, but also loading, losses, optimizers
-``hybrid/speedup``           Eq. 14, :func:`lightning_hybrid.planning.speedup.speedup`, with T_s of
+``hybrid/speedup``           Eq. 14, :func:`lightning_hybrid.planning.speedup`, with T_s of
                              :func:`lightning_hybrid.pipeline.busy_time.serial_s`
 ===========================  ======================================================================
 

@@ -9,6 +9,7 @@ one chain, in which the network is found at its first call.
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
     Machine,
     PartitionTable,
-    Search,
     Sizes,
     choose,
 )
@@ -113,20 +113,13 @@ class SizeChooser:
                 looked = step.networks
                 choice = choose(
                     self._machine,
-                    [
-                        _Measured(
-                            *(seen, self._device, self._progress),
-                            compiled=config.compile_stages,
-                            divides_states=config.shard_optimizer_states,
-                        )
-                        for seen in looked
-                    ],
+                    [partial(self._measured, seen) for seen in looked],
                     batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
                     divided=step.divided,
                     asked=config.microbatches,
                     splits=_splits(looked),
                     allowed=self._allowed,
-                    search=self._search(),
+                    settings=config.settings,
                     present_bytes=present_bytes(module, self._device),
                 )
         finally:
@@ -136,16 +129,29 @@ class SizeChooser:
             rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
         return choice.best.sizes
 
-    def _search(self) -> Search:
-        settings = self._config.settings
-        return Search(
-            method=settings.method,
-            objective=settings.objective,
-            schedule=settings.schedule,
-            contiguous=settings.contiguous,
-            seed=settings.seed,
-            recompute=settings.recompute,
+    def _measured(self, seen: Seen, microbatches: int) -> PartitionTable:
+        """What a network takes with so many micro-batches; from the cache where it is known."""
+        graph, partitions = seen.graph, seen.partitions
+        leaves: list[Tensor] = list(seen.leaves)
+        if microbatches > 1 and not graph.is_static:
+            leaves = graph.split(leaves, microbatches)[0]
+
+        def advance(number: int, count: int) -> None:
+            what = f"profiling {number} of {count} partitions of {seen.name or 'self'!r}"
+            self._progress.doing(what, number, count)
+
+        profile = cached(
+            lambda: measure(graph, partitions, leaves, device=self._device, advance=advance),
+            graph,
+            partitions,
+            leaves,
+            self._device,
         )
+        weights = graph.network.named_parameters()
+        state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
+        profile = profile.with_optimizer(partitions, state)
+        divides = self._config.shard_optimizer_states
+        return PartitionTable.of(graph, partitions, profile, divides_states=divides)
 
 
 def prepared_alone(trainer: Trainer, world: World) -> list[str]:
@@ -188,42 +194,3 @@ def _splits(looked: Sequence[Seen]) -> Callable[[int], bool]:
     return lambda microbatches: (
         not whole and all(fits(graph, leaves, microbatches) for graph, leaves in calls)
     )
-
-
-class _Measured:
-    """What a network takes, by the number of micro-batches; from the cache where it is known."""
-
-    def __init__(
-        self,
-        seen: Seen,
-        device: torch.device,
-        progress: StartProgress,
-        *,
-        compiled: bool,
-        divides_states: bool,
-    ) -> None:
-        self._seen, self._device, self._progress = seen, device, progress
-        self._compiled, self._divides_states = compiled, divides_states
-
-    def __call__(self, microbatches: int) -> PartitionTable:
-        graph, partitions = self._seen.graph, self._seen.partitions
-        leaves: list[Tensor] = list(self._seen.leaves)
-        if microbatches > 1 and not graph.is_static:
-            leaves = graph.split(leaves, microbatches)[0]
-
-        def advance(number: int, count: int) -> None:
-            what = f"profiling {number} of {count} partitions of {self._seen.name or 'self'!r}"
-            self._progress.doing(what, number, count)
-
-        profile = cached(
-            lambda: measure(graph, partitions, leaves, device=self._device, advance=advance),
-            graph,
-            partitions,
-            leaves,
-            self._device,
-        )
-        weights = graph.network.named_parameters()
-        state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
-        profile = profile.with_optimizer(partitions, state)
-        table = PartitionTable.of(graph, partitions, profile, divides_states=self._divides_states)
-        return table.joint() if self._compiled else table

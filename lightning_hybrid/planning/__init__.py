@@ -1,11 +1,10 @@
 """Which shape: the plan, the simulator that times it, and the search that finds it."""
 
-from lightning_hybrid.planning.automatic_choices import AUTO
-from lightning_hybrid.planning.chosen_sizes import Sizes
 from lightning_hybrid.planning.cluster import (
     TOLERANCE,
     Cluster,
     Device,
+    Rates,
     given_speeds,
     make_cluster,
     memory_of_rank,
@@ -26,12 +25,11 @@ from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.performance import PerformanceModel, fit
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
-from lightning_hybrid.planning.planner import PlanSettings, make_plan
-from lightning_hybrid.planning.rates import Rates
-from lightning_hybrid.planning.search import Method
+from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.planning.search import AUTO, Method, PlanSettings
 from lightning_hybrid.planning.shapes import CostsOf, Shape, fastest, plan_of, rank_shapes
-from lightning_hybrid.planning.sizes import Machine, Search, choose
-from lightning_hybrid.planning.speedup import speedup
+from lightning_hybrid.planning.sizes import Machine, Sizes, choose
+from lightning_hybrid.planning.step_time import speedup
 from lightning_hybrid.planning.would_fit import gigabytes
 
 __all__ = [
@@ -51,7 +49,6 @@ __all__ = [
     "Plan",
     "PlanSettings",
     "Rates",
-    "Search",
     "Section",
     "Shape",
     "Sizes",

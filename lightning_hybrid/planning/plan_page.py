@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.cluster_description import spell
+from lightning_hybrid.planning.plan import Plan, StagePlan
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.planning.streamed_time import steady_batches
 from lightning_hybrid.planning.traced_step import Work, measured_step
-from lightning_hybrid.planning.units import spell
 from lightning_hybrid.report import (
     Bar,
     Piece,
@@ -88,28 +88,36 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
     return {_name(plan, device): spans[device] for device in _devices(plan)}
 
 
+def _costs(plan: Plan) -> StepCosts:
+    """What the stages of a plan with times take."""
+
+    def times(name: str, rows: Sequence[StagePlan] = plan.rows) -> list[float]:
+        return [getattr(row, name) or 0.0 for row in rows]
+
+    return StepCosts(
+        forward_s=times("forward_s"),
+        backward_s=times("backward_s"),
+        devices=plan.devices,
+        send_s=times("send_s", plan.rows[:-1]),
+        latency_s=times("latency_s", plan.rows[:-1]),
+        reduce_s=times("reduce_s"),
+        step_s=times("step_s"),
+        weight_s=times("weight_s"),
+    )
+
+
 def _simulated(plan: Plan) -> dict[int, list[Span]]:
     """By device, its part of a step that is over before the next one begins."""
-    rows = plan.rows
-    timeline = simulate(
-        make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split),
-        [row.forward_s or 0.0 for row in rows],
-        [row.backward_s or 0.0 for row in rows],
-        weight_s=[row.weight_s or 0.0 for row in rows],
-        devices=plan.devices,
-        send_s=[row.send_s or 0.0 for row in rows[:-1]],
-        latency_s=[row.latency_s or 0.0 for row in rows[:-1]],
-        reduce_s=[row.reduce_s or 0.0 for row in rows],
-    )
+    schedule = make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split)
     spans: dict[int, list[Span]] = {device: [] for device in plan.devices}
-    for event in timeline.events:
+    for event in simulate(schedule, _costs(plan)).events:
         kind = _KINDS.get(event.instruction.kind)
         if kind is not None and event.end_s > event.start_s:
             number = event.instruction.microbatch
             span = _span(plan, event.stage, kind, number, event.start_s, event.end_s)
             spans[plan.devices[event.stage]].append(span)
     for device, found in spans.items():
-        step_s = sum(row.step_s or 0.0 for row in rows if row.device == device)
+        step_s = sum(row.step_s or 0.0 for row in plan.rows if row.device == device)
         start_s = max((span.end_s for span in found), default=0.0)
         if step_s:
             hint = f"optimizer step, {step_s:.3g} s"
@@ -119,18 +127,8 @@ def _simulated(plan: Plan) -> dict[int, list[Span]]:
 
 def _streamed(plan: Plan) -> tuple[int, dict[int, list[Span]]]:
     """A number of batches and, by device, what it does in their time."""
-    rows = plan.rows
-    costs = StepCosts(
-        forward_s=[row.forward_s or 0.0 for row in rows],
-        backward_s=[row.backward_s or 0.0 for row in rows],
-        devices=plan.devices,
-        send_s=[row.send_s or 0.0 for row in rows[:-1]],
-        latency_s=[row.latency_s or 0.0 for row in rows[:-1]],
-        reduce_s=[row.reduce_s or 0.0 for row in rows],
-        step_s=[row.step_s or 0.0 for row in rows],
-    )
     spans: dict[int, list[Span]] = {device: [] for device in plan.devices}
-    batches, works = steady_batches(STREAMED[plan.schedule], costs, plan.microbatches)
+    batches, works = steady_batches(STREAMED[plan.schedule], _costs(plan), plan.microbatches)
     for work in works:
         span = _span(plan, work.stage, work.kind, work.batch, work.start_s, work.end_s)
         spans[plan.devices[work.stage]].append(span)

@@ -13,25 +13,16 @@ large batches), and a candidate whose estimate is behind the best measured one i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Literal
+from functools import cache
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.automatic_choices import plan_by_schedule, plan_within_memory
-from lightning_hybrid.planning.chosen_sizes import WORTHWHILE, Candidate, Choice, Sizes
-from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
+from lightning_hybrid.planning.cluster import Cluster, Device, Rates, make_cluster
 from lightning_hybrid.planning.memory import remaining
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.rates import Rates
-from lightning_hybrid.planning.search import Method, Objective, plan_stages
-from lightning_hybrid.planning.would_fit import (
-    Fit,
-    Footprint,
-    Way,
-    what_lacks,
-    what_would_fit,
-)
+from lightning_hybrid.planning.planner import plan_within
+from lightning_hybrid.planning.search import PlanSettings
+from lightning_hybrid.planning.would_fit import Fit, Way, what_lacks, what_would_fit
 
 SPARE = 0.1
 """Share of a device's memory that chosen sizes leave free, where they can: what a step holds is
@@ -60,26 +51,106 @@ class Machine:
         return replace(cluster, rates=self.rates)
 
 
+WORTHWHILE = 0.95
+"""Stages are taken only where they are predicted to take at most this share of the time of
+replicas alone: a prediction is off by some percent, and replicas change nothing in the numbers."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Search:
-    """How plans are made for each of the sizes; see :func:`plan_stages`.
+class Sizes:
+    """The sizes of a run.
 
     Attributes:
-        method: how the cuts are chosen.
-        objective: what the choice optimises.
-        schedule: name of the schedule, or `auto`.
-        contiguous: whether each device gets one run of partitions.
-        seed: of the allocation.
-        recompute: whether stages run their forward again, and hold the activations of one
-            micro-batch; `auto`: where nothing else fits.
+        replicas: number of replicas.
+        stages: number of devices of a replica.
+        microbatches: number of slices of a replica's batch.
     """
 
-    method: Method = "gabra"
-    objective: Objective = "step"
-    schedule: str = "gpipe"
-    contiguous: bool = True
-    seed: int = 0
-    recompute: bool | Literal["auto"] = "auto"
+    replicas: int
+    stages: int
+    microbatches: int
+
+    def __str__(self) -> str:
+        if self.stages == 1:
+            return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
+        slices = f"{self.microbatches} micro-batch{'es' if self.microbatches > 1 else ''}"
+        return f"{self.replicas} x {self.stages} stages, {slices}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Sizes, and what a step is predicted to take with them.
+
+    Attributes:
+        sizes: replicas, stages and micro-batches.
+        step_s: predicted seconds of a step, all networks together.
+        divided: into how many parts a batch is divided over the replicas; 1: each takes a whole
+            one.
+        recompute: whether stages run their forward again for the backward, since it does not fit
+            otherwise.
+    """
+
+    sizes: Sizes
+    step_s: float
+    divided: int = 1
+    recompute: bool = False
+
+    @property
+    def batches(self) -> float:
+        """How many batches the replicas take in a step."""
+        return self.sizes.replicas / self.divided
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds for each of the batches that the replicas take in a step."""
+        return self.step_s / self.batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was chosen, and what was not.
+
+    Attributes:
+        best: the shortest time of a batch; replicas alone have an advance, see :data:`WORTHWHILE`.
+        others: the best of each other number of stages, the shortest first; estimates where those
+            are far behind.
+        alone_s: predicted seconds of a batch on one of the devices.
+    """
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    alone_s: float
+
+    def describe(self) -> str:
+        """What was chosen, what it is predicted to take, and the runners-up."""
+        best = self.best
+        lines = [
+            f"Chosen for {best.sizes.replicas * best.sizes.stages} devices: {best.sizes}. "
+            f"{_predicted(best)}"
+        ]
+        for other in self.others[:2]:
+            lines.append(f"Next: {other.sizes}. {_predicted(other)}")
+            if other.batch_s < best.batch_s:
+                lines[-1] += f" Stages are taken where they save {1 - WORTHWHILE:.0%} or more."
+        if self.alone_s < best.batch_s:
+            lines.append(
+                f"One device alone is predicted to take {_seconds(self.alone_s)} for a batch, less "
+                "than any use of several: consider Trainer(devices=1)."
+            )
+        return "\n".join(lines)
+
+
+def _predicted(candidate: Candidate) -> str:
+    text = f"Predicted step: {_seconds(candidate.step_s)}"
+    if candidate.recompute:
+        text = f"Activations are computed again, as it does not fit otherwise. {text}"
+    if candidate.batches == 1:
+        return f"{text}."
+    return f"{text} for {candidate.batches:g} batches, {_seconds(candidate.batch_s)} each."
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
 def choose(
@@ -91,7 +162,7 @@ def choose(
     asked: int | None = None,
     splits: Callable[[int], bool] = lambda microbatches: True,
     allowed: Callable[[int, int], bool] = lambda replicas, stages: True,
-    search: Search | None = None,
+    settings: PlanSettings | None = None,
     present_bytes: int = 0,
 ) -> Choice:
     """The sizes with the shortest predicted time of a batch.
@@ -104,7 +175,7 @@ def choose(
         asked: number of micro-batches that the user wants; None: it is chosen too.
         splits: whether batches may be split into so many micro-batches, more than one.
         allowed: whether numbers of replicas and stages may be taken.
-        search: how plans are made.
+        settings: what the user has asked for.
         present_bytes: of the networks, which each device had when it was asked what it may take.
 
     Raises:
@@ -112,7 +183,7 @@ def choose(
     """
     batches = _Batches(samples=batch, divided=cache(divided), splits=splits)
     prediction = _Prediction(
-        machine, networks, asked or 1, batches, search or Search(), present_bytes
+        machine, networks, asked or 1, batches, settings or PlanSettings(), present_bytes
     )
     count = len(machine.devices)
     possible = [s for s in _sizes(count, batches, asked) if allowed(s.replicas, s.stages)]
@@ -205,7 +276,7 @@ class _Prediction:
         networks: see :func:`choose`.
         whole: micro-batches of one stage, which takes its batches as the user wants, else whole.
         batches: what replicas take in a step.
-        search: how plans are made.
+        settings: what the user has asked for.
         present_bytes: of the networks, which each device gives back where another one owns it.
     """
 
@@ -215,11 +286,12 @@ class _Prediction:
         networks: Sequence[Callable[[int], PartitionTable]],
         whole: int,
         batches: _Batches,
-        search: Search,
+        settings: PlanSettings,
         present_bytes: int,
     ) -> None:
         self._spare, self._present_bytes = SPARE, present_bytes
-        self._machine, self._whole, self._search, self._batches = machine, whole, search, batches
+        self._machine, self._whole, self._batches = machine, whole, batches
+        self._settings = settings
         self._networks = [cache(network) for network in networks]
         self._short: list[Fit] = []
 
@@ -289,78 +361,32 @@ class _Prediction:
 
     def _plan(
         self,
-        parts: PartitionTable,
+        table: PartitionTable,
         sizes: Sizes,
         capacities: Sequence[float],
         limits: tuple[int, ...] | None,
     ) -> Plan:
-        machine, search = self._machine, self._search
-        make = partial(
-            plan_stages,
-            replicas=sizes.replicas,
-            stages=sizes.stages,
-            microbatches=sizes.microbatches,
-            method=search.method,
-            objective=search.objective,
-            capacities=capacities[: sizes.stages],
-            bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
-            latency_s=machine.rates.message_s,
-            contiguous=search.contiguous,
-            seed=search.seed,
-        )
-        limits = limits and limits[: sizes.stages]
-        recompute = search.recompute if sizes.stages > 1 else False
-        plan_with = partial(self._plan_with, make, parts, sizes, limits)
+        machine, stages = self._machine, sizes.stages
+        rates = machine.rates
+        reduce_s, step_s = rates.after_backward(table.gradient_bytes, sizes.replicas)
+        limits = limits and limits[:stages]
         try:
-            return plan_within_memory(recompute, plan_with, limits)
+            return plan_within(
+                replace(table, reduce_s=reduce_s, step_s=step_s),
+                self._settings,
+                limits,
+                replicas=sizes.replicas,
+                stages=stages,
+                microbatches=sizes.microbatches,
+                capacities=capacities[:stages],
+                bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
+                latency_s=rates.message_s,
+            )
         except PlanError:
-            if limits is not None:
+            recompute = self._settings.recompute if stages > 1 else False
+            again = [recompute] if isinstance(recompute, bool) else [True, False]
+            for each in again if limits is not None else []:
+                way = Way(stages=stages, microbatches=sizes.microbatches, recompute=each)
                 batch = self._batches.of(sizes.replicas)
-                self._short += _fits(parts, sizes, limits, recompute, batch)
+                self._short.append(Fit.of(table, way, limits or (), batch))
             raise
-
-    def _plan_with(
-        self,
-        make: Callable[..., Plan],
-        parts: PartitionTable,
-        sizes: Sizes,
-        limits: tuple[int, ...] | None,
-        recompute: bool,
-    ) -> Plan:
-        in_flight = 1 if recompute or sizes.stages == 1 else sizes.microbatches
-        if recompute and limits is not None:  # the inputs of all micro-batches are kept
-            kept = sizes.microbatches * round(max(parts.cut_bytes))
-            limits = tuple(max(0, limit - kept) for limit in limits)
-        rates = self._machine.rates
-        reduce_s, step_s = rates.after_backward(parts.gradient_bytes, sizes.replicas)
-        held = parts.held_bytes(in_flight)
-        table = replace(parts, reduce_s=reduce_s, step_s=step_s, memory_bytes=held)
-        if recompute:
-            table = table.recomputed()
-        plan = plan_by_schedule(
-            self._search.schedule,
-            lambda name: make(table, memory_limits=limits, schedule=name),
-            contiguous=self._search.contiguous,
-            measured=True,
-        )
-        return replace(plan, recompute=recompute)
-
-
-def _fits(
-    parts: PartitionTable,
-    sizes: Sizes,
-    limits: Sequence[int],
-    recompute: bool | Literal["auto"],
-    batch: int,
-) -> list[Fit]:
-    """What devices lack for a network in these sizes."""
-    count = sizes.microbatches
-    footprint = Footprint(
-        kept_bytes=parts.kept_bytes,
-        activation_bytes=[count * size for size in parts.activation_bytes],
-        crossing_bytes=count * max(parts.cut_bytes, default=0.0),
-        batch=batch,
-    )
-    again = [recompute] if isinstance(recompute, bool) else [True, False]
-    ways = [Way(stages=sizes.stages, microbatches=sizes.microbatches, recompute=r) for r in again]
-    return [Fit(way=way, footprint=footprint, limits=limits) for way in ways]

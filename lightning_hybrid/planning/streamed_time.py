@@ -1,12 +1,12 @@
 """What a batch takes under a streamed schedule, and what the devices do in that time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_hybrid.planning.order_times import time_orders
+from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.schedules import LookAhead, Part
+from lightning_hybrid.schedules import LookAhead, Orders, Part
 from lightning_hybrid.schedules import Work as Computation
 
 _FULL, _MOST = 24, 12
@@ -108,24 +108,20 @@ def _done_s(
 ) -> Mapping[tuple[int, Computation], float]:
     """When all computations of a stream are over, of which the middle is in the steady state."""
     stages = len(costs.forward_s)
-    none = (0.0,) * stages
-    send = [
-        s * microbatches + late for s, late in zip(costs.send_s or none, costs.latency_s or none)
-    ]
+    send = [s * microbatches + late for s, late in zip(costs.send_s, costs.latency_s)]
     return time_orders(
         schedule.orders(stages, 2 * _full(schedule, costs) + _MOST),
         [microbatches * f for f in costs.forward_s],
         [sum(_after_forward_s(costs, microbatches, stage)) for stage in range(stages)],
-        send_s=send[: stages - 1],
-    ).done_s
+        send_s=send,
+    )
 
 
 def _after_forward_s(costs: StepCosts, microbatches: int, stage: int) -> tuple[float, float, float]:
     """Seconds of the backward, of what is left of the all-reduce then, and of the step."""
     backward = costs.backward_s[stage]
-    reduce = costs.reduce_s[stage] if costs.reduce_s else 0.0
-    step = costs.step_s[stage] if costs.step_s else 0.0
-    return microbatches * backward, max(0.0, reduce - backward), step
+    left = max(0.0, costs.reduce_s[stage] - backward)
+    return microbatches * backward, left, costs.step_s[stage]
 
 
 def _spans(
@@ -138,7 +134,75 @@ def _spans(
     backward, rest, step = _after_forward_s(costs, microbatches, stage)
     over_s = end_s - step - rest
     yield "backward", over_s - backward, over_s
-    if costs.reduce_s:  # beside the last micro-batch
-        start_s = over_s - costs.backward_s[stage]
-        yield "reduce", start_s, start_s + costs.reduce_s[stage]
+    start_s = over_s - costs.backward_s[stage]  # beside the last micro-batch
+    yield "reduce", start_s, start_s + costs.reduce_s[stage]
     yield "step", end_s - step, end_s
+
+
+def time_orders(
+    orders: Orders,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    weight_s: Sequence[float] = (),
+    *,
+    send_s: Sequence[float] = (),
+) -> Mapping[tuple[int, Computation], float]:
+    """Run the orders on clocks; each stage has a device of its own.
+
+    Args:
+        orders: One per stage.
+        forward_s: Seconds of a forward of one micro-batch, per stage.
+        backward_s: The same for a backward, or for its input part where it is split.
+        weight_s: The same for the weight part.
+        send_s: Seconds from the end of a computation until its result is at the next stage, for
+            each cut; empty: none. Messages do not queue up here, as they do in `simulate`.
+
+    Returns:
+        For each computation of each stage the seconds when it is over.
+
+    Raises:
+        PlanError: a stage waits for what no other computes.
+    """
+    stages = len(orders)
+    seconds = {Part.FORWARD: forward_s, Part.BACKWARD: backward_s, Part.WEIGHT: weight_s}
+    sends = (*send_s, 0.0) if len(send_s) else (0.0,) * stages
+    clocks, position = [0.0] * stages, [0] * stages
+    done: dict[tuple[int, Computation], float] = {}
+    waiting = list(range(stages))
+    while waiting:
+        k = waiting.pop()
+        if position[k] == len(orders[k]):
+            continue
+        work = orders[k][position[k]]
+        ready = _ready_s(k, work, stages, done, sends)
+        if ready is None:
+            continue
+        done[k, work] = clocks[k] = max(clocks[k], ready) + seconds[work.part][k]
+        position[k] += 1
+        # those that may have waited for it; a stage that is looked at in vain does no harm
+        waiting += [i for i in (k - 1, k + 1, k) if 0 <= i < stages]
+    stuck = [f"stage {k} at {orders[k][p]}" for k, p in enumerate(position) if p < len(orders[k])]
+    if stuck:
+        raise PlanError(f"nobody computes what is waited for ({', '.join(stuck)})")
+    return done
+
+
+def _ready_s(
+    k: int,
+    work: Computation,
+    stages: int,
+    done: dict[tuple[int, Computation], float],
+    sends: Sequence[float],
+) -> float | None:
+    """When what a computation needs is there; None: it has not been computed yet."""
+    if work.part is Part.WEIGHT:
+        return done.get((k, Computation(Part.BACKWARD, work.microbatch)))
+    if work.part is Part.FORWARD:
+        if k == 0:
+            return 0.0
+        sent, edge = done.get((k - 1, work)), k - 1
+    elif k == stages - 1:
+        return done.get((k, Computation(Part.FORWARD, work.microbatch)))
+    else:
+        sent, edge = done.get((k + 1, work)), k
+    return None if sent is None else sent + sends[edge]

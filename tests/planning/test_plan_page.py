@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planned import planned
+from planned import planned, simulate
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
@@ -12,7 +12,6 @@ from lightning_hybrid.pipeline import trace
 from lightning_hybrid.planning import traced_step
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page, predicted_lanes
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.traced_step import measured_step
 from lightning_hybrid.schedules.gpipe import gpipe
 

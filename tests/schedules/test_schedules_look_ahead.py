@@ -1,8 +1,8 @@
 """Streamed schedules: their pictures, the batches they name, and how many they hold."""
 
 import pytest
+from timed_orders import time_orders
 
-from lightning_hybrid.planning.order_times import time_orders
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.schedules.orders import Part, Work, one_f_one_b
 

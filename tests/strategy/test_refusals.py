@@ -17,7 +17,8 @@ from torch import nn
 from lightning_hybrid import HybridGabraStrategy, Plan, refusals
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.refusals import refuse_copies, refuse_lazy, refuse_no_room
