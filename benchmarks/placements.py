@@ -125,7 +125,7 @@ def splits(chain: Chain, stages: int) -> dict[str, list[int] | None]:
         "layer count": even(chain.layers, stages),
         "parameters": even(chain.parameters, stages),
         "torchgpipe": block_partition(chain.seconds, stages),
-        "merging": list(merge(chain.seconds, chain.cut_costs, stages).ends),
+        "merging": merge(chain.seconds, chain.cut_costs, stages),
     }
 
 

@@ -247,7 +247,7 @@ def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
             "allocation='merging' leaves one run of partitions for each device: use "
             "contiguous=True, or allocation='gabra'"
         )
-    ends = list(merge(problem.table.loads, _cut_costs(problem), problem.m).ends)
+    ends = merge(problem.table.loads, _cut_costs(problem), problem.m)
     if not problem.fits(ends, _order(problem.m)):
         raise PlanError(
             f"allocation='merging' knows no limits of memory, and with its cuts {problem.m} stages "

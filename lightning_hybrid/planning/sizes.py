@@ -48,7 +48,8 @@ class Machine:
     def cluster(self, replicas: int, stages: int) -> Cluster:
         """The devices as so many replicas of so many devices."""
         cluster = make_cluster(self.devices, replicas, stages, self.capacity)
-        return replace(cluster, rates=self.rates)
+        bandwidth = self.bandwidth_bytes_per_s
+        return replace(cluster, rates=self.rates, bandwidth_bytes_per_s=bandwidth)
 
 
 WORTHWHILE = 0.95
