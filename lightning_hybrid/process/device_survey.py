@@ -58,8 +58,9 @@ def devices_of_all(
     if not want_second_look(devices):
         return devices
     meet(world)
-    again = gather_objects(world, look_at(device, measure_speed(device, long=True)))
-    return with_second_look(devices, again)
+    return with_second_look(
+        gather_objects(world, look_at(device, measure_speed(device, long=True)))
+    )
 
 
 class _Seen:
