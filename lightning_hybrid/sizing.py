@@ -25,13 +25,14 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.network import cached, fits, measure, why_whole
+from lightning_hybrid.network import fits, why_whole
 from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
     Machine,
     PartitionTable,
     Sizes,
     choose,
+    measured_table,
 )
 from lightning_hybrid.progress import StartProgress, display_of
 from lightning_hybrid.rehearsal import rehearsal
@@ -140,18 +141,12 @@ class SizeChooser:
             what = f"profiling {number} of {count} partitions of {seen.name or 'self'!r}"
             self._progress.doing(what, number, count)
 
-        profile = cached(
-            lambda: measure(graph, partitions, leaves, device=self._device, advance=advance),
-            graph,
-            partitions,
-            leaves,
-            self._device,
-        )
         weights = graph.network.named_parameters()
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
-        profile = profile.with_optimizer(partitions, state)
         divides = self._config.shard_optimizer_states
-        return PartitionTable.of(graph, partitions, profile, divides_states=divides)
+        return measured_table(
+            *(graph, partitions, leaves, self._device, state, advance), divides_states=divides
+        )
 
 
 def prepared_alone(trainer: Trainer, world: World) -> list[str]:

@@ -21,7 +21,7 @@ from lightning_hybrid.planning.memory_limits import (
     free_on,
 )
 from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.partition_table import PartitionTable, measured_table
 from lightning_hybrid.planning.performance import PerformanceModel, fit
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
@@ -68,6 +68,7 @@ __all__ = [
     "make_plan",
     "measure_speed",
     "measured_parts",
+    "measured_table",
     "memory_of_rank",
     "optimizer_bytes",
     "plan_of",

@@ -66,6 +66,7 @@ def in_flight(schedule: Schedule) -> int:
     most = 0
     for forward, backward in zip(schedule.forward, schedule.backward):
         held = 0
+        # a split backward frees activations only with its weight part
         split = any(instruction.kind is Kind.WEIGHT for instruction in backward)
         last = Kind.WEIGHT if split else Kind.BACKWARD
         for instruction in (*forward, *backward):
@@ -137,6 +138,7 @@ def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int
         return None
     left = list(limits)
     for plan in beside:
+        # recomputation keeps the inputs of its stages, which the rows do not count
         kept_inputs = plan.microbatches * max((row.cut_bytes or 0 for row in plan.rows), default=0)
         for device, row in zip(plan.devices, plan.rows):
             left[device] -= row.memory_bytes or 0
@@ -181,6 +183,7 @@ def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
     if any(row.memory_bytes is None for row in rows):
         return plan
     steps, passing = dict.fromkeys(plan.devices, 0), dict.fromkeys(plan.devices, 0)
+    # the driver, device 0, has the batch and the outputs beside its stages
     steps[0] = life.batch_bytes
     inputs = [0, *(row.cut_bytes or 0 for row in rows[:-1])]
     for row, taken in zip(rows, inputs):

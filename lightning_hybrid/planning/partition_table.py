@@ -1,12 +1,15 @@
 """What is known of the network partitions of a chain: the one record that plans are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+import torch
+from torch import Tensor
+
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network import NetworkGraph, NetworkPartition, Profile
+from lightning_hybrid.network import NetworkGraph, NetworkPartition, Profile, cached, measure
 from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.step_time import StepCosts
 
@@ -59,6 +62,7 @@ class PartitionTable:
         n = len(self.forward_s)
         for name in self.__dataclass_fields__:
             values = getattr(self, name)
+            # there is a cut between two partitions, and none after the last
             needed = n - 1 if name == "cut_bytes" else n
             is_given = len(values) or name in ("backward_s", "cut_bytes")
             if is_given and len(values) != needed:
@@ -92,11 +96,13 @@ class PartitionTable:
         """
         sizes = {name: p.numel() for name, p in graph.network.named_parameters()}
         rows, unit_s = profile.partitions, share * seconds
+        # of a partition whose backward cannot be split there is no weight part
         weights = [row.parts[1] for row in rows]
         return cls(
             names=[partition.name for partition in partitions],
             forward_s=[unit_s * row.forward for row in rows],
             backward_s=[unit_s * row.backward for row in rows],
+            # what the last partition returns crosses no cut
             cut_bytes=[round(share * row.output_bytes) for row in rows[:-1]],
             parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
             layers=[len(partition.layers) for partition in partitions],
@@ -163,6 +169,7 @@ class PartitionTable:
             costs: What the stages take.
         """
         total = sum(self.loads) or 1.0
+        # the last stage sends to no next one
         send_s, latency_s = [*costs.send_s, 0.0], [*costs.latency_s, 0.0]
         cut_bytes, rows = [*self.cut_bytes, 0], []
         for stage, (a, b) in enumerate(pairwise((0, *ends))):
@@ -191,3 +198,34 @@ class PartitionTable:
 def _total(sizes: Sequence[float], a: int, b: int) -> int | None:
     """Bytes of the partitions a .. b - 1; None: they are not known."""
     return round(sum(sizes[a:b])) if sizes else None
+
+
+def measured_table(
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    leaves: Sequence[Tensor],
+    device: torch.device,
+    state_bytes: Mapping[str, int],
+    advance: Callable[[int, int], None] | None = None,
+    *,
+    divides_states: bool = False,
+) -> PartitionTable:
+    """What partitions take on this device; from the cache of profiles where that is known.
+
+    Args:
+        graph: of the network.
+        partitions: of the graph.
+        leaves: the tensors of `NetworkGraph.bind` for a micro-batch.
+        device: where to measure.
+        state_bytes: what the optimizer will keep, by name of parameter.
+        advance: hears which partition is measured, from 1, and how many there are.
+        divides_states: whether replicas divide the state.
+    """
+    profile = cached(
+        lambda: measure(graph, partitions, leaves, device=device, advance=advance),
+        graph,
+        partitions,
+        leaves,
+        device,
+    ).with_optimizer(partitions, state_bytes)
+    return PartitionTable.of(graph, partitions, profile, divides_states=divides_states)

@@ -153,6 +153,7 @@ class Plan:
             "cuts": tuple(self.cuts),
             "devices": tuple(self.devices) or (*range(1, self.stages), 0),
             "capacities": tuple(self.capacities),
+            # each stage has a copy in every replica, so the size of its group is their number
             "data_parallel_sizes": tuple(self.data_parallel_sizes)
             or (self.replicas,) * self.stages,
             "rows": tuple(self.rows),
@@ -163,6 +164,7 @@ class Plan:
             object.__setattr__(self, name, value)
         self._check_lengths()
         self._check_placement()
+        # streams have a recomputation of their own, `delayed_weights='recompute'`
         if self.recompute and self.schedule in STREAMED:
             raise PlanError(
                 f"recompute({self.recompute}) is for schedules that finish a batch before the next "
@@ -369,6 +371,7 @@ class Plan:
             for k, row in enumerate(rows)
         ]
         for before, after, row in zip([0, *crossing], crossing, rows):
+            # a ring sends all but its own share twice: once to add up, once to hand out
             ring = 2 * (self.replicas - 1) / self.replicas * (row.gradient_bytes or 0)
             sent.append(self.microbatches * (before + after) + ring)
         return tuple(sent)
@@ -396,12 +399,11 @@ class Plan:
             + (f"; only tried of {', '.join(self.tried)}" if self.tried else "")
         )
         table = Table()
-        rows = self.table()
+        rows = cells(self)
         for column in rows[0]:
             table.add_column(column, justify="left" if column == "partitions" else "right")
         for row in rows:
-            cells = (f"{v:.1%}" if k == "load" else _plain(v) for k, v in row.items())
-            table.add_row(*cells)
+            table.add_row(*row.values())
         text = StringIO()
         # Plain text wherever it ends up: in a log file, in a notebook, in an error message.
         Console(file=text, width=120, color_system=None, force_jupyter=False).print(table)
@@ -409,6 +411,17 @@ class Plan:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+def cells(plan: Plan) -> list[dict[str, str]]:
+    """The table of a plan as texts."""
+
+    def cell(name: str, value: str | int | float) -> str:
+        if isinstance(value, str):
+            return value
+        return f"{value:.1%}" if name == "load" else f"{value:,}"
+
+    return [{name: cell(name, value) for name, value in row.items()} for row in plan.table()]
 
 
 def _counted(number: int, what: str, plural: str = "s") -> str:
@@ -419,10 +432,6 @@ def _listed(names: Sequence[str]) -> str:
     """The first of some names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more or "none"
-
-
-def _plain(value: str | int | float) -> str:
-    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _check_keys(cls: type[Any], record: Any, where: str) -> None:

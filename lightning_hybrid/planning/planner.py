@@ -105,12 +105,14 @@ def make_plan(
         sharers = replicas if settings.shards_states else 1
         state_bytes = optimizer_bytes(graph.network, optimizers, sharers)
         profile = profile.with_optimizer(partitions, state_bytes)
+        # gradients are averaged in buckets, copies that one replica does not need
         profile = profile if replicas == 1 else profile.averaged()
     limits = remaining(None if cluster is None else cluster.memory_limits, beside)
     limits = limits and tuple(limit + present_bytes for limit in limits)
     # the driver has the batch, and what the network makes of it
     passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
     batch_bytes = microbatches * passed if trains else 0
+    # any stage may hold the partition whose operations take the most
     working = max(row.working_bytes for row in profile.partitions)
     rates = None if cluster is None else cluster.rates
     plan = plan_within(
@@ -135,6 +137,7 @@ def make_plan(
     )
     if not profile.is_measured:  # counted loads say nothing of times
         return plan.without_times()
+    # without training nothing grows after the start, so there are no peaks to tell
     if not trains:
         return plan
     sizes = {name: p.nbytes for name, p in graph.network.named_parameters()}
@@ -189,9 +192,11 @@ def _check(
         PlanError: see :func:`check_memory`.
     """
     tried: list[Fit] = []
+    # of streams another number of micro-batches is no alternative
     if settings.schedule not in STREAMED:
         ways = [way, replace(way, recompute=False)] if way.recompute else [way]
         tried = [Fit.of(table, way, limits, batch, may_recompute=trains) for way in ways]
+    # cuts that were given are taken as they are, whether they fit or not
     searched = isinstance(settings.allocation, str)
     check_memory(
         profile,

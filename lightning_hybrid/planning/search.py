@@ -109,6 +109,7 @@ def plan_stages(
         table=table,
         speeds=speeds,
         links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
+        # a stream has no end: many micro-batches make the fill and the drain negligible
         microbatches=_STREAM if schedule in STREAMED else microbatches,
         memory_limits=memory_limits or (),
     )
@@ -118,6 +119,7 @@ def plan_stages(
         ends, devices = _given_for(schedule, table.names, cut_points, stages)
         chosen_by = "given"
     costs = problem.costs(ends, devices)
+    # cuts that were good without a split may not be with one: halves of a backward end sooner
     if schedule == "zero_bubble" and cut_points is None:
         ends, costs = best_split_chain(problem, ends, devices)
     elif schedule == "zero_bubble":
@@ -221,6 +223,7 @@ def _shortest_step(
     except PlanError as error:
         if settings.contiguous:
             raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
+    # a chain is solved exactly, so nothing is left to breed
     if settings.contiguous or problem.m == 1:
         return ends, order, "dynamic"
     if method == "exact":
@@ -228,6 +231,7 @@ def _shortest_step(
             "no exact solver knows the step of a free placement: use allocation='gabra', or "
             "objective='makespan'"
         )
+    # small problems are searched to the end long before the limit
     calls = min(_MOST_CALLS, 50 * problem.n * problem.m)
     try:
         genes, history = evolve(FreePlacements(problem), settings.seed, Breeding(evaluations=calls))
@@ -235,6 +239,7 @@ def _shortest_step(
         if not ends:
             raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
         return ends, order, "dynamic"
+    # of two equal placements the chain sends less and is easier to read
     if chain_s <= history[-1]:
         return ends, order, "dynamic"
     return *runs(genes), "gabra"
@@ -267,6 +272,7 @@ def _allocated(
     loads, speeds = problem.table.loads, problem.speeds
     capacities = list(speeds)
     if objective == "profit":
+        # Eq. 5 fills capacities: without some room to spare every placement would be the same
         room = max(1.25 * sum(loads) / sum(speeds), max(loads) / min(speeds))
         capacities = [speed * room for speed in speeds]
     limited = bool(problem.ceilings)
@@ -280,6 +286,7 @@ def _allocated(
             method=method,
             objective=objective,
             contiguous=settings.contiguous,
+            # the driver, device 0, owns the last stage, beside which the loss is computed
             last_device=0,
             device_order=_order(len(speeds)) if settings.contiguous else None,
             seed=settings.seed,

@@ -116,9 +116,11 @@ def rank_shapes(
     count = len(cluster.devices)
     found: list[Shape] = []
     for devices in _divisors(count):
+        # which links a replica uses depends on the number of its devices alone
         links = links_of(cluster, devices)
         for microbatches in _divisors(batch, _MOST_MICROBATCHES) if splits else (1,):
             costs = costs_of(batch // microbatches).divided(count // devices)
+            # each device needs a partition
             if devices > len(costs.names):
                 continue
             for recompute in (False, True):
@@ -147,6 +149,7 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
     for shape in shapes:
         if shape.fits:
             return shape
+    # of many shapes that do not fit the text tells of one
     nearest = min(shapes, key=lambda shape: shape.lacking_bytes)
     tried = [shape.fit for shape in shapes if shape.fit is not None]
     numbers = f" What lacks for each: {what_lacks(tried)}. {what_would_fit(tried)}" if tried else ""

@@ -35,19 +35,10 @@ class Timeline:
     Attributes:
         events: all that was run, in the order in which the simulation took it.
         makespan_s: seconds from the start of the forward pass until the last device has stepped.
-        busy_s: seconds that each device computes or steps; by stage, if each has a device of its
-            own.
     """
 
     events: tuple[Event, ...]
     makespan_s: float
-    busy_s: tuple[float, ...]
-
-    @property
-    def bubble(self) -> float:
-        """Share of the devices' time in which they neither compute nor step."""
-        total_s = len(self.busy_s) * self.makespan_s
-        return (total_s - sum(self.busy_s)) / total_s if total_s else 0.0
 
 
 def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
@@ -87,7 +78,6 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
     return Timeline(
         events=tuple(run.events),
         makespan_s=max(end_s + step for end_s, step in zip(ends_s, steps_s)),
-        busy_s=tuple(busy + step for busy, step in zip(run.busy_s, steps_s)),
     )
 
 
@@ -100,7 +90,6 @@ class _Run:
     Attributes:
         clock_s: by device, when it is done with what it was given so far.
         reduced_s: by device, when its all-reduces are over.
-        busy_s: by device, seconds that it has computed.
         events: what has run so far.
     """
 
@@ -114,7 +103,7 @@ class _Run:
         # the last stage and the first one are joined as well: inputs take no time on their way
         self._edges = [*zip(costs.send_s, costs.latency_s), (0.0, 0.0)]
         count = len(set(costs.devices))
-        self.clock_s, self.reduced_s, self.busy_s = ([0.0] * count for _ in range(3))
+        self.clock_s, self.reduced_s = [0.0] * count, [0.0] * count
         self.events: list[Event] = []
         self._link_free_s = defaultdict[tuple[int, int], float](float)  # by source and target
         # by source and target stage, when the messages on their way arrive, in order
@@ -125,9 +114,7 @@ class _Run:
         device, kind = self._devices[stage], instruction.kind
         start_s = self.clock_s[device]
         if kind.computes:
-            seconds = self._seconds[kind][stage]
-            self.busy_s[device] += seconds
-            end_s = self.clock_s[device] = start_s + seconds
+            end_s = self.clock_s[device] = start_s + self._seconds[kind][stage]
         elif kind is Kind.REDUCE:
             start_s = max(start_s, self.reduced_s[device])
             end_s = self.reduced_s[device] = start_s + self._costs.reduce_s[stage]

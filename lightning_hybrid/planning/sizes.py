@@ -12,7 +12,7 @@ large batches), and a candidate whose estimate is behind the best measured one i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from lightning_hybrid.errors import PlanError
@@ -182,16 +182,23 @@ def choose(
     Raises:
         PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
     """
-    batches = _Batches(samples=batch, divided=cache(divided), splits=splits)
     prediction = _Prediction(
-        machine, networks, asked or 1, batches, settings or PlanSettings(), present_bytes
+        machine=machine,
+        networks=[cache(network) for network in networks],
+        samples=batch,
+        divided=cache(divided),
+        splits=splits,
+        asked=asked,
+        settings=settings or PlanSettings(),
+        present_bytes=present_bytes,
     )
     count = len(machine.devices)
-    possible = [s for s in _sizes(count, batches, asked) if allowed(s.replicas, s.stages)]
+    possible = [s for s in prediction.sizes() if allowed(s.replicas, s.stages)]
     if not possible:
         raise PlanError(f"no numbers of replicas and stages of {count} devices are allowed here")
     try:
         known, guesses = _compared(prediction, possible)
+    # a tight fit is better than none
     except PlanError:
         prediction.spare_nothing()
         known, guesses = _compared(prediction, possible)
@@ -217,8 +224,10 @@ def _compared(
             guesses.append(prediction.estimated(sizes))
         except PlanError as error:  # they cannot hold it
             problem = error
+    # measuring takes seconds, estimating none: the most promising are measured first
     guesses.sort(key=_rated)
     for guess in guesses:
+        # estimates are optimistic, so what is behind by its estimate stays behind
         if known and _rated(guess) >= min(map(_rated, known)):
             break
         try:
@@ -235,71 +244,61 @@ def _rated(candidate: Candidate) -> float:
     return candidate.batch_s * (WORTHWHILE if candidate.sizes.stages == 1 else 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batches:
-    """What replicas take in a step.
-
-    Attributes:
-        samples: in the batch of a replica that is alone.
-        divided: into how many parts that is divided when there are so many replicas.
-        splits: whether batches may be split into so many micro-batches, more than one.
-    """
-
-    samples: int
-    divided: Callable[[int], int]
-    splits: Callable[[int], bool]
-
-    def of(self, replicas: int) -> int:
-        """Samples in the batch of each of so many replicas."""
-        return max(1, self.samples // self.divided(replicas))
-
-
-def _sizes(devices: int, batches: _Batches, asked: int | None) -> list[Sizes]:
-    """All sizes that use all devices."""
-    found = []
-    for stages in (s for s in range(1, devices + 1) if devices % s == 0):
-        numbers = [asked or 1]
-        if asked is None and stages > 1:
-            # slices of two samples at least, if that can be: single ones may take a slow path
-            batch = batches.of(devices // stages)
-            limit = max(batch // 2, min(batch, 2))
-            tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
-            numbers = [1, *filter(batches.splits, tried)]
-        found += [Sizes(replicas=devices // stages, stages=stages, microbatches=m) for m in numbers]
-    return found
-
-
+@dataclass(kw_only=True)
 class _Prediction:
     """What steps take.
 
-    Args:
+    Attributes:
         machine: the devices.
         networks: see :func:`choose`.
-        whole: micro-batches of one stage, which takes its batches as the user wants, else whole.
-        batches: what replicas take in a step.
+        samples: in the batch of a replica that is alone.
+        divided: into how many parts that is divided when there are so many replicas.
+        splits: whether batches may be split into so many micro-batches, more than one.
+        asked: number of micro-batches that the user wants; None: it is chosen too.
         settings: what the user has asked for.
         present_bytes: of the networks, which each device gives back where another one owns it.
+        spare: share of the memory of the devices that is left free.
+        short: what lacks in the sizes that do not fit.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        networks: Sequence[Callable[[int], PartitionTable]],
-        whole: int,
-        batches: _Batches,
-        settings: PlanSettings,
-        present_bytes: int,
-    ) -> None:
-        self._spare, self._present_bytes = SPARE, present_bytes
-        self._machine, self._whole, self._batches = machine, whole, batches
-        self._settings = settings
-        self._networks = [cache(network) for network in networks]
-        self._short: list[Fit] = []
+    machine: Machine
+    networks: Sequence[Callable[[int], PartitionTable]]
+    samples: int
+    divided: Callable[[int], int]
+    splits: Callable[[int], bool]
+    asked: int | None
+    settings: PlanSettings
+    present_bytes: int
+    spare: float = SPARE
+    short: list[Fit] = field(default_factory=list)
+
+    @property
+    def whole(self) -> int:
+        """Micro-batches of one stage, which takes its batches as the user wants, else whole."""
+        return self.asked or 1
+
+    def batch_of(self, replicas: int) -> int:
+        """Samples in the batch of each of so many replicas."""
+        return max(1, self.samples // self.divided(replicas))
+
+    def sizes(self) -> list[Sizes]:
+        """All sizes that use all devices."""
+        found, devices = [], len(self.machine.devices)
+        for stages in (s for s in range(1, devices + 1) if devices % s == 0):
+            replicas, numbers = devices // stages, [self.whole]
+            if self.asked is None and stages > 1:
+                # slices of two samples at least, if that can be: single ones may take a slow path
+                batch = self.batch_of(replicas)
+                limit = max(batch // 2, min(batch, 2))
+                tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
+                numbers = [1, *filter(self.splits, tried)]
+            found += [Sizes(replicas=replicas, stages=stages, microbatches=m) for m in numbers]
+        return found
 
     def spare_nothing(self) -> None:
         """Nothing fits otherwise."""
-        self._spare = 0.0
-        self._short.clear()
+        self.spare = 0.0
+        self.short.clear()
 
     def measured(self, sizes: Sizes) -> Candidate:
         """A step, from what networks take at that size of the micro-batch.
@@ -307,28 +306,30 @@ class _Prediction:
         Raises:
             PlanError: the devices cannot hold them.
         """
-        slices = sizes.microbatches * self._batches.divided(sizes.replicas)
-        if slices > sizes.microbatches and not self._batches.splits(slices):
+        slices = sizes.microbatches * self.divided(sizes.replicas)
+        # a batch that cannot be cut cannot be measured in parts
+        if slices > sizes.microbatches and not self.splits(slices):
             return self.estimated(sizes)
-        return self._candidate([network(slices) for network in self._networks], sizes)
+        return self._candidate([network(slices) for network in self.networks], sizes)
 
     def estimated(self, sizes: Sizes) -> Candidate:
         """The same, from what they take whole."""
-        share = self._whole / (sizes.microbatches * self._batches.divided(sizes.replicas))
+        share = self.whole / (sizes.microbatches * self.divided(sizes.replicas))
         return self._candidate(
-            [network(self._whole).scaled(share) for network in self._networks], sizes
+            [network(self.whole).scaled(share) for network in self.networks], sizes
         )
 
     def alone_s(self) -> float:
         """Seconds of a step on one device, however much it holds."""
-        parts = [network(self._whole) for network in self._networks]
-        computed = sum(self._whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
+        parts = [network(self.whole) for network in self.networks]
+        computed = sum(self.whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
         trained = sum(sum(p.gradient_bytes) for p in parts)
-        return computed + self._machine.rates.update_s_per_byte * trained
+        return computed + self.machine.rates.update_s_per_byte * trained
 
     def _candidate(self, networks: Sequence[PartitionTable], sizes: Sizes) -> Candidate:
         plans: list[Plan] = []
-        cluster = self._machine.cluster(sizes.replicas, sizes.stages)
+        cluster = self.machine.cluster(sizes.replicas, sizes.stages)
+        # replicas that divide states hold less the more there are
         networks = [each.divided(sizes.replicas) for each in networks]
         for parts in networks if sizes.replicas == 1 else [each.averaged() for each in networks]:
             # one with too few parts for the stages stays on the driver
@@ -338,7 +339,7 @@ class _Prediction:
         return Candidate(
             sizes=sizes,
             step_s=sum(plan.step_s for plan in plans),
-            divided=self._batches.divided(sizes.replicas),
+            divided=self.divided(sizes.replicas),
             recompute=any(plan.recompute for plan in plans),
         )
 
@@ -346,12 +347,12 @@ class _Prediction:
         """What each device may take, but for what is spared."""
         limits = cluster.memory_limits
         return limits and tuple(
-            round((1 - self._spare) * (limit + self._present_bytes)) for limit in limits
+            round((1 - self.spare) * (limit + self.present_bytes)) for limit in limits
         )
 
     def why_nothing_fits(self) -> PlanError | None:
         """What lacks in the sizes that were looked at, and what would fit; None: nothing lacks."""
-        short = [fit for fit in self._short if not fit.fits]
+        short = [fit for fit in self.short if not fit.fits]
         if not short:
             return None
         return PlanError(
@@ -367,14 +368,14 @@ class _Prediction:
         capacities: Sequence[float],
         limits: tuple[int, ...] | None,
     ) -> Plan:
-        machine, stages = self._machine, sizes.stages
+        machine, stages = self.machine, sizes.stages
         rates = machine.rates
         reduce_s, step_s = rates.after_backward(table.gradient_bytes, sizes.replicas)
         limits = limits and limits[:stages]
         try:
             return plan_within(
                 replace(table, reduce_s=reduce_s, step_s=step_s),
-                self._settings,
+                self.settings,
                 limits,
                 replicas=sizes.replicas,
                 stages=stages,
@@ -384,10 +385,10 @@ class _Prediction:
                 latency_s=rates.message_s,
             )
         except PlanError:
-            recompute = self._settings.recompute if stages > 1 else False
+            recompute = self.settings.recompute if stages > 1 else False
             again = [recompute] if isinstance(recompute, bool) else [True, False]
             for each in again if limits is not None else []:
                 way = Way(stages=stages, microbatches=sizes.microbatches, recompute=each)
-                batch = self._batches.of(sizes.replicas)
-                self._short.append(Fit.of(table, way, limits or (), batch))
+                batch = self.batch_of(sizes.replicas)
+                self.short.append(Fit.of(table, way, limits or (), batch))
             raise

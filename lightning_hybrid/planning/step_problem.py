@@ -80,6 +80,7 @@ class StepProblem:
     @cached_property
     def ceilings(self) -> list[float]:
         """The memory limits, with the rounding they forgive; empty: none binds."""
+        # a limit means nothing where it is not known what is held
         known = self.memory_limits if self.table.memory_bytes else ()
         return [limit * (1 + SLACK) for limit in known]
 
@@ -115,6 +116,7 @@ class StepProblem:
             devices=devices,
             send_s=[self.table.cut_bytes[end - 1] * rates[i][j] for end, (i, j) in edges],
             latency_s=[latency[i][j] for _, (i, j) in edges],
+            # the network between replicas is no faster on a fast device
             reduce_s=per_run("reduce_s"),
             step_s=computed("step_s"),
         )

@@ -91,6 +91,7 @@ def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
 def _chain_s(costs: StepCosts, microbatches: int) -> float:
     more = microbatches - 1
     crossing = sum(costs.send_s) + sum(costs.latency_s)
+    # the first micro-batch takes the sum of all times, each further one the largest of them
     start = sum(costs.forward_s) + crossing + more * max(*costs.forward_s, *costs.send_s, 0.0)
     backward = longest = finish = 0.0
     edges = (*zip(costs.send_s, costs.latency_s), (0.0, 0.0))

@@ -136,6 +136,7 @@ def least_lacks(
     Returns:
         (m,) bytes by device; below 0: what is left.
     """
+    # with this much more than it has any device could hold everything
     low, high = -max(limits), sum(held) - min(0.0, *limits)
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -173,6 +174,7 @@ def what_lacks(tried: Sequence[Fit]) -> str:
 
 def what_would_fit(tried: Sequence[Fit]) -> str:
     """What to do so that it fits, with numbers, beginning with the nearest of what was tried."""
+    # advice is shortest for what nearly fits
     nearest = min(tried, key=_worst)
     known = {fit.way for fit in tried}
     found = [way for way in _ways(nearest) if way not in known]

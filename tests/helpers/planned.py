@@ -1,7 +1,7 @@
 """Plans, problems and simulated steps from plain lists."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_hybrid.planning.partition_table import PartitionTable
@@ -30,13 +30,38 @@ def step_problem(**arguments: Any) -> StepProblem:
     return StepProblem(table=_taken(arguments, PartitionTable), **arguments)
 
 
+@dataclass(frozen=True)
+class Simulated(Timeline):
+    """One step of a replica, as simulated.
+
+    Attributes:
+        busy_s: seconds that each device computes or steps.
+    """
+
+    busy_s: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the devices' time in which they neither compute nor step."""
+        total_s = len(self.busy_s) * self.makespan_s
+        return (total_s - sum(self.busy_s)) / total_s if total_s else 0.0
+
+
 def simulate(
     schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], **times: Any
-) -> Timeline:
+) -> Simulated:
     """A simulated step from lists, or from one number for all stages or cuts."""
     stages = schedule.stages
     for name, value in times.items():
         if isinstance(value, int | float):
             times[name] = [value] * (stages - (name in ("send_s", "latency_s")))
     devices = times.pop("devices", range(stages))
-    return simulate_costs(schedule, StepCosts(forward_s, backward_s, devices, **times))
+    costs = StepCosts(forward_s, backward_s, devices, **times)
+    found = simulate_costs(schedule, costs)
+    busy_s = [0.0] * len(set(devices))
+    for event in found.events:
+        if event.instruction.kind.computes:
+            busy_s[devices[event.stage]] += event.end_s - event.start_s
+    for device, step_s in zip(devices, costs.step_s):
+        busy_s[device] += step_s
+    return Simulated(found.events, found.makespan_s, tuple(busy_s))
