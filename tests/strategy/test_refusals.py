@@ -178,7 +178,7 @@ def test_more_stages_than_partitions() -> None:
     stages = 50
     plan = partial(
         make_plan,
-        settings=PlanSettings("gpipe", "gabra", "makespan", 0),
+        settings=PlanSettings(objective="makespan"),
         replicas=1,
         stages=stages,
         backend="gloo",
