@@ -69,7 +69,7 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
 def test_merging_closes_the_most_expensive_cuts() -> None:
     found = plan(allocation="merging", stages=3, bandwidth_bytes_per_s=1.0)
     expected = merge([3.0, 6.0, 9.0, 9.0, 6.0, 3.0], [16.0, 8.0, 4.0, 2.0, 2.0], 3)
-    assert found.cuts == tuple(NAMES[end] for end in expected.ends[:-1])
+    assert found.cuts == tuple(NAMES[end] for end in expected[:-1])
     assert found.allocation == "merging"
     with pytest.raises(PlanError, match="one run of partitions"):
         plan(allocation="merging", contiguous=False)
