@@ -28,6 +28,7 @@ from rich.table import Table
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
 from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules.gpipe import gpipe
 
 NETWORK = "resattnet18"
@@ -46,9 +47,8 @@ def loop(chain: Chain) -> Plan:
         for times in (chain.forward_s, chain.backward_s)
     )
     send_s = [chain.cut_bytes[end - 1] / BANDWIDTH for end in ends[:-1]]
-    timeline = simulate(
-        gpipe(4, MICROBATCHES), forward_s, backward_s, devices=placed.devices, send_s=send_s
-    )
+    costs = StepCosts(forward_s, backward_s, placed.devices, send_s)
+    timeline = simulate(gpipe(4, MICROBATCHES), costs)
     return replace(placed, predicted_step_s=timeline.makespan_s)
 
 

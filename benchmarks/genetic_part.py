@@ -35,6 +35,7 @@ from rich.table import Table
 from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.free_placements import FreePlacements
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 
 Rng = np.random.Generator
@@ -55,7 +56,9 @@ def chain(rng: Rng, n: int) -> dict[str, Any]:
 def free_equal(rng: Rng, n: int = 22, m: int = 3) -> FreePlacements:
     links = Links.equal(m, 1.0, 0.02)
     return FreePlacements(
-        StepProblem(**chain(rng, n), speeds=[1.0] * m, links=links, microbatches=4)
+        StepProblem(
+            table=PartitionTable(**chain(rng, n)), speeds=[1.0] * m, links=links, microbatches=4
+        )
     )
 
 
@@ -63,9 +66,12 @@ def unequal_with_memory(rng: Rng, n: int = 22, m: int = 3) -> FreePlacements:
     sizes, limits = rng.uniform(0.1, 1.0, n), rng.uniform(0.7, 1.3, m)
     limits *= 1.25 * sizes.sum() / limits.sum()
     problem = StepProblem(
-        **chain(rng, n), speeds=rng.uniform(0.4, 1.2, m).tolist(), links=Links.equal(m, 1.0, 0.02),
-        microbatches=4, memory=sizes.tolist(), memory_limits=limits.tolist(),
-    )  # fmt: skip
+        table=PartitionTable(**chain(rng, n), memory_bytes=sizes.tolist()),
+        speeds=rng.uniform(0.4, 1.2, m).tolist(),
+        links=Links.equal(m, 1.0, 0.02),
+        microbatches=4,
+        memory_limits=limits.tolist(),
+    )
     return FreePlacements(problem)
 
 
@@ -76,7 +82,9 @@ def two_hosts(rng: Rng, n: int = 22, m: int = 4) -> FreePlacements:
         latency_s=[[0.1 if f else 0.01 for f in row] for row in far],
     )
     return FreePlacements(
-        StepProblem(**chain(rng, n), speeds=[1.0] * m, links=links, microbatches=4)
+        StepProblem(
+            table=PartitionTable(**chain(rng, n)), speeds=[1.0] * m, links=links, microbatches=4
+        )
     )
 
 
@@ -112,16 +120,19 @@ class Shapes:
             samples, size = 16 / replicas / microbatches, self.devices // replicas
             ring = 2 * (replicas - 1) / replicas
             held = 1.0 + 0.1 * 16 / replicas  # parameters, and all samples' activations
-            self._problems[key] = StepProblem(
+            table = PartitionTable(
                 forward_s=[0.1 + samples * f for f in self.per_sample["forward_s"]],
                 backward_s=[0.2 + samples * b for b in self.per_sample["backward_s"]],
                 cut_bytes=[samples * c for c in self.per_sample["cut_bytes"]],
                 step_s=self.per_sample["step_s"],
+                reduce_s=(ring * self.gradients).tolist(),
+                memory_bytes=[held] * self.n,
+            )
+            self._problems[key] = StepProblem(
+                table=table,
                 speeds=[1.0] * size,
                 links=Links.equal(size, 1.0, 0.02),
                 microbatches=microbatches,
-                reduce_s=(ring * self.gradients).tolist(),
-                memory=[held] * self.n,
                 memory_limits=[self.limit * self.n * 1.5] * size,
             )
         return self._problems[key]
@@ -171,7 +182,10 @@ class TwoNetworks:
     def __init__(self, rng: Rng, sizes: tuple[int, int] = (14, 10)) -> None:
         m = 3
         shared = {"speeds": [1.0, 0.8, 0.6], "links": Links.equal(m, 1.0, 0.02), "microbatches": 4}
-        self.parts = [FreePlacements(StepProblem(**chain(rng, n), **shared)) for n in sizes]
+        self.parts = [
+            FreePlacements(StepProblem(table=PartitionTable(**chain(rng, n)), **shared))
+            for n in sizes
+        ]
         self.sizes = [rng.uniform(0.1, 1.0, part.problem.n) for part in self.parts]
         total = sum(float(sizes.sum()) for sizes in self.sizes)
         self.limits = np.array([0.4, 0.4, 0.4]) * total

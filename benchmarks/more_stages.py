@@ -26,11 +26,11 @@ from schedules import WINDOW, perceptron
 
 from lightning_hybrid.network import Profile, measure, network_partitions
 from lightning_hybrid.planning.cluster_description import ClusterDescription
-from lightning_hybrid.planning.order_times import time_orders
 from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import plan_stages
+from lightning_hybrid.planning.search import PlanSettings, plan_stages
+from lightning_hybrid.planning.streamed_time import time_orders
 from lightning_hybrid.schedules import STREAMED
 from models import ResAttNet3D
 
@@ -89,11 +89,10 @@ class Measured:
         )
         return plan_stages(
             table,
+            PlanSettings(schedule=schedule, contiguous=schedule != "looped"),
             replicas=1,
             stages=devices,
             microbatches=microbatches,
-            schedule=schedule,
-            contiguous=schedule != "looped",
             bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s,
             latency_s=LINK.latency_s,
         )
@@ -104,12 +103,14 @@ class Measured:
         if schedule != "1f1b":
             return plan.step_s
         rows = plan.rows
-        window_s = time_orders(
-            STREAMED["1f1b"].orders(devices, WINDOW),
-            [row.forward_s or 0.0 for row in rows],
-            [row.backward_s or 0.0 for row in rows],
-            send_s=[(row.send_s or 0.0) + (row.latency_s or 0.0) for row in rows[:-1]],
-        ).makespan_s
+        window_s = max(
+            time_orders(
+                STREAMED["1f1b"].orders(devices, WINDOW),
+                [row.forward_s or 0.0 for row in rows],
+                [row.backward_s or 0.0 for row in rows],
+                send_s=[(row.send_s or 0.0) + (row.latency_s or 0.0) for row in rows[:-1]],
+            ).values()
+        )
         return (window_s + max(row.step_s or 0.0 for row in rows)) / WINDOW
 
     def closed_s(self, schedule: str, devices: int, microbatches: int) -> float:

@@ -27,8 +27,9 @@ from lightning_hybrid.network import count, network_partitions
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.partition_costs import capture_call
-from lightning_hybrid.planning.speedup import speedup
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_time import speedup
 from models import ResAttNet3D
 
 TABLE3 = Path(__file__).with_name("akintoye_2022_table3.csv")
@@ -52,24 +53,20 @@ class Network:
             graph, _ = capture_call(network, (torch.empty(SAMPLES, *VOLUME),), {})
         rows = count(graph, network_partitions(graph)).partitions
         self.parameters = [row.parameter_bytes for row in rows]
-        self.problem = StepProblem(
+        self.table = PartitionTable(
             forward_s=[row.forward / rate for row in rows],
             backward_s=[row.backward / rate for row in rows],
             cut_bytes=[row.output_bytes for row in rows[:-1]],
-            speeds=[1.0],
-            links=Links.equal(1, self.link.bandwidth_bytes_per_s, self.link.latency_s),
-            microbatches=1,
             step_s=[UPDATE_BYTES * size / MEMORY_BYTES_PER_S for size in self.parameters],
         )
 
     def pipeline(self, replicas: int, stages: int) -> StepProblem:
         ring = 2 * (replicas - 1) / replicas / self.link.bandwidth_bytes_per_s
-        return replace(
-            self.problem,
+        return StepProblem(
+            table=replace(self.table, reduce_s=[ring * size for size in self.parameters]),
             speeds=[1.0] * stages,
             links=Links.equal(stages, self.link.bandwidth_bytes_per_s, self.link.latency_s),
             microbatches=stages,
-            reduce_s=[ring * size for size in self.parameters],
         )
 
     def step_s(self, replicas: int, stages: int) -> float:
@@ -94,8 +91,8 @@ class Network:
     def samples_per_s(self, gpus: int) -> dict[str, float]:
         work = 6 * gpus
         parameters = sum(self.parameters)
-        compute = sum(self.problem.forward_s) + sum(self.problem.backward_s)
-        update = sum(self.problem.step_s)
+        compute = sum(self.table.forward_s) + sum(self.table.backward_s)
+        update = sum(self.table.step_s)
         sent = 2 * (gpus - 1) * parameters / self.link.bandwidth_bytes_per_s
         shapes = [(r, gpus // r) for r in range(1, gpus + 1) if gpus % r == 0]
         steps = {shape: self.step_s(*shape) for shape in shapes}
@@ -110,9 +107,9 @@ class Network:
 
     def ddp_s(self, gpus: int) -> float:
         ring = 2 * (gpus - 1) / gpus * sum(self.parameters) / self.link.bandwidth_bytes_per_s
-        forward, backward = sum(self.problem.forward_s), sum(self.problem.backward_s)
+        forward, backward = sum(self.table.forward_s), sum(self.table.backward_s)
         # buckets leave as they are filled; the first bucket to be ready is the last layer's
-        return forward + max(backward, ring) + sum(self.problem.step_s)
+        return forward + max(backward, ring) + sum(self.table.step_s)
 
 
 def published() -> dict[tuple[str, str], list[float]]:

@@ -38,7 +38,7 @@ from lightning_hybrid.network import network_partitions
 from lightning_hybrid.network.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
-from lightning_hybrid.planning.search import plan_stages
+from lightning_hybrid.planning.search import PlanSettings, plan_stages
 from models import ResAttNet3D
 
 MICROBATCHES = 3
@@ -126,7 +126,7 @@ def splits(chain: Chain, stages: int) -> dict[str, list[int] | None]:
         "layer count": even(chain.layers, stages),
         "parameters": even(chain.parameters, stages),
         "torchgpipe": block_partition(chain.seconds, stages),
-        "merging": list(merge(chain.seconds, chain.cut_costs, stages).ends),
+        "merging": merge(chain.seconds, chain.cut_costs, stages),
     }
 
 
@@ -143,12 +143,12 @@ def plan(
     )
     return plan_stages(
         table,
+        PlanSettings(contiguous=contiguous),
         replicas=1,
         stages=stages,
         microbatches=MICROBATCHES,
         bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S["gloo"],
         cut_points=None if ends is None else [chain.names[end] for end in ends[:-1]],
-        contiguous=contiguous,
     )
 
 

@@ -24,6 +24,7 @@ from lightning_hybrid.planning.partition_costs import capture_call, counted_part
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.shapes import CostsOf, rank_shapes
 from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules.gpipe import gpipe
 from models import ResAttNet3D
 
@@ -97,9 +98,16 @@ def main() -> None:
         ranked = timed(what, lambda batch=batch: rank_shapes(costs_of, cluster, batch))
         print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
     schedule = gpipe(1024, 64)
-    costs = {"send_s": 1e-4, "latency_s": 1e-5, "step_s": 1e-3}
+    costs = StepCosts(
+        forward_s=[1e-3] * 1024,
+        backward_s=[2e-3] * 1024,
+        devices=range(1024),
+        send_s=[1e-4] * 1023,
+        latency_s=[1e-5] * 1023,
+        step_s=[1e-3] * 1024,
+    )
     what = "one simulation of 1,024 devices and 64 micro-batches"
-    timed(what, lambda: simulate(schedule, [1e-3] * 1024, [2e-3] * 1024, **costs))
+    timed(what, lambda: simulate(schedule, costs))
 
 
 if __name__ == "__main__":

@@ -107,9 +107,7 @@ class Config:
             num_microbatches = 1  # its micro-batches are the batches
         _check_verify(verify)
         _check_rng(rng, chosen)
-        if checkpoint not in get_args(Checkpoint):
-            kinds = ", ".join(map(repr, get_args(Checkpoint)))
-            raise PlanError(f"checkpoint={checkpoint!r} is none of {kinds}.")
+        _check_kind("checkpoint", checkpoint, get_args(Checkpoint))
         if shard_optimizer_states and checkpoint == "sharded_async":
             raise PlanError(
                 "checkpoint='sharded_async' makes copies on replica 0, and shard_optimizer_states="
@@ -229,6 +227,12 @@ class Config:
         return stages > 1 and (self.capacity is not None or not given)
 
 
+def _check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
+    """Complain about a value that is none of those that there are."""
+    if value not in kinds:
+        raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
+
+
 def _check_placement(schedule: str, contiguous: bool, allocation: str | list[str]) -> None:
     """Complain about a request for several stages per device beside one for a single one."""
     if schedule == "zero_bubble" and not contiguous:
@@ -257,8 +261,7 @@ def _check_verify(verify: int | str) -> None:
 
 def _check_rng(rng: str, schedule: str) -> None:
     """Complain about random numbers that a schedule cannot draw."""
-    if rng not in get_args(Rng):
-        raise PlanError(f"rng={rng!r} is none of {', '.join(map(repr, get_args(Rng)))}.")
+    _check_kind("rng", rng, get_args(Rng))
     if rng == "device" and schedule in STREAMED:
         raise PlanError(
             f"rng='device' draws in the order of one device, and schedule={schedule!r} begins with "
@@ -282,16 +285,13 @@ def _check_recompute(name: str, stages: int | None) -> None:
 
 def _check_schedule(name: str, plan: Plan | None, weights: str, shrink: float) -> None:
     """Complain about a schedule that is unknown, or about what it does not know."""
-    if name not in (AUTO, *SCHEDULES):
-        raise PlanError(f"schedule={name!r} is none of 'auto', {', '.join(map(repr, SCHEDULES))}.")
+    _check_kind("schedule", name, (AUTO, *SCHEDULES))
     if plan is not None and plan.schedule != name:
         raise PlanError(
             f"schedule={name!r} contradicts the plan, whose schedule is {plan.schedule!r}. Leave "
             "one of them out."
         )
-    if weights not in get_args(DelayedWeights):
-        kinds = ", ".join(map(repr, get_args(DelayedWeights)))
-        raise PlanError(f"delayed_weights={weights!r} is none of {kinds}.")
+    _check_kind("delayed_weights", weights, get_args(DelayedWeights))
     streamed = STREAMED.get(name)
     if weights != "stash" and not (streamed and streamed.delayed):
         delayed = ", ".join(repr(each.name) for each in STREAMED.values() if each.delayed)
@@ -309,17 +309,12 @@ def _check_schedule(name: str, plan: Plan | None, weights: str, shrink: float) -
 
 def _sizes(replicas: Count, stages: Count, plan: Plan | None) -> tuple[int | None, int | None]:
     """Number of replicas and of the devices of each; ``None``: by the number of devices."""
-    for name, value in (
-        ("data_parallel_size", replicas),
-        ("pipeline_parallel_size", stages),
-    ):
+    sizes = {"data_parallel_size": replicas, "pipeline_parallel_size": stages}
+    for name, value in sizes.items():
         if value != "auto" and (not isinstance(value, int) or value < 1):
             raise PlanError(f"{name}={value!r} must be a positive number or 'auto'.")
     if plan is None:
-        return (
-            None if replicas == "auto" else replicas,
-            None if stages == "auto" else stages,
-        )
+        return None if replicas == "auto" else replicas, None if stages == "auto" else stages
     size = plan.devices_per_replica
     if replicas not in ("auto", plan.replicas) or stages not in ("auto", size):
         what = "stages" if size == plan.stages else f"devices with {plan.stages} stages"

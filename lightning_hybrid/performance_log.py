@@ -11,7 +11,7 @@ first step's end, in which networks are captured, measured and cut.
                              tensor, times the replicas)
 ``hybrid/bubble``            share of the time of a replica's stages in which they run neither
                              forward nor backward: waiting, but also loading, losses, optimizers
-``hybrid/speedup``           Eq. 14, :func:`lightning_hybrid.planning.speedup.speedup`, with T_s of
+``hybrid/speedup``           Eq. 14, :func:`lightning_hybrid.planning.speedup`, with T_s of
                              :func:`lightning_hybrid.pipeline.busy_time.serial_s`
 ===========================  ======================================================================
 
@@ -50,7 +50,7 @@ class PerformanceLog(StepWatcher):
         self._trainer, self._replicas = trainer, replicas
         self._read_busy_s = read_busy_s
         self._first_step: int | None = None
-        self._window: _Window | None = None
+        self._window: Window | None = None
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
@@ -62,7 +62,7 @@ class PerformanceLog(StepWatcher):
             self._window = None
         if self._window is None and step > self._first_step:
             self._read_busy_s()
-            self._window = _Window(step)
+            self._window = Window(step)
         if self._window is not None:
             self._window.samples += first_size(batch) or 0
 
@@ -89,7 +89,7 @@ class PerformanceLog(StepWatcher):
         every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
         return every
 
-    def _log(self, window: "_Window", step: int) -> None:
+    def _log(self, window: "Window", step: int) -> None:
         window.pause(self._read_busy_s())
         wall_s, busy_s = window.wall_s, window.busy_s
         values = {
@@ -151,8 +151,18 @@ class PlanLog(StepWatcher):
                     logger.log_hyperparams(values)
 
 
-class _Window:
-    """Some training steps, without the pauses between them."""
+class Window:
+    """Some training steps, without the pauses between them.
+
+    Args:
+        step: number of the first one.
+
+    Attributes:
+        step: that number.
+        samples: of all of them.
+        wall_s: seconds of all of them.
+        busy_s: seconds that each device has computed in them, as `pause` is told.
+    """
 
     def __init__(self, step: int) -> None:
         self.step, self.samples = step, 0
@@ -160,7 +170,7 @@ class _Window:
         self.busy_s: list[float] = []
         self._since: float | None = time.perf_counter()
 
-    def pause(self, busy_s: Sequence[float]) -> None:
+    def pause(self, busy_s: Sequence[float] = ()) -> None:
         if self._since is not None:
             self.wall_s += time.perf_counter() - self._since
             before = self.busy_s or [0.0] * len(busy_s)

@@ -25,7 +25,7 @@ from lightning_hybrid._lightning_private import (
     ask_strategy_whether_distributed,
     set_rank_of_messages,
 )
-from lightning_hybrid.comm import Coordinates, Group, choose_interface
+from lightning_hybrid.comm import Coordinates, Group, backend_on, choose_interface
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster, Machine
@@ -36,7 +36,7 @@ from lightning_hybrid.process import (
     Meeting,
     gather,
     join,
-    survey,
+    look_around,
 )
 from lightning_hybrid.replica_world import (
     Launched,
@@ -310,16 +310,18 @@ class ReplicaStrategy(DDPStrategy):
             machine: what is known of their devices, if they have been looked at.
         """
         replicas, stages = self._shape()
+        named = given(self._process_group_backend, "process_group_backend")
+        backend = backend_on(self.root_device, named)
 
         def look(group: Group) -> Cluster:
-            if machine is not None:
-                return machine.cluster(replicas, stages)
-            return survey(group, self.root_device, replicas, stages, self._config.capacity)
+            capacity = self._config.capacity
+            seen = machine or look_around(group, self.root_device, backend, capacity)
+            return seen.cluster(replicas, stages)
 
         joined = join(
             world.everyone,
             self._own_coordinates,
-            backend=given(self._process_group_backend, "process_group_backend"),
+            backend=named,
             timeout=self._timeout or timedelta(minutes=30),
             device=self.root_device,
             survey=look if self._config.needs_survey(stages) else None,

@@ -7,7 +7,6 @@ and validation is left out.
 """
 
 import csv
-import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from lightning_hybrid._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
 from lightning_hybrid.device_times import StepWatcher
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.performance_log import first_size
+from lightning_hybrid.performance_log import Window, first_size
 from lightning_hybrid.planning import Plan
 
 FILE_NAME = "hybrid_runs.csv"
@@ -89,44 +88,41 @@ class RunTable(StepWatcher):
 
     def _begin(self) -> None:
         self._first_step: int | None = None
-        self._from_step: int | None = None  # the first one that is measured
-        self._samples, self._wall_s = 0, 0.0
-        self._since: float | None = None  # None: not now
+        self._window: Window | None = None  # from the second step on
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         step = self._trainer.global_step
         if self._first_step is None:
             self._first_step = step
-        if self._from_step is None and step > self._first_step:
-            self._from_step, self._since = step, time.perf_counter()
-        if self._from_step is not None:
-            self._samples += first_size(batch) or 0
+        if self._window is None and step > self._first_step:
+            self._window = Window(step)
+        if self._window is not None:
+            self._window.samples += first_size(batch) or 0
 
     def pause(self) -> None:
         """Validation starts."""
-        if self._since is not None:
-            self._wall_s += time.perf_counter() - self._since
-        self._since = None
+        if self._window is not None:
+            self._window.pause()
 
     def resume(self) -> None:
         """Validation is over."""
-        if self._from_step is not None:
-            self._since = time.perf_counter()
+        if self._window is not None:
+            self._window.resume()
 
     def end(self) -> None:
         """Training is over. A fit does not fail because its times cannot be written."""
-        self.pause()
-        folder, first = _folder(self._trainer), self._from_step
-        steps = 0 if first is None else self._trainer.global_step - first
-        if folder is not None and steps > 0:
+        folder, window = _folder(self._trainer), self._window
+        steps = 0 if window is None else self._trainer.global_step - window.step
+        if folder is not None and window is not None and steps > 0:
+            window.pause()
             try:
-                self._timed_run(steps).append_to(folder / FILE_NAME)
+                self._timed_run(window, steps).append_to(folder / FILE_NAME)
             except (OSError, PlanError) as error:
                 rank_zero_info(f"{folder / FILE_NAME} gets no line of this run: {error}")
         self._begin()  # the Tuner's trials are fits of the same run
 
-    def _timed_run(self, steps: int) -> TimedRun:
+    def _timed_run(self, window: Window, steps: int) -> TimedRun:
         """Of several networks the one with the most stages counts, and all that is predicted."""
         plans = list(self._plans.values())
         predicted = [plan.predicted_step_s for plan in plans if plan.predicted_step_s is not None]
@@ -136,9 +132,9 @@ class RunTable(StepWatcher):
             stages_per_device=max((p.stages / p.devices_per_replica for p in plans), default=1),
             microbatches=max((plan.microbatches for plan in plans), default=1),
             devices=self._devices,
-            batch_samples=self._samples / steps,
+            batch_samples=window.samples / steps,
             parameters=sum(p.numel() for p in self._trainer.lightning_module.parameters()),
-            step_s=self._wall_s / steps,
+            step_s=window.wall_s / steps,
             predicted_s=sum(predicted) if plans and len(predicted) == len(plans) else None,
         )
 

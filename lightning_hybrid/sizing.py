@@ -9,6 +9,7 @@ one chain, in which the network is found at its first call.
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.network import cached, fits, measure, why_whole
+from lightning_hybrid.network import fits, why_whole
 from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
     Machine,
     PartitionTable,
-    Search,
     Sizes,
     choose,
+    measured_table,
 )
 from lightning_hybrid.progress import StartProgress, display_of
 from lightning_hybrid.rehearsal import rehearsal
@@ -113,20 +114,13 @@ class SizeChooser:
                 looked = step.networks
                 choice = choose(
                     self._machine,
-                    [
-                        _Measured(
-                            *(seen, self._device, self._progress),
-                            compiled=config.compile_stages,
-                            divides_states=config.shard_optimizer_states,
-                        )
-                        for seen in looked
-                    ],
+                    [partial(self._measured, seen) for seen in looked],
                     batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
                     divided=step.divided,
                     asked=config.microbatches,
                     splits=_splits(looked),
                     allowed=self._allowed,
-                    search=self._search(),
+                    settings=config.settings,
                     present_bytes=present_bytes(module, self._device),
                 )
         finally:
@@ -136,15 +130,22 @@ class SizeChooser:
             rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
         return choice.best.sizes
 
-    def _search(self) -> Search:
-        settings = self._config.settings
-        return Search(
-            method=settings.method,
-            objective=settings.objective,
-            schedule=settings.schedule,
-            contiguous=settings.contiguous,
-            seed=settings.seed,
-            recompute=settings.recompute,
+    def _measured(self, seen: Seen, microbatches: int) -> PartitionTable:
+        """What a network takes with so many micro-batches; from the cache where it is known."""
+        graph, partitions = seen.graph, seen.partitions
+        leaves: list[Tensor] = list(seen.leaves)
+        if microbatches > 1 and not graph.is_static:
+            leaves = graph.split(leaves, microbatches)[0]
+
+        def advance(number: int, count: int) -> None:
+            what = f"profiling {number} of {count} partitions of {seen.name or 'self'!r}"
+            self._progress.doing(what, number, count)
+
+        weights = graph.network.named_parameters()
+        state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
+        divides = self._config.shard_optimizer_states
+        return measured_table(
+            *(graph, partitions, leaves, self._device, state, advance), divides_states=divides
         )
 
 
@@ -188,42 +189,3 @@ def _splits(looked: Sequence[Seen]) -> Callable[[int], bool]:
     return lambda microbatches: (
         not whole and all(fits(graph, leaves, microbatches) for graph, leaves in calls)
     )
-
-
-class _Measured:
-    """What a network takes, by the number of micro-batches; from the cache where it is known."""
-
-    def __init__(
-        self,
-        seen: Seen,
-        device: torch.device,
-        progress: StartProgress,
-        *,
-        compiled: bool,
-        divides_states: bool,
-    ) -> None:
-        self._seen, self._device, self._progress = seen, device, progress
-        self._compiled, self._divides_states = compiled, divides_states
-
-    def __call__(self, microbatches: int) -> PartitionTable:
-        graph, partitions = self._seen.graph, self._seen.partitions
-        leaves: list[Tensor] = list(self._seen.leaves)
-        if microbatches > 1 and not graph.is_static:
-            leaves = graph.split(leaves, microbatches)[0]
-
-        def advance(number: int, count: int) -> None:
-            what = f"profiling {number} of {count} partitions of {self._seen.name or 'self'!r}"
-            self._progress.doing(what, number, count)
-
-        profile = cached(
-            lambda: measure(graph, partitions, leaves, device=self._device, advance=advance),
-            graph,
-            partitions,
-            leaves,
-            self._device,
-        )
-        weights = graph.network.named_parameters()
-        state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
-        profile = profile.with_optimizer(partitions, state)
-        table = PartitionTable.of(graph, partitions, profile, divides_states=self._divides_states)
-        return table.joint() if self._compiled else table

@@ -9,7 +9,7 @@ import pytest
 from lightning_hybrid import Plan
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.chosen_sizes import Sizes
+from lightning_hybrid.planning.sizes import Sizes
 
 CHAIN = Plan(replicas=2, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
 LOOP = Plan(

@@ -5,8 +5,7 @@ import pytest
 from lightning_hybrid import plan_check
 from lightning_hybrid.device_times import BusyMeter
 from lightning_hybrid.plan_check import FIRST, WINDOW, WINDOWS, PlanCheck, planned_busy_s
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.stage_plan import StagePlan
+from lightning_hybrid.planning.plan import Plan, StagePlan
 
 
 def row(device: int, forward_s: float | None = 0.01, backward_s: float | None = 0.02) -> StagePlan:

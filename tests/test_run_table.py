@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hybrid import run_table
+from lightning_hybrid import performance_log, run_table
 from lightning_hybrid.cli import main
 from lightning_hybrid.planning import PerformanceModel, Plan
 from lightning_hybrid.run_table import RunTable, TimedRun
@@ -24,7 +24,7 @@ PLAN = Plan(
 def _trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     seconds = count(step=3)  # between one look at the clock and the next
     clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
-    monkeypatch.setattr(run_table, "time", clock)
+    monkeypatch.setattr(performance_log, "time", clock)
     return SimpleNamespace(
         global_step=0,
         loggers=[],

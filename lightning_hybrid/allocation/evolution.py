@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -58,31 +58,6 @@ class _Spent(Exception):
     """The evaluations are used up."""
 
 
-class Counted(Generic[Genes]):
-    """A cost that counts its calls and remembers the best answer.
-
-    Raises `_Spent` out of a search when the calls are used up, so that no search needs to count.
-    """
-
-    def __init__(self, cost: Callable[[Genes], float], calls: int) -> None:
-        self._cost, self._left = cost, calls
-        self.best: Genes | None = None
-        self.history: list[float] = []
-        """The least cost after each call."""
-
-    def __call__(self, genes: Genes) -> float:
-        if not self._left:
-            raise _Spent
-        self._left -= 1
-        value = self._cost(genes)
-        if not self.history or value < self.history[-1]:
-            self.best = genes
-            self.history.append(value)
-        else:
-            self.history.append(self.history[-1])
-        return value
-
-
 def evolve(
     space: Space[Genes], seed: int = 0, breeding: Breeding | None = None
 ) -> tuple[Genes, tuple[float, ...]]:
@@ -110,15 +85,27 @@ def run_counted(
     Raises:
         AllocationError: nothing that it saw was feasible.
     """
-    cost = Counted(space.cost, evaluations)
+    best: Genes | None = None
+    history: list[float] = []
+
+    def cost(genes: Genes) -> float:
+        nonlocal best
+        if len(history) == evaluations:
+            raise _Spent  # out of the search, which need not count
+        value = space.cost(genes)
+        if not history or value < history[-1]:
+            best = genes
+        history.append(min(value, history[-1] if history else inf))
+        return value
+
     with suppress(_Spent):
         search(cost)
-    if cost.best is None or cost.history[-1] == inf:
+    if best is None or history[-1] == inf:
         raise AllocationError(
-            f"none of {len(cost.history)} placements keeps every device within its limits: use "
+            f"none of {len(history)} placements keeps every device within its limits: use "
             "more or larger devices, or smaller partitions"
         )
-    return cost.best, tuple(cost.history)
+    return best, tuple(history)
 
 
 def descend(

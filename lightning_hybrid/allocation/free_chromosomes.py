@@ -1,7 +1,5 @@
 """Chromosomes of free assignments: one gene per partition."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from lightning_hybrid.allocation.chromosomes import renumbered, stretch
@@ -9,8 +7,9 @@ from lightning_hybrid.allocation.contiguous_chromosomes import Runs
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 
-_LOOKED_AT = 512
-"""Changes that the local search looks at before it takes the best of them."""
+_LOOKED_AT, _CELLS = 512, 30_000
+"""Changes that the local search looks at before it takes the best of them; fewer where all of them
+together have more genes than this."""
 
 
 class Labels:
@@ -105,80 +104,50 @@ class Labels:
             return genes
         now = (cost, np.inf)
         while True:
-            changes = self._changes(genes, rng)
-            if not len(changes.first):
+            changed = self._changed(genes, rng)
+            if not len(changed):
                 return genes
-            costs, spreads = self._after(genes, changes)
+            costs, spreads = self._judged(changed)
             best = int(np.lexsort((spreads, costs))[0])
             after = float(costs[best]), float(spreads[best])
             if not _less(after, now):
                 return genes
-            genes, now = changes.applied(genes, best), after
+            genes, now = changed[best], after
 
-    def _changes(self, genes: Ints, rng: np.random.Generator) -> "_Changes":
-        """The exchanges of a partition with another one or with an empty place on a device."""
+    def _judged(self, assignments: Ints) -> tuple[Floats, Floats]:
+        """Cost of each assignment, infinite beyond a limit, and the spread of its times."""
+        if self.problem.objective == "profit":
+            costs = self.problem.costs(assignments)
+            return costs, np.zeros(len(costs))
+        times = self.problem.times(assignments)
+        costs = np.where(self.problem.feasible(assignments), times.max(axis=1), np.inf)
+        return costs, np.square(times).sum(axis=1)
+
+    def _changed(self, genes: Ints, rng: np.random.Generator) -> Ints:
+        """The assignments after each exchange that is looked at, shape (changes, n).
+
+        A partition changes places with one of another device, or goes to an empty place there.
+        """
         n, m = self.problem.n, self.problem.m
         here = np.arange(n)
         if self.problem.objective == "makespan":
             here = np.flatnonzero(genes == self.problem.times(genes[None])[0].argmax())
+        # numbers from n on are empty places: n + j is one on device j
         first, second = np.repeat(here, n + m), np.tile(np.arange(n + m), len(here))
-        if len(first) > _LOOKED_AT:
-            some = rng.choice(len(first), _LOOKED_AT, replace=False)
+        most = min(_LOOKED_AT, max(1, _CELLS // n))
+        if len(first) > most:
+            some = rng.choice(len(first), most, replace=False)
             first, second = first[some], second[some]
         places = np.concatenate([genes, np.arange(m)])
         allowed = places[first] != places[second]
         if self.problem.last_device is not None:
             allowed &= (first != n - 1) & (second != n - 1)
         first, second = first[allowed], second[allowed]
-        return _Changes(first, second, places[first], places[second])
-
-    def _after(self, genes: Ints, changes: "_Changes") -> tuple[Floats, Floats]:
-        """Cost after each change, infinite beyond a limit, and the spread of the times."""
-        problem, here, there = self.problem, changes.here, changes.there
-        counts = np.bincount(genes, minlength=problem.m)
-        possible = (changes.second < problem.n) | (counts[here] > 1)
-        for weights, ceilings in zip(problem.weights, problem.ceilings):
-            used, more = np.bincount(genes, weights, minlength=problem.m), changes.net(weights)
-            possible &= used[there] + more <= ceilings[there]
-            possible &= used[here] - more <= ceilings[here]
-        more = changes.net(problem.loads)
-        slower, faster = more / problem.capacities[there], more / problem.capacities[here]
-        if problem.objective == "profit":
-            costs = faster - slower - problem.values(genes[None])
-            return np.where(possible, costs, np.inf), np.zeros(len(costs))
-        times = problem.times(genes[None])[0]
-        if self._cuts_cost:
-            rows, table = np.arange(len(here)), np.repeat(times[None], len(here), axis=0)
-            table[rows, here] -= faster
-            table[rows, there] += slower
-            self._recount_cuts(genes, changes, table)
-            costs, spreads = table.max(axis=1), np.square(table).sum(axis=1)
-        else:
-            new_here, new_there = times[here] - faster, times[there] + slower
-            order = np.argsort(times)  # `here` is the slowest device
-            others = np.full(problem.m, times[order[-2]])
-            others[order[-2]] = times[order[-3]] if problem.m > 2 else 0.0
-            costs = np.maximum(np.maximum(new_here, new_there), others[there])
-            spreads = new_here**2 + new_there**2 - times[here] ** 2 - times[there] ** 2
-            spreads += np.square(times).sum()
-        return np.where(possible, costs, np.inf), spreads
-
-    def _recount_cuts(self, genes: Ints, changes: "_Changes", times: Floats) -> None:
-        """Take the cuts beside the changed partitions out of the times and put the new ones in."""
-        n, rows = self.problem.n, np.arange(len(changes.first))
-        edges = [changes.first - 1, changes.first, changes.second - 1, changes.second]
-        for number, edge in enumerate(edges):
-            valid = (edge >= 0) & (edge < n - 1)
-            if number > 1:
-                valid &= (changes.second < n) & (edge != edges[0]) & (edge != edges[1])
-            row, cut = rows[valid], edge[valid]
-            costs = self.problem.cut_costs[cut]
-            before = genes[cut], genes[cut + 1]
-            after = changes.labels(genes, row, cut), changes.labels(genes, row, cut + 1)
-            for (left, right), sign in ((before, -1), (after, 1)):
-                paid = sign * np.where(left != right, costs, 0.0)
-                times[row, left] += paid
-                times[row, right] += paid
+        changed = np.repeat(genes[None], len(first), axis=0)
+        rows, back = np.arange(len(first)), second < n
+        changed[rows, first] = places[second]
+        changed[rows[back], second[back]] = genes[first[back]]
+        return changed
 
     def canonical(self, genes: Ints) -> Ints:
         return renumbered(genes, self.problem)
@@ -193,39 +162,3 @@ def _less(one: tuple[float, float], other: tuple[float, float]) -> bool:
     if one[0] < other[0] - slack[0]:
         return True
     return bool(one[0] <= other[0] and one[1] < other[1] - slack[1])
-
-
-@dataclass(frozen=True)
-class _Changes:
-    """Exchanges, one per row, of a partition with what is on another device.
-
-    Numbers from n on are empty places: n + j is one on device j.
-
-    Attributes:
-        first: the partition that leaves.
-        second: the partition or the empty place that it changes with.
-        here: the device that it leaves.
-        there: the device that it goes to.
-    """
-
-    first: Ints
-    second: Ints
-    here: Ints
-    there: Ints
-
-    def net(self, weights: Floats) -> Floats:
-        """How much more goes there than comes back."""
-        back = np.append(weights, 0.0)[np.minimum(self.second, len(weights))]
-        return np.asarray(weights[self.first] - back)
-
-    def labels(self, genes: Ints, rows: Ints, partitions: Ints) -> Ints:
-        """Devices of partitions after the changes of these rows."""
-        devices = np.where(self.first[rows] == partitions, self.there[rows], genes[partitions])
-        return np.where(self.second[rows] == partitions, self.here[rows], devices)
-
-    def applied(self, genes: Ints, row: int) -> Ints:
-        genes = genes.copy()
-        genes[self.first[row]] = self.there[row]
-        if self.second[row] < len(genes):
-            genes[self.second[row]] = self.here[row]
-        return genes

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from lightning_hybrid.comm import LARGE_BYTES, Spread
-from lightning_hybrid.commands.terminal import terminal
+from lightning_hybrid.commands.terminal import show_table, terminal, write
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.process import Checkup, check_up
 
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     if found is not None:
         _print(found)
         if options.out:
-            _write(found, options.out)
+            write(options.out, found.cluster(Path(options.out).stem).to_yaml(), "cluster")
 
 
 def _processes(asked: int | None) -> int:
@@ -58,6 +57,7 @@ def _processes(asked: int | None) -> int:
 
 def _start(count: int, out: str | None) -> None:
     """Run this command in so many processes of this machine, as torchrun would."""
+    # the system gives a port that is free
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -75,6 +75,7 @@ def _start(count: int, out: str | None) -> None:
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:
+            # one that waits for a lost rank would wait for minutes
             if process.poll() is None:
                 process.kill()
     if any(codes):
@@ -83,15 +84,15 @@ def _start(count: int, out: str | None) -> None:
 
 def _print(found: Checkup) -> None:
     console = terminal()
-    table = Table(title="Ranks", title_justify="left")
-    for name in ("rank", "host", "device", "GFLOP/s", "memory", "shared memory", "address"):
-        table.add_column(name, justify="left" if name in ("host", "device") else "right")
-    for rank, fact in enumerate(found.facts):
-        table.add_row(
+    columns = ("rank", "host", "device", "GFLOP/s", "memory", "shared memory", "address")
+    rows = (
+        (
             *(str(rank), fact.device.host, fact.device.name, f"{fact.flops_per_s / 1e9:,.4g}"),
             *(_gb(fact.device.memory_bytes), _gb(fact.shared_bytes), fact.address),
         )
-    console.print(table)
+        for rank, fact in enumerate(found.facts)
+    )
+    show_table(console, "Ranks", columns, rows, left=("host", "device"))
     if found.pairs:
         _print_links(console, found)
     versions = found.facts[0].versions
@@ -106,17 +107,16 @@ def _print(found: Checkup) -> None:
 
 
 def _print_links(console: Console, found: Checkup) -> None:
-    table = Table(title="Links: median (least to most)", title_justify="left")
-    for name in ("ranks", "latency, us", "bandwidth, GB/s"):
-        table.add_column(name, justify="right")
-    for pair in found.pairs[:_MOST_PAIRS]:
-        one, other = pair.ranks
-        table.add_row(
-            f"{one} - {other}",
+    rows = (
+        (
+            " - ".join(map(str, pair.ranks)),
             _spread(pair.latency_s, 1e6),
             _spread(pair.bandwidth_bytes_per_s, 1e-9),
         )
-    console.print(table)
+        for pair in found.pairs[:_MOST_PAIRS]
+    )
+    columns = ("ranks", "latency, us", "bandwidth, GB/s")
+    show_table(console, "Links: median (least to most)", columns, rows)
     if len(found.pairs) > _MOST_PAIRS:
         console.print(f"and {len(found.pairs) - _MOST_PAIRS} more pairs")
     if found.all_reduce_s is not None:
@@ -133,11 +133,3 @@ def _spread(spread: Spread, factor: float) -> str:
 
 def _gb(size: float | None) -> str:
     return "unknown" if size is None else f"{size / 1e9:.3g} GB"
-
-
-def _write(found: Checkup, path: str) -> None:
-    try:
-        Path(path).write_text(found.cluster(Path(path).stem).to_yaml(), encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{path!r} cannot be written: {error.strerror}") from error
-    print(f"cluster written to {path}")

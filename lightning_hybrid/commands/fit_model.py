@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from lightning_hybrid.commands.terminal import terminal
+from lightning_hybrid.commands.terminal import terminal, write
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import PerformanceModel, fit
 
@@ -72,11 +72,7 @@ def run(options: argparse.Namespace) -> None:
     console.print(model.describe())
     console.print(_held_out(rows, times, [*intrinsic, *extrinsic], fit_to))
     if options.out:
-        try:
-            model.save(options.out)
-        except OSError as error:
-            raise PlanError(f"{options.out!r} cannot be written: {error.strerror}") from error
-        console.print(f"model written to {options.out}")
+        write(options.out, model.to_json(), "model")
 
 
 def _held_out(
@@ -90,6 +86,7 @@ def _held_out(
     def configuration(index: int) -> list[float]:
         return [rows[index][name] for name in names]
 
+    # runs of one configuration must be held out together, or the model has seen them
     order = sorted(range(len(rows)), key=configuration)
     groups = [list(group) for _, group in groupby(order, key=configuration)]
     if len(groups) < 2 * _FOLDS:
@@ -125,6 +122,7 @@ def _read_one(path: str) -> list[Run]:
         raise PlanError(f"no table can be read from {path!r}: {error}") from error
     if not lines:
         raise PlanError(f"{path} has no runs: a head of names and a line for each run are needed")
+    # a column of texts, such as a date, is no factor
     numbers = [name for name in lines[0] if name and any(_number(line[name]) for line in lines)]
     if any(_number(line.get(PREDICTED)) is None for line in lines):
         numbers = [name for name in numbers if name != PREDICTED]

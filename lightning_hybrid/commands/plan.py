@@ -2,17 +2,14 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from lightning_hybrid.commands.study import Study, add_study_options, device_counts, make_study
-from lightning_hybrid.commands.terminal import short, terminal
+from lightning_hybrid.commands.terminal import short, show_table, terminal, write
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Plan, Section, Shape, fastest, plan_of, plan_page
 from lightning_hybrid.report import draw_curves, paragraph, table
 
+_SHAPES = "Shapes, the fastest first"
 _SHOWN = 8
 """Shapes in the table of runners-up."""
 
@@ -50,13 +47,12 @@ def run(options: argparse.Namespace) -> None:
     console.print(plan.describe().rstrip(), soft_wrap=True)
     for fact in facts:
         console.print(fact)
-    _print_runners_up(console, study, shapes)
+    rows = _rows(study, shapes)
+    show_table(console, _SHAPES, list(rows[0]), (row.values() for row in rows))
     if options.json:
-        _write(options.json, plan.to_json())
-        console.print(f"plan written to {options.json}")
+        write(options.json, plan.to_json(), "plan")
     if options.html:
-        _write(options.html, _page(study, plan, shapes, count, facts))
-        console.print(f"page written to {options.html}")
+        write(options.html, _page(study, plan, shapes, count, facts), "page")
 
 
 def _alone(study: Study, best: Shape) -> list[str]:
@@ -67,18 +63,12 @@ def _alone(study: Study, best: Shape) -> list[str]:
     return [] if alone is None else ["One of these devices alone is faster than all of them."]
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{path!r} cannot be written: {error.strerror}") from error
-
-
 def _count(asked: int | None, study: Study) -> int:
     """How many devices to plan for: the option's, else the configuration's, else the cluster's."""
     if asked is not None and asked < 1:
         raise PlanError(f"--devices {asked}: at least 1 is needed")
     configured = study.target.trainer.get("devices")
+    # the configuration of a run says how many devices that run has
     if asked is None and isinstance(configured, int) and configured > 0:
         nodes = study.target.trainer.get("num_nodes") or 1
         return configured * int(nodes)
@@ -113,22 +103,13 @@ def _memory(shape: Shape) -> str:
     return "fits, computed again" if shape.recompute else "fits"
 
 
-def _print_runners_up(console: Console, study: Study, shapes: Sequence[Shape]) -> None:
-    rows = _rows(study, shapes)
-    shown = Table(title="Shapes, the fastest first", title_justify="left")
-    for name in rows[0]:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row.values())
-    console.print(shown)
-
-
 def _page(
     study: Study, plan: Plan, shapes: Sequence[Shape], count: int, facts: Sequence[str]
 ) -> str:
     cluster = study.cluster.take(count)
     limits = cluster.memory_limits
     devices = plan.devices_per_replica
+    # the page shows one replica, whose devices are as large as the smallest of all
     mine = None if limits is None else [min(limits[k::devices]) for k in range(devices)]
     rows = table(_rows(study, shapes))
     return plan_page(
@@ -136,7 +117,7 @@ def _page(
         title=f"{study.target.name} on {count} of {study.cluster.name}",
         notes=facts,
         limits=mine,
-        more=[("Shapes, the fastest first", rows), _speed_ups(study, count)],
+        more=[(_SHAPES, rows), _speed_ups(study, count)],
     )
 
 

@@ -3,7 +3,6 @@
 import argparse
 
 from rich.console import Console
-from rich.table import Table
 
 from lightning_hybrid.commands.study import (
     KINDS,
@@ -12,7 +11,7 @@ from lightning_hybrid.commands.study import (
     device_counts,
     make_study,
 )
-from lightning_hybrid.commands.terminal import short, terminal
+from lightning_hybrid.commands.terminal import short, show_table, terminal
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Shape, fastest
 
@@ -73,17 +72,14 @@ def _answer(study: Study, best: dict[int, Shape | None], options: argparse.Names
 
 
 def _print_table(console: Console, study: Study, rows: dict[int, list[Shape | None]]) -> None:
-    table = Table(title="Speed-up over one device, and the fastest shape", title_justify="left")
-    for name in ("devices", *KINDS, "samples/s", "efficiency"):
-        table.add_column(name, justify="right")
-    table.add_column("shape")
+    cells = []
     for count, shapes in rows.items():
         best = shapes[-1]
-        cells = ["-" if shape is None else f"{study.speed_up(shape):.2f}" for shape in shapes]
-        if best is None:
-            cells += ["-", "-", "does not fit"]
-        else:
-            efficiency = study.speed_up(best) / count
-            cells += [short(best.samples_per_s), f"{efficiency:.0%}", str(best)]
-        table.add_row(str(count), *cells)
-    console.print(table)
+        speed_ups = ["-" if shape is None else f"{study.speed_up(shape):.2f}" for shape in shapes]
+        last = ["-", "-", "does not fit"]
+        if best is not None:
+            last = [short(best.samples_per_s), f"{study.speed_up(best) / count:.0%}", str(best)]
+        cells.append([str(count), *speed_ups, *last])
+    columns = ("devices", *KINDS, "samples/s", "efficiency", "shape")
+    title = "Speed-up over one device, and the fastest shape"
+    show_table(console, title, columns, cells, left=["shape"])

@@ -110,6 +110,7 @@ def make_study(options: argparse.Namespace) -> Study:
     Raises:
         PlanError: one of them is not what it should be.
     """
+    # first what is read in no time, so that a misspelt name is told at once
     cluster = ClusterDescription.load(options.cluster)
     target = read_target(options)
     graph, leaves = (call_for_real if options.measure else call_on_paper)(target)
@@ -120,15 +121,17 @@ def make_study(options: argparse.Namespace) -> Study:
     if options.measure:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         costs_of = measured_parts(
-            *(graph, partitions, leaves, device, optimizer, state, _advance),
+            *(graph, partitions, leaves, device, state, _advance),
             divides_states=options.shard_optimizer_states,
         )
         threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         origin = (
             f"Measured on this machine ({device_name(device)}{threads}), taken for the first "
-            f"device of {cluster.name}; optimizer step included, loading and your code not."
+            f"device of {cluster.name}; an optimizer step of average cost included, loading and "
+            "your code not."
         )
     else:
+        # times are those of the first device; others follow by their relative speed
         rate = cluster.devices[0].flops_per_s
         if rate is None:
             raise PlanError(
@@ -150,6 +153,7 @@ def make_study(options: argparse.Namespace) -> Study:
 def device_counts(most: int) -> list[int]:
     """Numbers of devices to look at: all up to 8, then doubling, and the last one."""
     counts = list(range(1, min(most, 8) + 1))
+    # a table of all numbers up to 1,024 would tell no more than powers of two
     while counts[-1] * 2 <= most and counts[-1] >= 8:
         counts.append(counts[-1] * 2)
     return counts if counts[-1] == most else [*counts, most]

@@ -71,6 +71,7 @@ def read_target(options: argparse.Namespace) -> Target:
     Raises:
         PlanError: they name none, or what they name is not there.
     """
+    # a console script does not look into the current folder
     sys.path.insert(0, str(Path.cwd()))  # the user's modules, as with `python -m`
     config = _read_config(options.config) if options.config else {}
     inputs = tuple(_shape(text) for text in options.input)
@@ -99,6 +100,7 @@ def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
         PlanError: the network cannot be made, called or captured.
     """
     try:
+        # a network of any size can be made where nothing has memory
         with torch.device("meta"):
             network = target.make().train()
             args, kwargs = _arguments(target, network, torch.device("meta"))
@@ -245,6 +247,7 @@ def _arguments(
             f"{target.name} has no example_input_array, so --input is needed: the sizes of its "
             "input, the batch of one replica first, as --input 6,1,91,109,91"
         )
+    # values of an example do not matter to a capture, and may be on another device
     example = rebuild(example, lambda v: like(v) if isinstance(v, Tensor) else v)
     if isinstance(example, dict):
         return (), example

@@ -1,13 +1,11 @@
 """Which shape: the plan, the simulator that times it, and the search that finds it."""
 
-from lightning_hybrid.planning.automatic_choices import AUTO
-from lightning_hybrid.planning.chosen_sizes import Sizes
 from lightning_hybrid.planning.cluster import (
     TOLERANCE,
     Cluster,
     Device,
+    Rates,
     given_speeds,
-    make_cluster,
     memory_of_rank,
     want_second_look,
     with_second_look,
@@ -22,16 +20,15 @@ from lightning_hybrid.planning.memory_limits import (
     free_on,
 )
 from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.partition_table import PartitionTable, measured_table
 from lightning_hybrid.planning.performance import PerformanceModel, fit
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
-from lightning_hybrid.planning.planner import PlanSettings, make_plan
-from lightning_hybrid.planning.rates import Rates
-from lightning_hybrid.planning.search import Method
+from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.planning.search import AUTO, Method, PlanSettings
 from lightning_hybrid.planning.shapes import CostsOf, Shape, fastest, plan_of, rank_shapes
-from lightning_hybrid.planning.sizes import Machine, Search, choose
-from lightning_hybrid.planning.speedup import speedup
+from lightning_hybrid.planning.sizes import Machine, Sizes, choose
+from lightning_hybrid.planning.step_time import speedup
 from lightning_hybrid.planning.would_fit import gigabytes
 
 __all__ = [
@@ -51,7 +48,6 @@ __all__ = [
     "Plan",
     "PlanSettings",
     "Rates",
-    "Search",
     "Section",
     "Shape",
     "Sizes",
@@ -67,10 +63,10 @@ __all__ = [
     "gigabytes",
     "given_speeds",
     "look_at",
-    "make_cluster",
     "make_plan",
     "measure_speed",
     "measured_parts",
+    "measured_table",
     "memory_of_rank",
     "optimizer_bytes",
     "plan_of",

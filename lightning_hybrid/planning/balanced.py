@@ -8,6 +8,7 @@ too low. `chains.best_chain` is optimal and too slow for a thousand stages.
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from lightning_hybrid.planning.step_problem import StepProblem
 
@@ -30,8 +31,7 @@ def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | Non
     if len(order) > problem.n:
         return None
     packing = _Packing(problem, order)
-    work = [f + b for f, b in zip(packing.forward, packing.backward)]
-    top = (work[-1] + 2 * packing.dearest) / min(problem.speeds)
+    top = (packing.work[-1] + 2 * packing.dearest) / min(problem.speeds)
     if packing.ends(top) is None:
         return None
     low, high = 0.0, top
@@ -54,16 +54,15 @@ class _Packing:
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
         self.problem, self.order = problem, list(order)
-        self.forward, self.backward = problem.sums["forward_s"], problem.sums["backward_s"]
-        self.work = [f + b for f, b in zip(self.forward, self.backward)]
-        self.memory = problem.sums["memory"] if problem.ceilings else None
+        self.work = [0.0, *accumulate(problem.table.loads)]
+        self.memory = problem.table.sums["memory_bytes"]
         turns = max(self.order.count(device) for device in set(self.order))
         # a device that has several runs keeps a share of its memory for each
         self.ceilings = [ceiling / turns for ceiling in problem.ceilings]
         rates = problem.links.seconds_per_byte
         pairs = zip(self.order, self.order[1:])
         self.rates = [2 * rates[i][j] for i, j in pairs]  # there and back
-        self.dearest = max(problem.cut_bytes, default=0.0) * max(self.rates, default=0.0)
+        self.dearest = max(problem.table.cut_bytes, default=0.0) * max(self.rates, default=0.0)
 
     def ends(self, limit_s: float) -> list[int] | None:
         """The ends of runs that take, like their messages, at most `limit_s` for a micro-batch."""
@@ -73,11 +72,11 @@ class _Packing:
             furthest = n - (count - 1 - run)  # a partition for each run that follows
             most = self.work[start] + limit_s * problem.speeds[device]
             end = min(furthest, bisect_right(self.work, most) - 1)
-            if self.memory is not None:
+            if self.ceilings:
                 held = self.memory[start] + self.ceilings[device]
                 end = min(end, bisect_right(self.memory, held) - 1)
             if run < count - 1:
-                while end > start and problem.cut_bytes[end - 1] * self.rates[run] > limit_s:
+                while end > start and problem.table.cut_bytes[end - 1] * self.rates[run] > limit_s:
                     end -= 1
             if end <= start:
                 return None

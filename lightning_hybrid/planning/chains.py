@@ -53,13 +53,13 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
     if sorted(order) != list(range(problem.m)):
         raise PlanError(f"order{tuple(order)} must name each of the {problem.m} devices once")
     programme = _Programme(problem, order)
-    ends = programme.fair()
+    ends = fair_ends(problem, order)
     ends = programme.run(programme.time_s(ends), _FEW) or ends
     if problem.n * problem.m <= _SMALL:
         ends = programme.run(programme.time_s(ends), None) or ends
     step_s = programme.time_s(ends)
     if step_s == np.inf:
-        lacks = least_lacks(problem.memory, problem.memory_limits, order)
+        lacks = least_lacks(problem.table.memory_bytes, problem.memory_limits, order)
         worst = max(range(problem.m), key=lacks.__getitem__)
         raise PlanError(
             f"no chain of {problem.m} stages keeps every device within its memory: however it is "
@@ -70,17 +70,34 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
     return ends, step_s
 
 
+def fair_ends(problem: StepProblem, devices: Sequence[int]) -> list[int]:
+    """Ends that give every stage about its share of the work; memory is not looked at.
+
+    Args:
+        problem: What to place.
+        devices: Of each stage.
+
+    Returns:
+        For each stage the number after its last partition.
+    """
+    share = np.cumsum([problem.speeds[device] for device in devices])
+    work = np.cumsum([0.0, *problem.table.loads])
+    wanted = np.searchsorted(work, share / share[-1] * work[-1])
+    steps = np.arange(len(devices))  # a partition at least for each stage
+    ends = np.maximum.accumulate(np.maximum(wanted, 1) - steps) + steps
+    return [*np.minimum(ends, problem.n - steps[::-1])[:-1].tolist(), problem.n]
+
+
 class _Programme:
     """Tables of a problem, and one pass over them."""
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
         self.problem, self.order = problem, list(order)
         self.more = problem.microbatches - 1
-        sums = {name: np.asarray(values) for name, values in problem.sums.items()}
+        sums = {name: np.asarray(values) for name, values in problem.table.sums.items()}
         self.forward, self.backward = sums["forward_s"], sums["backward_s"]
-        self.reduce = sums["reduce_s"] if len(problem.reduce_s) else np.zeros(problem.n + 1)
-        self.step = sums["step_s"] if len(problem.step_s) else np.zeros(problem.n + 1)
-        self.memory = sums["memory"] if len(problem.memory) else None
+        self.reduce, self.step = sums["reduce_s"], sums["step_s"]
+        self.memory = sums["memory_bytes"] if problem.ceilings else None
         self.fronts = self._fronts()
 
     def _fronts(self) -> list[Floats]:
@@ -95,7 +112,7 @@ class _Programme:
         fronts = [np.stack([nothing] * 4)]
         for stage in range(m - 1):
             device, target = self.order[stage], self.order[stage + 1]
-            sizes = np.asarray([0.0, *self.problem.cut_bytes, 0.0])
+            sizes = np.asarray([0.0, *self.problem.table.cut_bytes, 0.0])
             send = sizes * self.problem.links.seconds_per_byte[device][target]
             latency = self.problem.links.latency_s[device][target]
             possible = np.triu(np.ones((n + 1, n + 1), dtype=bool), 1)
@@ -117,16 +134,6 @@ class _Programme:
 
     def time_s(self, ends: Sequence[int]) -> float:
         return self.problem.step_time_s(ends, self.order)
-
-    def fair(self) -> list[int]:
-        """Ends that give every stage about its share of the work; memory is not looked at."""
-        n, m = self.problem.n, self.problem.m
-        work = self.forward + self.backward
-        share = np.cumsum([self.problem.speeds[j] for j in self.order])
-        wanted = np.searchsorted(work, share / share[-1] * work[-1])
-        steps = np.arange(m)
-        ends = np.maximum.accumulate(np.maximum(wanted, 1) - steps) + steps
-        return [*np.minimum(ends, n - steps[::-1])[:-1].tolist(), n]
 
     def run(self, limit_s: float, most: int | None) -> list[int] | None:
         """The ends of the best chain below a limit, or None; with at most `most` labels a state."""
@@ -169,7 +176,7 @@ class _Programme:
         total, _, back, slowest = self._fronts_of_all()
         if not np.isfinite(total):  # nothing fits
             return [np.zeros(self.problem.n + 1, dtype=np.int64)] * self.problem.m
-        left_s = limit_s - self.problem.driver_s - total - back - self.more * slowest
+        left_s = limit_s - total - back - self.more * slowest
         longest_s = left_s / self.more if self.more else np.inf
         furthest = []
         for device in self.order:
@@ -230,7 +237,7 @@ class _Programme:
         send = latency = np.zeros(len(end))
         if not last:
             target = self.order[stage + 1]
-            sizes = np.asarray([*problem.cut_bytes, 0.0])
+            sizes = np.asarray([*problem.table.cut_bytes, 0.0])
             send = sizes[end - 1] * problem.links.seconds_per_byte[device][target]
             latency = np.full(len(end), problem.links.latency_s[device][target])
         result = np.empty_like(labels)
@@ -252,7 +259,7 @@ class _Programme:
         forward = labels[:, _F] + total + self.more * np.maximum(labels[:, _FMAX], largest)
         back = labels[:, _B] + total_back + self.more * np.maximum(labels[:, _BMAX], largest_back)
         finish = np.maximum(labels[:, _W], back) if stage else labels[:, _W]
-        return np.asarray(forward + finish + self.problem.driver_s)
+        return np.asarray(forward + finish)
 
 
 def _undominated(labels: Floats, more: int) -> Ints:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.rates import Rates
 
 TOLERANCE = {"cpu": 0.2, "cuda": 0.05}
 """Speeds that differ by less than this share count as equal. Processors are shared with whatever
@@ -31,8 +30,6 @@ class Device:
             the same name.
         cores: numbers of the host's cores that the process may run on; empty on an accelerator.
         threads: number of threads that compute; 0 on an accelerator.
-        quota: how much of the processors this process may have, as the system words it; empty: not
-            known.
         units_per_s: work done in a second by the wall clock; 0: not measured.
         units_per_own_s: the same by the clock of the profile, which stands still while others have
             the processor.
@@ -44,9 +41,60 @@ class Device:
     memory_limits: tuple[tuple[str, int], ...] = ()
     cores: tuple[int, ...] = ()
     threads: int = 0
-    quota: str = ""
     units_per_s: float = 0.0
     units_per_own_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What was measured of it on all ranks, before there is a plan.
+
+    Attributes:
+        message_s: seconds that a message between two stages adds, with the work around it.
+        reduce_bytes_per_s: of an all-reduce over all ranks, by the size of the tensor.
+        reduce_s: seconds of an all-reduce of nothing.
+        ranks: how many took part in it.
+        update_s_per_byte: seconds of the optimizer step per byte of the parameters that are
+            trained.
+        overlaps: whether an all-reduce runs beside the backward at no cost, as on an accelerator;
+            on a CPU it takes the processor from it.
+    """
+
+    message_s: float
+    reduce_bytes_per_s: float
+    reduce_s: float
+    ranks: int
+    update_s_per_byte: float
+    overlaps: bool
+
+    def reduced_s(self, size: float, replicas: int) -> float:
+        """Seconds of the all-reduce of `size` bytes over some replicas, as a ring of them does."""
+        if replicas == 1:
+            return 0.0
+        share = (replicas - 1) / replicas * self.ranks / (self.ranks - 1)
+        return self.reduce_s + share * size / self.reduce_bytes_per_s
+
+    def after_backward(
+        self, gradient_bytes: Sequence[float], replicas: int
+    ) -> tuple[list[float], list[float]]:
+        """What follows the last backward of each of n partitions.
+
+        Args:
+            gradient_bytes: (n,) size of its gradients.
+            replicas: number of replicas.
+
+        Returns:
+            (n,) seconds of the all-reduce, which are empty where it does not overlap, and (n,) of
+            the optimizer step, to which they are then added.
+        """
+        # an all-reduce of nothing takes its time too: once, with the last partition
+        start_s = self.reduced_s(0.0, replicas)
+        reduced = [self.reduced_s(size, replicas) - start_s for size in gradient_bytes]
+        reduced[-1] += start_s
+        updates = [self.update_s_per_byte * size for size in gradient_bytes]
+        if self.overlaps:
+            return reduced, updates
+        return [], [update + reduce for update, reduce in zip(updates, reduced)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +183,7 @@ def memory_of_rank(device: Device, devices: Sequence[Device], communicators: int
         devices: of all ranks, and so of those of its host.
         communicators: how many the rank will have.
     """
+    # an accelerator belongs to one rank; the memory of a host is shared by its ranks
     if not device.threads:
         taken = communicators * COMMUNICATOR_BYTES
         return None if device.memory_bytes is None else max(0, device.memory_bytes - taken)
@@ -176,8 +225,10 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
     * Speeds that are nearly those of the fastest so far are one class and share their median.
     * What is left is rounded.
     """
+    # the profile is taken on rank 0, by the clock that stands still for others' work
     own = devices[0].units_per_own_s
     rates = [device.units_per_s / own for device in devices]
+    # who gets a shared core is the scheduler's choice: the mean is what all of them have
     for sharers in _crowded(devices):
         mean = statistics.mean(rates[rank] for rank in sharers)
         rates = [mean if rank in sharers else rate for rank, rate in enumerate(rates)]
@@ -187,6 +238,7 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
         first = waiting[0]
         tolerance = TOLERANCE["cpu" if devices[first].threads else "cuda"]
         alike = [rank for rank in waiting if rates[rank] >= rates[first] * (1 - tolerance)]
+        # a class of nearly equal devices is one speed, so that a plan does not follow noise
         middle = statistics.median(rates[rank] for rank in alike)
         for rank in alike:
             speeds[rank] = max(1, round(middle / GRID)) * GRID
@@ -194,55 +246,45 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
     return tuple(round(speed, 2) for speed in speeds)
 
 
-def unequal_twins(devices: Sequence[Device]) -> list[list[int]]:
-    """Ranks whose devices should be equal, and were measured as if they were not.
-
-    These are of one host, with the same model, cores, threads and quota. What makes them differ is
-    mostly other work that came and went while they were measured.
-    """
-    return _unequal(devices, [(d.host, d.name, d.cores, d.threads, d.quota) for d in devices])
-
-
 def want_second_look(devices: Sequence[Device]) -> bool:
     """Whether a short look was not enough to tell how fast devices are.
 
-    Either twins seem unequal, or a quota makes them so: how much of it a short look has met is
-    chance.
+    Twins, of one host with the same model, cores and threads, should be equal. What makes them
+    differ is mostly other work that came and went while they were measured; or a quota, and then it
+    is chance how much of it a short look has met.
     """
-    return bool(_unequal(devices, [(d.host, d.name, d.cores, d.threads) for d in devices]))
+    return not all(
+        _alike(twins, TOLERANCE["cpu" if twins[0].threads else "cuda"])
+        for twins in _twins(devices).values()
+    )
 
 
-def _unequal(devices: Sequence[Device], kinds: Sequence[object]) -> list[list[int]]:
-    """The ranks of each kind, where they were measured as if they were not alike."""
-    twins = [[r for r, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)]
-    return [ranks for ranks in twins if not _alike([devices[rank] for rank in ranks])]
+def with_second_look(devices: Sequence[Device]) -> list[Device]:
+    """What a long look says: twins that are close to equal then have their mean speed."""
+    means = {
+        kind: statistics.mean(device.units_per_s for device in twins)
+        for kind, twins in _twins(devices).items()
+        if _alike(twins, CONFIRMED)
+    }
+    return [
+        replace(device, units_per_s=means.get(_kind(device), device.units_per_s))
+        for device in devices
+    ]
 
 
-def with_second_look(first: Sequence[Device], second: Sequence[Device]) -> list[Device]:
-    """What two looks say together, of which the second one was long.
-
-    Args:
-        first: all devices, at the first look.
-        second: the same, at the second.
-
-    Returns:
-        The devices as the second look has them; :func:`unequal_twins` that it shows alike, or
-        close to that, have their mean speed.
-    """
-    found = list(second)
-    for ranks in unequal_twins(first):
-        twins = [second[rank] for rank in ranks]
-        if not _alike(twins, CONFIRMED):
-            continue
-        mean = statistics.mean(device.units_per_s for device in twins)
-        for rank in ranks:
-            found[rank] = replace(second[rank], units_per_s=mean)
-    return found
+def _twins(devices: Sequence[Device]) -> dict[object, list[Device]]:
+    """The devices by kind."""
+    kinds: dict[object, list[Device]] = {}
+    for device in devices:
+        kinds.setdefault(_kind(device), []).append(device)
+    return kinds
 
 
-def _alike(devices: Sequence[Device], tolerance: float | None = None) -> bool:
-    if tolerance is None:
-        tolerance = TOLERANCE["cpu" if devices[0].threads else "cuda"]
+def _kind(device: Device) -> object:
+    return device.host, device.name, device.cores, device.threads
+
+
+def _alike(devices: Sequence[Device], tolerance: float) -> bool:
     rates = [device.units_per_s for device in devices]
     return min(rates) >= max(rates) * (1 - tolerance)
 
@@ -279,6 +321,7 @@ def order_ranks(speeds: Sequence[float], replicas: int, stages: int) -> tuple[in
     blocks = [sorted(ranked[k * replicas : (k + 1) * replicas]) for k in range(stages)]
     blocks.sort(key=lambda block: block[0])  # rank 0 has index 0
     dealt = tuple(rank for replica in zip(*blocks) for rank in replica)
+    # neighbours in rank are often neighbours in the machine: do not part them for little
     gain = _together(speeds, dealt, stages) / _together(speeds, as_they_are, stages)
     return dealt if gain >= WORTHWHILE else as_they_are
 

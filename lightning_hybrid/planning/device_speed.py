@@ -12,8 +12,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -43,7 +41,6 @@ def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> De
         memory_limits=memory_limits() if on_cpu else (),
         cores=tuple(sorted(cores)) if on_cpu else (),
         threads=torch.get_num_threads() if on_cpu else 0,
-        quota=_quota() if on_cpu else "",
         units_per_s=speed[0],
         units_per_own_s=speed[1],
     )
@@ -57,6 +54,7 @@ def measure_speed(device: torch.device, *, long: bool = False) -> tuple[float, f
     have.
     """
     unit, clock = _unit(device), clock_of(device)
+    # the first one allocates memory and loads kernels
     unit()
     clock()
     if long:
@@ -72,6 +70,7 @@ def update_s_per_byte(device: torch.device) -> float:
 
     Which optimizer it will be is not known before a run: SGD with momentum takes about as long.
     """
+    # more than the caches of most CPUs hold
     parameters, gradients = (torch.zeros(2**22, device=device) for _ in range(2))
     clock = clock_of(device)
     best_s = float("inf")
@@ -105,16 +104,3 @@ def _unit(device: torch.device) -> Callable[[], object]:
         long.mul_(1.0)
 
     return run
-
-
-def _quota() -> str:
-    """What the group of this process may use of the processors, as Linux words it."""
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kind, group = line.split(":", 2)
-            root = Path("/sys/fs/cgroup") / ("cpu" if kind else "")
-            limit = "cpu.cfs_quota_us" if kind else "cpu.max"
-            for place in (root / group.lstrip("/"), root):  # the second is seen from a container
-                if (not kind or "cpu" in kind.split(",")) and (place / limit).exists():
-                    return (place / limit).read_text().strip()
-    return ""

@@ -7,9 +7,8 @@ them), so cuts are improved one after the other from fair shares, by the simulat
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.chains import fair_ends
 from lightning_hybrid.planning.step_problem import StepProblem
 from lightning_hybrid.schedules import MOST_ROUNDS, loop_order
 
@@ -39,7 +38,7 @@ def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
     best: tuple[float, list[int], list[int]] | None = None
     for rounds in range(2, most + 1):
         devices = list(loop_order(problem.m, rounds))
-        ends = improved(_fair(problem, devices), partial(problem.step_time_s, devices=devices))
+        ends = improved(fair_ends(problem, devices), partial(problem.step_time_s, devices=devices))
         step_s = problem.step_time_s(ends, devices)
         if best is None or step_s < best[0]:
             best = step_s, ends, devices
@@ -50,19 +49,6 @@ def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
             "more of them, or smaller micro-batches"
         )
     return best[1], best[2]
-
-
-def _fair(problem: StepProblem, devices: Sequence[int]) -> list[int]:
-    """Ends that give every stage about its share of the work, and one partition at least."""
-    work = np.cumsum([f + b for f, b in zip(problem.forward_s, problem.backward_s)])
-    share = np.cumsum([problem.speeds[device] for device in devices])
-    wanted = np.searchsorted(work, share / share[-1] * work[-1]) + 1
-    stages = len(devices)
-    ends: list[int] = []
-    for stage, end in enumerate(wanted.tolist()):
-        least = (ends[-1] if ends else 0) + 1
-        ends.append(min(max(end, least), problem.n - (stages - 1 - stage)))
-    return [*ends[:-1], problem.n]
 
 
 def improved(ends: list[int], step_of: Callable[[Sequence[int]], float]) -> list[int]:

@@ -1,16 +1,20 @@
-"""What a network holds while it trains, and whether the devices can take it."""
+"""What a network holds while it trains, on each device and at most."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network import PartitionProfile, Profile
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.would_fit import Fit, gigabytes, what_would_fit
-from lightning_hybrid.schedules import Kind, Schedule
+from lightning_hybrid.planning.search import PlanSettings
+from lightning_hybrid.schedules import SCHEDULES, STREAMED, Kind, Schedule
+
+DRIVER_BYTES, WORKER_BYTES = 96 * 2**20, 56 * 2**20
+"""What a process takes beside tensors once it was asked what it may take: for TorchDynamo, code of
+stages, process groups, messages. As measured with a network of next to nothing on CPUs."""
 
 _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "SGD": lambda o: int(o["momentum"] != 0),
@@ -62,6 +66,7 @@ def in_flight(schedule: Schedule) -> int:
     most = 0
     for forward, backward in zip(schedule.forward, schedule.backward):
         held = 0
+        # a split backward frees activations only with its weight part
         split = any(instruction.kind is Kind.WEIGHT for instruction in backward)
         last = Kind.WEIGHT if split else Kind.BACKWARD
         for instruction in (*forward, *backward):
@@ -70,70 +75,56 @@ def in_flight(schedule: Schedule) -> int:
     return most
 
 
-def check_memory(
-    profile: Profile,
-    needed: Sequence[int],
-    limits: Sequence[int],
-    held: int,
-    *,
-    recompute: bool = False,
-    tried: Sequence[Fit] = (),
-    contiguous: bool = False,
-) -> None:
-    """Complain if no placement can hold the network.
+@dataclass(frozen=True)
+class Held:
+    """What devices hold of a network.
+
+    Attributes:
+        needed: bytes per partition; empty: not known.
+        most: passes of which a partition holds the activations at once.
+        kept_inputs: bytes of inputs of stages that a device keeps beside.
+    """
+
+    needed: Sequence[int]
+    most: int = 1
+    kept_inputs: int = 0
+
+    def room(self, limits: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """What devices with these limits may take beside the inputs that they keep."""
+        return limits and tuple(max(0, limit - self.kept_inputs) for limit in limits)
+
+
+def held_in_training(
+    table: PartitionTable, settings: PlanSettings, stages: int, microbatches: int, recompute: bool
+) -> Held:
+    """What each partition holds while a network trains.
 
     Args:
-        profile: of its partitions.
-        needed: bytes that each of them holds.
-        limits: bytes that each device of a replica may take, by its index.
-        held: micro-batches whose activations are held at once.
-        recompute: whether activations are computed again.
-        tried: this way of spreading it, and others that are no alternative.
-        contiguous: whether each device gets one run of partitions, so that the first of `tried`
-            is the only placement.
-
-    Raises:
-        PlanError: one partition is larger than any device, or all are larger than all devices, or
-            no chain fits; the text says what is missing where, and what would fit.
+        table: of its partitions.
+        settings: what the user has asked for.
+        stages: number of devices of a replica.
+        microbatches: their number.
+        recompute: whether stages run their forward again for the backward.
     """
-    again = ", with recompute=True," if recompute else ""
-    free = "free beside the inputs that its stages keep" if recompute else "free"
-    largest = max(range(len(needed)), key=needed.__getitem__)
-    roomiest = max(range(len(limits)), key=limits.__getitem__)
-    more = ""
-    if needed[largest] > limits[roomiest]:
-        problem = (
-            f"network partition {profile.partitions[largest].name!r} needs{again} "
-            f"{_spelled([profile.partitions[largest]], held)}, more than any device has: the "
-            f"largest, device {roomiest} of a replica, has {gigabytes(limits[roomiest])} {free}"
-        )
-    elif sum(needed) > sum(limits):
-        each = ", ".join(map(gigabytes, limits))
-        more = ", or more stages (pipeline_parallel_size)"
-        problem = (
-            f"the network needs{again} {_spelled(profile.partitions, held)}, more than the "
-            f"{len(limits)} devices of a replica have {free} together: {gigabytes(sum(limits))} "
-            f"({each})"
-        )
-    elif contiguous and tried and not tried[0].fits:
-        more = ", or more stages (pipeline_parallel_size)"
-        problem = f"no chain of stages fits into memory, however it is cut: {tried[0]}"
-    else:
-        return
-    raise PlanError(f"{problem}. {_advice(profile, held, more, tried)}")
-
-
-def _advice(profile: Profile, held: int, more: str, tried: Sequence[Fit]) -> str:
-    texts = [
-        "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
-        f"use larger devices{more}."
-    ]
-    if held > 1:
-        less = gigabytes(sum(p.memory_bytes(1) for p in profile.partitions))
-        texts.append(f"recompute=True holds activations of one micro-batch: {less} in all.")
-    if tried:
-        texts.append(what_would_fit(tried))
-    return " ".join(texts)
+    widest = round(max(table.cut_bytes, default=0))
+    streamed = STREAMED.get(settings.schedule)
+    name = settings.schedule if streamed else "gpipe"  # that of all exact schedules is the same
+    # one stage goes backward with each micro-batch before it begins with the next
+    most = 1 if stages == 1 else in_flight(SCHEDULES[name](2, microbatches))
+    kept_inputs = copies = 0  # copies of the weights of a stage
+    if recompute:
+        most, kept_inputs = 1, most * widest
+    if streamed is not None:
+        ahead = streamed.look_aheads(stages)[0]  # of the first stage, which has the most
+        weights = settings.delayed_weights if streamed.delayed else None
+        if weights == "recompute":
+            kept_inputs = ahead * widest
+        else:
+            most *= 1 + ahead
+        copies = ahead if weights == "stash" else 0
+    sizes = zip(table.kept_bytes, table.activation_bytes, table.gradient_bytes)
+    needed = [round(kept + most * each + copies * weights) for kept, each, weights in sizes]
+    return Held(needed, most, kept_inputs)
 
 
 def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int, ...] | None:
@@ -147,6 +138,7 @@ def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int
         return None
     left = list(limits)
     for plan in beside:
+        # recomputation keeps the inputs of its stages, which the rows do not count
         kept_inputs = plan.microbatches * max((row.cut_bytes or 0 for row in plan.rows), default=0)
         for device, row in zip(plan.devices, plan.rows):
             left[device] -= row.memory_bytes or 0
@@ -154,14 +146,65 @@ def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int
     return tuple(max(0, size) for size in left)
 
 
-def _spelled(partitions: Sequence[PartitionProfile], held: int) -> str:
-    def total(name: str) -> str:
-        return gigabytes(sum(getattr(p, f"{name}_bytes") for p in partitions))
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """What ranks hold in a run beside the activations of their stages.
 
-    buckets = f"{total('bucket')} to average them, " if partitions[0].bucket_bytes else ""
-    return (
-        f"{gigabytes(sum(p.memory_bytes(held) for p in partitions))} (parameters "
-        f"{total('parameter')}, gradients {total('gradient')}, {buckets}"
-        f"optimizer {total('optimizer')}, "
-        f"activations {total('activation')} for each of {held} micro-batches held)"
+    Attributes:
+        start_bytes: before the cut: a network that is built in ``__init__`` is whole on each rank.
+        passing_bytes: by name of the partition: the most that is there for a moment, for an
+            operation, or beside its largest parameter.
+        batch_bytes: on the driver: inputs and outputs of all micro-batches, and their gradients.
+        on_cpu: whether processes and tensors share their memory.
+    """
+
+    start_bytes: int
+    passing_bytes: Mapping[str, int]
+    batch_bytes: int
+    on_cpu: bool = True
+
+
+def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
+    """A plan whose rows say what the rank of each stage takes at most, and what it may take.
+
+    Steps hold the stages, what crosses their cuts (of each micro-batch what was sent until it has
+    come back, two gradients on their way), and, where activations are computed again, the inputs
+    of all micro-batches. For a moment there is more: what operations take for themselves, or once
+    more the largest parameter (a gradient that is added to another one, or what an optimizer
+    divides by), whichever is more. A checkpoint and the end of a run hold no more: what is kept,
+    and a piece of a file, which is one tensor at most.
+
+    Args:
+        plan: of one network.
+        life: what ranks hold beside.
+        limits: bytes that each device may take; None: not known.
+    """
+    rows = plan.rows
+    if any(row.memory_bytes is None for row in rows):
+        return plan
+    steps, passing = dict.fromkeys(plan.devices, 0), dict.fromkeys(plan.devices, 0)
+    # the driver, device 0, has the batch and the outputs beside its stages
+    steps[0] = life.batch_bytes
+    inputs = [0, *(row.cut_bytes or 0 for row in rows[:-1])]
+    for row, taken in zip(rows, inputs):
+        crossing = plan.microbatches * (row.cut_bytes or 0) + 2 * max(taken, row.cut_bytes or 0)
+        again = plan.microbatches * taken if plan.recompute else 0
+        steps[row.device] += (row.memory_bytes or 0) + crossing + again
+        sizes = (life.passing_bytes.get(name, 0) for name in row.partitions)
+        passing[row.device] = max(passing[row.device], *sizes)
+    peaks = {
+        device: max(life.start_bytes, steps[device] + passing[device])
+        + (DRIVER_BYTES if device == 0 else WORKER_BYTES) * life.on_cpu
+        for device in plan.devices
+    }
+    return replace(
+        plan,
+        rows=tuple(
+            replace(
+                row,
+                peak_bytes=peaks[row.device],
+                limit_bytes=None if limits is None else limits[row.device],
+            )
+            for row in rows
+        ),
     )

@@ -1,6 +1,5 @@
 """What the partitions of a network cost: counted for devices on paper, or measured on this one."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import (
@@ -17,13 +15,11 @@ from lightning_hybrid.network import (
     NetworkGraph,
     NetworkPartition,
     NotCaptured,
-    cached,
-    clock_of,
     count,
-    measure,
     own_forward,
 )
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.device_speed import update_s_per_byte
+from lightning_hybrid.planning.partition_table import PartitionTable, measured_table
 from lightning_hybrid.planning.shapes import CostsOf
 
 
@@ -48,6 +44,7 @@ def capture_call(
         raise _Seen
 
     try:
+        # the exception of `note` is the way out, before anything is computed
         Capture(network, own_forward(network), note)(tuple(args), dict(kwargs))
     except _Seen:
         return found[0]
@@ -91,6 +88,7 @@ def counted_parts(
 
     @cache
     def costs_of(samples: int) -> PartitionTable:
+        # counted operations grow with the samples
         scale = samples / profile.batch
         return PartitionTable.of(
             *(graph, partitions, profile),
@@ -107,7 +105,6 @@ def measured_parts(
     partitions: Sequence[NetworkPartition],
     leaves: Sequence[Tensor],
     device: torch.device,
-    optimizer: Optimizer,
     state_bytes: Mapping[str, int],
     advance: Callable[[int, int], None] | None = None,
     *,
@@ -115,53 +112,26 @@ def measured_parts(
 ) -> CostsOf:
     """Costs measured on this device, at each size of the micro-batch that is asked for.
 
+    The optimizer step is taken to be one of average cost, as for the sizes of a run.
+
     Args:
         graph: of the network.
         partitions: of the graph.
         leaves: the tensors of `NetworkGraph.bind` for a whole batch.
         device: where to measure.
-        optimizer: of the network's parameters; a step of it is timed.
-        state_bytes: what it keeps, by name of parameter.
+        state_bytes: what the optimizer will keep, by name of parameter.
         advance: hears which partition is measured, from 1, and how many there are.
         divides_states: whether replicas divide the state.
     """
     batch = graph.batch_of(leaves) or 1
-    rate_s = _step_s_per_element(optimizer, device)
+    rate_s = update_s_per_byte(device)
 
     @cache
     def costs_of(samples: int) -> PartitionTable:
         mine = graph.split(leaves, batch // samples)[0]
-        profile = cached(
-            lambda: measure(graph, partitions, mine, device=device, advance=advance),
-            graph,
-            partitions,
-            mine,
-            device,
-        ).with_optimizer(partitions, state_bytes)
-        table = PartitionTable.of(graph, partitions, profile, divides_states=divides_states)
-        return replace(table, step_s=[rate_s * size for size in table.parameters])
+        table = measured_table(
+            *(graph, partitions, mine, device, state_bytes, advance), divides_states=divides_states
+        )
+        return replace(table, step_s=[rate_s * size for size in table.gradient_bytes])
 
     return costs_of
-
-
-def _step_s_per_element(optimizer: Optimizer, device: torch.device) -> float:
-    """Seconds of an optimizer step for one element of a parameter; the parameters do not change."""
-    clock = clock_of(device)
-    groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    parameters = [p for group in groups for p in group]
-    elements: int = sum(p.numel() for p in parameters)
-    if not elements:
-        return 0.0
-    kept = [p.detach().clone() for p in parameters]
-    times: list[float] = []
-    for _ in range(4):  # the first one makes the state
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-        start = clock()
-        optimizer.step()
-        times.append(clock() - start)
-    with torch.no_grad():
-        for p, value in zip(parameters, kept):
-            p.copy_(value)  # weight decay
-            p.grad = None
-    return statistics.median(times[1:]) / elements

@@ -1,13 +1,16 @@
 """What is known of the network partitions of a chain: the one record that plans are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network import NetworkGraph, NetworkPartition, Profile
-from lightning_hybrid.planning.split_backwards import Halves
-from lightning_hybrid.planning.stage_plan import StagePlan
+from lightning_hybrid.network import NetworkGraph, NetworkPartition, Profile, cached, measure
+from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.step_time import StepCosts
 
 
@@ -15,40 +18,39 @@ from lightning_hybrid.planning.step_time import StepCosts
 class PartitionTable:
     """Times and sizes of n network partitions, in order, at the size of a micro-batch.
 
-    Times are those of a device of capacity 1, in seconds; sizes are in bytes.
+    Times are those of a device of capacity 1, in seconds; sizes are in bytes. Lists that are left
+    empty are not known, or not counted; of a split backward both parts are then half of it.
 
     Attributes:
-        names: of each partition its first module.
         forward_s: times of the forward of a micro-batch.
         backward_s: times of its backward.
         cut_bytes: n - 1 sizes of what crosses the cut after a partition per micro-batch.
+        names: of each partition its first module.
         parameters: numbers of parameter elements.
         layers: numbers of layers.
-        reduce_s: times of the all-reduce of gradients over the replicas; empty: not counted.
-        step_s: times of the optimizer step; empty: not counted.
-        memory_bytes: what a partition holds while it trains; None: not known.
-        gradient_bytes: sizes of its gradients; empty: not known.
-        kept_bytes: parameters, gradients and the state of the optimizer; empty: not known.
+        reduce_s: times of the all-reduce of gradients over the replicas.
+        step_s: times of the optimizer step.
+        memory_bytes: what a partition holds while it trains, its micro-batches in flight included.
+        gradient_bytes: sizes of its gradients.
+        kept_bytes: parameters, gradients and the state of the optimizer.
         state_bytes: of that the state which replicas divide; empty: each has all of it.
-        activation_bytes: held for each micro-batch between its forward and its backward; likewise.
-        input_part_s: times of the input part of a backward that is split, for `zero_bubble`;
-            empty: half of the backward.
-        weight_part_s: times of its weight part, None where it cannot be split; empty: half of the
-            backward.
+        activation_bytes: held for each micro-batch between its forward and its backward.
+        input_part_s: times of the input part of a backward that is split, for `zero_bubble`.
+        weight_part_s: times of its weight part, None where it cannot be split.
 
     Raises:
-        PlanError: lists of unequal length.
+        PlanError: lists of unequal length, or a number that is negative or not finite.
     """
 
-    names: Sequence[str]
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     cut_bytes: Sequence[float]
-    parameters: Sequence[int]
-    layers: Sequence[int]
+    names: Sequence[str] = ()
+    parameters: Sequence[int] = ()
+    layers: Sequence[int] = ()
     reduce_s: Sequence[float] = ()
     step_s: Sequence[float] = ()
-    memory_bytes: Sequence[int] | None = None
+    memory_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
     kept_bytes: Sequence[float] = ()
     state_bytes: Sequence[float] = ()
@@ -57,14 +59,19 @@ class PartitionTable:
     weight_part_s: Sequence[float | None] = ()
 
     def __post_init__(self) -> None:
-        n = len(self.names)
-        for name, value in vars(self).items():
+        n = len(self.forward_s)
+        for name in self.__dataclass_fields__:
+            values = getattr(self, name)
+            # there is a cut between two partitions, and none after the last
             needed = n - 1 if name == "cut_bytes" else n
-            is_given = value is not None and (len(value) or name not in _MAY_BE_EMPTY)
-            if is_given and len(value) != needed:
+            is_given = len(values) or name in ("backward_s", "cut_bytes")
+            if is_given and len(values) != needed:
                 raise PlanError(
-                    f"{name} has {len(value)} entries, {needed} are needed for {n} partitions"
+                    f"{name} has {len(values)} entries, {needed} are needed for {n} partitions"
                 )
+            for index, value in enumerate(values):
+                if not isinstance(value, str | None) and not 0 <= value < float("inf"):
+                    raise PlanError(f"{name}[{index}] is {value}: a finite number >= 0 is needed")
 
     @classmethod
     def of(
@@ -89,11 +96,13 @@ class PartitionTable:
         """
         sizes = {name: p.numel() for name, p in graph.network.named_parameters()}
         rows, unit_s = profile.partitions, share * seconds
+        # of a partition whose backward cannot be split there is no weight part
         weights = [row.parts[1] for row in rows]
         return cls(
             names=[partition.name for partition in partitions],
             forward_s=[unit_s * row.forward for row in rows],
             backward_s=[unit_s * row.backward for row in rows],
+            # what the last partition returns crosses no cut
             cut_bytes=[round(share * row.output_bytes) for row in rows[:-1]],
             parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
             layers=[len(partition.layers) for partition in partitions],
@@ -105,24 +114,30 @@ class PartitionTable:
             weight_part_s=[None if weight is None else unit_s * weight for weight in weights],
         )
 
+    @cached_property
+    def loads(self) -> list[float]:
+        """Seconds of the forward and the backward of each partition together."""
+        return [f + b for f, b in zip(self.forward_s, self.backward_s)]
+
+    @cached_property
+    def sums(self) -> dict[str, list[float]]:
+        """For each list of numbers its sums up to each partition, n + 1 numbers; zeros if empty."""
+        names = ("forward_s", "backward_s", "reduce_s", "step_s", "memory_bytes")
+        nothing = (0.0,) * len(self.forward_s)
+        return {name: [0.0, *accumulate(getattr(self, name) or nothing)] for name in names}
+
     def held_bytes(self, in_flight: int) -> list[int]:
         """What partitions hold with this many micro-batches between forward and backward."""
         held = zip(self.kept_bytes, self.activation_bytes)
         return [round(kept + in_flight * activation) for kept, activation in held]
 
-    def halves(self) -> Halves:
-        """The parts of the backwards."""
-        half_s = [backward_s / 2 for backward_s in self.backward_s]
-        return Halves(input_s=self.input_part_s or half_s, weight_s=self.weight_part_s or half_s)
-
     def joint(self) -> "PartitionTable":
         """The same where no backward can be split."""
-        return replace(self, weight_part_s=[None] * len(self.names))
+        return replace(self, weight_part_s=[None] * len(self.forward_s))
 
     def recomputed(self) -> "PartitionTable":
         """The same where the forward runs again for the backward, which is then one."""
-        both_s = [f + b for f, b in zip(self.forward_s, self.backward_s)]
-        return replace(self.joint(), backward_s=both_s)
+        return replace(self.joint(), backward_s=self.loads)
 
     def averaged(self) -> "PartitionTable":
         """The same where several replicas average their gradients, in copies of them."""
@@ -153,39 +168,64 @@ class PartitionTable:
             ends: For each of S stages the number after its last partition.
             costs: What the stages take.
         """
-        loads = [f + b for f, b in zip(self.forward_s, self.backward_s)]
-        total = sum(loads) or 1.0
-        cut_bytes = [*self.cut_bytes, 0]
-        memory, gradients, rows = self.memory_bytes, self.gradient_bytes, []
+        total = sum(self.loads) or 1.0
+        # the last stage sends to no next one
+        send_s, latency_s = [*costs.send_s, 0.0], [*costs.latency_s, 0.0]
+        cut_bytes, rows = [*self.cut_bytes, 0], []
         for stage, (a, b) in enumerate(pairwise((0, *ends))):
-            is_last = stage == len(ends) - 1
             rows.append(
                 StagePlan(
                     layers=sum(self.layers[a:b]),
                     partitions=tuple(self.names[a:b]),
                     parameters=sum(self.parameters[a:b]),
-                    load=sum(loads[a:b]) / total,
+                    load=sum(self.loads[a:b]) / total,
                     device=costs.devices[stage],
-                    memory_bytes=None if memory is None else sum(memory[a:b]),
+                    memory_bytes=_total(self.memory_bytes, a, b),
                     forward_s=costs.forward_s[stage],
                     backward_s=costs.backward_s[stage],
-                    weight_s=_at(costs.weight_s, stage),
-                    send_s=0.0 if is_last else _at(costs.send_s, stage),
-                    latency_s=0.0 if is_last else _at(costs.latency_s, stage),
-                    reduce_s=_at(costs.reduce_s, stage),
-                    step_s=_at(costs.step_s, stage),
+                    weight_s=costs.weight_s[stage],
+                    send_s=send_s[stage],
+                    latency_s=latency_s[stage],
+                    reduce_s=costs.reduce_s[stage],
+                    step_s=costs.step_s[stage],
                     cut_bytes=round(cut_bytes[b - 1]),
-                    gradient_bytes=round(sum(gradients[a:b])) if gradients else None,
+                    gradient_bytes=_total(self.gradient_bytes, a, b),
                 )
             )
         return tuple(rows)
 
 
-def _at(values: Sequence[float], index: int) -> float:
-    return values[index] if len(values) else 0.0
+def _total(sizes: Sequence[float], a: int, b: int) -> int | None:
+    """Bytes of the partitions a .. b - 1; None: they are not known."""
+    return round(sum(sizes[a:b])) if sizes else None
 
 
-_MAY_BE_EMPTY = {
-    *("reduce_s", "step_s", "gradient_bytes", "kept_bytes", "activation_bytes", "state_bytes"),
-    *("input_part_s", "weight_part_s"),
-}
+def measured_table(
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    leaves: Sequence[Tensor],
+    device: torch.device,
+    state_bytes: Mapping[str, int],
+    advance: Callable[[int, int], None] | None = None,
+    *,
+    divides_states: bool = False,
+) -> PartitionTable:
+    """What partitions take on this device; from the cache of profiles where that is known.
+
+    Args:
+        graph: of the network.
+        partitions: of the graph.
+        leaves: the tensors of `NetworkGraph.bind` for a micro-batch.
+        device: where to measure.
+        state_bytes: what the optimizer will keep, by name of parameter.
+        advance: hears which partition is measured, from 1, and how many there are.
+        divides_states: whether replicas divide the state.
+    """
+    profile = cached(
+        lambda: measure(graph, partitions, leaves, device=device, advance=advance),
+        graph,
+        partitions,
+        leaves,
+        device,
+    ).with_optimizer(partitions, state_bytes)
+    return PartitionTable.of(graph, partitions, profile, divides_states=divides_states)

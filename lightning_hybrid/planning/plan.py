@@ -11,12 +11,72 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.stage_plan import StagePlan
 from lightning_hybrid.schedules import STREAMED
 
 VERSION = 1
 """Version of the JSON format."""
 _OF_GABRA = "(found by its descents: crossover is not shown to help, docs/allocation.md)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What one stage holds, for reports.
+
+    Attributes:
+        layers: number of layers (nodes of the captured graph).
+        partitions: names of the network partitions, in order.
+        parameters: number of parameter elements.
+        load: share of the whole network's computation, between 0 and 1.
+        device: index of the device within the replica.
+        memory_bytes: held while it trains: parameters, gradients, optimizer state and the
+            activations of the micro-batches in flight; None when nothing was profiled.
+        peak_bytes: the most that the rank of this stage takes from the start of a run to its end,
+            with its other stages; None when nothing was profiled.
+        limit_bytes: what that rank may take; None: not known.
+        forward_s: seconds of the forward of a micro-batch; None, like the other times, if not
+            predicted.
+        backward_s: seconds of its backward; where that is split, of its input part.
+        weight_s: seconds of the weight part of its backward, where that is split.
+        send_s: seconds in which a micro-batch keeps the link to the next stage, in either
+            direction.
+        latency_s: seconds by which it arrives later than that.
+        reduce_s: seconds of the all-reduce of its gradients over the replicas.
+        step_s: seconds of its optimizer step.
+        cut_bytes: what crosses the cut after it, per micro-batch and direction; 0 after the last
+            stage.
+        gradient_bytes: size of its gradients, which its replicas average in a step.
+    """
+
+    layers: int
+    partitions: tuple[str, ...]
+    parameters: int
+    load: float
+    device: int
+    memory_bytes: int | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
+    weight_s: float | None = None
+    send_s: float | None = None
+    latency_s: float | None = None
+    reduce_s: float | None = None
+    step_s: float | None = None
+    cut_bytes: int | None = None
+    gradient_bytes: int | None = None
+
+    def without_times(self) -> Self:
+        """The same, where the times are not to be relied on."""
+        return replace(
+            self,
+            forward_s=None,
+            backward_s=None,
+            weight_s=None,
+            send_s=None,
+            latency_s=None,
+            reduce_s=None,
+            step_s=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +153,7 @@ class Plan:
             "cuts": tuple(self.cuts),
             "devices": tuple(self.devices) or (*range(1, self.stages), 0),
             "capacities": tuple(self.capacities),
+            # each stage has a copy in every replica, so the size of its group is their number
             "data_parallel_sizes": tuple(self.data_parallel_sizes)
             or (self.replicas,) * self.stages,
             "rows": tuple(self.rows),
@@ -103,6 +164,7 @@ class Plan:
             object.__setattr__(self, name, value)
         self._check_lengths()
         self._check_placement()
+        # streams have a recomputation of their own, `delayed_weights='recompute'`
         if self.recompute and self.schedule in STREAMED:
             raise PlanError(
                 f"recompute({self.recompute}) is for schedules that finish a batch before the next "
@@ -309,6 +371,7 @@ class Plan:
             for k, row in enumerate(rows)
         ]
         for before, after, row in zip([0, *crossing], crossing, rows):
+            # a ring sends all but its own share twice: once to add up, once to hand out
             ring = 2 * (self.replicas - 1) / self.replicas * (row.gradient_bytes or 0)
             sent.append(self.microbatches * (before + after) + ring)
         return tuple(sent)
@@ -336,12 +399,11 @@ class Plan:
             + (f"; only tried of {', '.join(self.tried)}" if self.tried else "")
         )
         table = Table()
-        rows = self.table()
+        rows = cells(self)
         for column in rows[0]:
             table.add_column(column, justify="left" if column == "partitions" else "right")
         for row in rows:
-            cells = (f"{v:.1%}" if k == "load" else _plain(v) for k, v in row.items())
-            table.add_row(*cells)
+            table.add_row(*row.values())
         text = StringIO()
         # Plain text wherever it ends up: in a log file, in a notebook, in an error message.
         Console(file=text, width=120, color_system=None, force_jupyter=False).print(table)
@@ -349,6 +411,17 @@ class Plan:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+def cells(plan: Plan) -> list[dict[str, str]]:
+    """The table of a plan as texts."""
+
+    def cell(name: str, value: str | int | float) -> str:
+        if isinstance(value, str):
+            return value
+        return f"{value:.1%}" if name == "load" else f"{value:,}"
+
+    return [{name: cell(name, value) for name, value in row.items()} for row in plan.table()]
 
 
 def _counted(number: int, what: str, plural: str = "s") -> str:
@@ -359,10 +432,6 @@ def _listed(names: Sequence[str]) -> str:
     """The first of some names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more or "none"
-
-
-def _plain(value: str | int | float) -> str:
-    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _check_keys(cls: type[Any], record: Any, where: str) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.cluster_description import spell
+from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.planning.streamed_time import steady_batches
 from lightning_hybrid.planning.traced_step import Work, measured_step
-from lightning_hybrid.planning.units import spell
 from lightning_hybrid.report import (
     Bar,
     Piece,
@@ -61,7 +60,8 @@ def plan_page(
         PlanError: the trace is of something else.
     """
     head = plan.describe().splitlines()[:2]
-    summary = "".join(paragraph(text) for text in (*head, *notes)) + _stages(plan)
+    summary = "".join(paragraph(text) for text in (*head, *notes))
+    summary += table(cells(plan), left=["partitions"])
     return page(
         title,
         [
@@ -76,75 +76,58 @@ def plan_page(
 
 
 def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
-    """A step of each device of a replica, as predicted; empty where no times are known.
+    """A step of each device of a replica, as predicted.
 
-    Of a streamed schedule: what the devices do once all are busy, until they do the same again,
-    which may take several batches.
+    Empty where no times are known, or a step is not over before the next one begins.
     """
-    times = [(row.forward_s, row.backward_s) for row in plan.rows]
+    rows = plan.rows
+    times = [(row.forward_s, row.backward_s) for row in rows]
     if not times or any(None in pair for pair in times) or plan.schedule not in SCHEDULES:
         return {}
-    spans = _streamed(plan)[1] if plan.schedule in STREAMED else _simulated(plan)
-    return {_name(plan, device): spans[device] for device in _devices(plan)}
-
-
-def _simulated(plan: Plan) -> dict[int, list[Span]]:
-    """By device, its part of a step that is over before the next one begins."""
-    rows = plan.rows
-    timeline = simulate(
-        make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split),
-        [row.forward_s or 0.0 for row in rows],
-        [row.backward_s or 0.0 for row in rows],
-        weight_s=[row.weight_s or 0.0 for row in rows],
-        devices=plan.devices,
-        send_s=[row.send_s or 0.0 for row in rows[:-1]],
-        latency_s=[row.latency_s or 0.0 for row in rows[:-1]],
-        reduce_s=[row.reduce_s or 0.0 for row in rows],
-    )
-    spans: dict[int, list[Span]] = {device: [] for device in plan.devices}
-    for event in timeline.events:
+    # a step of a stream begins before the one before it is over: there is no picture of one
+    if plan.schedule in STREAMED:
+        return {}
+    spans: dict[int, list[Span]] = {device: [] for device in _devices(plan)}
+    schedule = make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split)
+    for event in simulate(schedule, _costs(plan)).events:
         kind = _KINDS.get(event.instruction.kind)
         if kind is not None and event.end_s > event.start_s:
             number = event.instruction.microbatch
             span = _span(plan, event.stage, kind, number, event.start_s, event.end_s)
             spans[plan.devices[event.stage]].append(span)
+    # a device steps for all of its stages when the last of them has its gradients
     for device, found in spans.items():
         step_s = sum(row.step_s or 0.0 for row in rows if row.device == device)
         start_s = max((span.end_s for span in found), default=0.0)
         if step_s:
             hint = f"optimizer step, {step_s:.3g} s"
             found.append(Span(start_s=start_s, end_s=start_s + step_s, kind="step", hint=hint))
-    return spans
+    return {_name(plan, device): found for device, found in spans.items()}
 
 
-def _streamed(plan: Plan) -> tuple[int, dict[int, list[Span]]]:
-    """A number of batches and, by device, what it does in their time."""
-    rows = plan.rows
-    costs = StepCosts(
-        forward_s=[row.forward_s or 0.0 for row in rows],
-        backward_s=[row.backward_s or 0.0 for row in rows],
+def _costs(plan: Plan) -> StepCosts:
+    """What the stages of a plan with times take."""
+
+    def times(name: str, rows: Sequence[StagePlan] = plan.rows) -> list[float]:
+        return [getattr(row, name) or 0.0 for row in rows]
+
+    names = ("forward_s", "backward_s", "reduce_s", "step_s", "weight_s")
+    return StepCosts(
         devices=plan.devices,
-        send_s=[row.send_s or 0.0 for row in rows[:-1]],
-        latency_s=[row.latency_s or 0.0 for row in rows[:-1]],
-        reduce_s=[row.reduce_s or 0.0 for row in rows],
-        step_s=[row.step_s or 0.0 for row in rows],
+        send_s=times("send_s", plan.rows[:-1]),
+        latency_s=times("latency_s", plan.rows[:-1]),
+        **{name: times(name) for name in names},
     )
-    spans: dict[int, list[Span]] = {device: [] for device in plan.devices}
-    batches, works = steady_batches(STREAMED[plan.schedule], costs, plan.microbatches)
-    for work in works:
-        span = _span(plan, work.stage, work.kind, work.batch, work.start_s, work.end_s)
-        spans[plan.devices[work.stage]].append(span)
-    return batches, spans
 
 
 def _span(plan: Plan, stage: int, kind: str, number: int, start_s: float, end_s: float) -> Span:
-    what = {"reduce": "all-reduce", "step": "optimizer step"}.get(kind, f"{kind} of {number}")
+    what = "all-reduce" if kind == "reduce" else f"{kind} of {number}"
     label = f"{stage}.{number}" if _shares(plan) else str(number)
     return Span(
         start_s=start_s,
         end_s=end_s,
         kind=kind,
-        label="" if kind in ("reduce", "step") else label,
+        label="" if kind == "reduce" else label,
         hint=f"stage {stage}: {what}, {end_s - start_s:.3g} s",
     )
 
@@ -153,60 +136,34 @@ def _timelines(plan: Plan, measured: Sequence[Work]) -> str:
     predicted = predicted_lanes(plan)
     lanes: dict[str, list[Span]] = {_name(plan, device): [] for device in _devices(plan)}
     for work in measured:
-        lanes[_name(plan, work.device)].append(
-            Span(
-                start_s=work.start_s,
-                end_s=work.end_s,
-                kind=work.kind,
-                label=str(work.microbatch),
-                hint=f"{work.kind} of {work.microbatch}, {work.end_s - work.start_s:.3g} s",
-            )
-        )
+        hint = f"{work.kind} of {work.number}, {work.end_s - work.start_s:.3g} s"
+        _, kind, number, start_s, end_s = work
+        span = Span(start_s=start_s, end_s=end_s, kind=kind, label=str(number), hint=hint)
+        lanes[_name(plan, work.device)].append(span)
+    # prediction and measurement on one axis can be compared by eye
     both = [span for found in (predicted, lanes) for spans in found.values() for span in spans]
-    end_s = max([plan.predicted_step_s or 0.0, *(span.end_s for span in both)])
+    length_s = max([plan.predicted_step_s or 0.0, *(span.end_s for span in both)])
     text = ""
+    if plan.schedule in STREAMED:
+        text += paragraph("No step is drawn: each device is at another batch, one after the other.")
     if predicted:
-        text += paragraph(_legend(plan))
-        text += draw_timeline(_first(predicted), "one step, predicted", end_s)
+        numbers = "stage.micro-batch" if _shares(plan) else "micro-batches"
+        text += paragraph(f"Predicted. Numbers are {numbers}; gaps are waiting.")
+        text += draw_timeline(_first(predicted), "one step, predicted", length_s)
         if len(predicted) > _MOST_LANES:
             text += paragraph(f"The first {_MOST_LANES} of {len(predicted)} devices of a replica.")
     if measured:
-        length_s = max(work.end_s for work in measured)
+        took_s = max(work.end_s for work in measured)
         text += paragraph(
             f"Measured: from the first forward to the last backward of a step of median length of "
-            f"the first replica, {length_s:.4g} s."
+            f"the first replica, {took_s:.4g} s."
         )
-        text += draw_timeline(_first(lanes), "one step, measured", end_s)
+        text += draw_timeline(_first(lanes), "one step, measured", length_s)
     return text
-
-
-def _legend(plan: Plan) -> str:
-    if plan.schedule not in STREAMED:
-        numbers = "stage.micro-batch" if _shares(plan) else "micro-batches"
-        return f"Predicted. Numbers are {numbers}; gaps are waiting."
-    batches, _ = _streamed(plan)
-    time = "the time of one batch" if batches == 1 else f"the time of {batches} batches"
-    return (
-        f"Predicted, once all devices are busy: {time}, {plan.step_s:.4g} s each, after which it "
-        "repeats. Numbers are batches, 0 that which the driver begins with; gaps are waiting. What "
-        "is under way at one end of the picture goes on at the other."
-    )
 
 
 def _first(lanes: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
     return dict(list(lanes.items())[:_MOST_LANES])
-
-
-def _stages(plan: Plan) -> str:
-    rows = [
-        {name: f"{v:.1%}" if name == "load" else _plain(v) for name, v in row.items()}
-        for row in plan.table()
-    ]
-    return table(rows, left=["partitions"])
-
-
-def _plain(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _loads(plan: Plan) -> str:

@@ -1,14 +1,19 @@
-"""From a captured network to a plan: profile its partitions, choose the cuts."""
+"""From a captured network to a plan: profile its partitions, choose the cuts.
+
+What the user leaves open is chosen here: the schedule, and whether forwards run twice.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import (
     NetworkGraph,
     NetworkPartition,
@@ -18,59 +23,29 @@ from lightning_hybrid.network import (
     find_boundary,
     measure,
 )
-from lightning_hybrid.planning.automatic_choices import AUTO, plan_by_schedule, plan_within_memory
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.memory import (
-    check_memory,
-    in_flight,
+    Held,
+    Life,
+    held_in_training,
     optimizer_bytes,
     remaining,
+    with_peaks,
 )
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.peaks import Life, with_peaks
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.rates import Rates
-from lightning_hybrid.planning.search import Method, Objective, plan_stages
-from lightning_hybrid.planning.would_fit import Fit, Footprint, Way
-from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights
+from lightning_hybrid.planning.search import AUTO, PlanSettings, plan_stages
+from lightning_hybrid.planning.would_fit import Fit, Way, check_memory
+from lightning_hybrid.schedules import STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
 """What a link between two ranks is taken to carry where it was not measured. It weighs the bytes
 that cross a cut against the seconds of computation; gloo is 10 Gbit/s, NCCL a PCIe bus."""
 
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """What the user has asked for.
-
-    Attributes:
-        schedule: name of the schedule, or ``"auto"``.
-        allocation: ``"gabra"``, ``"exact"``, ``"merging"``, or cut points as named in the
-            LightningModule.
-        objective: ``"step"``, ``"makespan"`` or ``"profit"``.
-        seed: of the genetic algorithm.
-        contiguous: whether each device gets one stage.
-        recompute: whether stages keep no activations, and run their forward again; ``"auto"``: if
-            nothing else fits.
-        compiled: whether stages are compiled, whose backward is one.
-        delayed_weights: what the backward of a batch computes with under a delayed schedule.
-        shards_states: whether replicas divide the state of the optimizer.
-    """
-
-    schedule: str
-    allocation: Method | tuple[str, ...]
-    objective: Objective
-    seed: int
-    contiguous: bool = True
-    recompute: bool | Literal["auto"] = "auto"
-    compiled: bool = False
-    delayed_weights: DelayedWeights = "stash"
-    shards_states: bool = False
-
-    @property
-    def method(self) -> Method:
-        """How cuts are searched, where none are given."""
-        return self.allocation if isinstance(self.allocation, str) else "gabra"
+MARGIN = 0.05
+"""Share of a step that another schedule must save to be taken in place of fill-drain. Predictions
+are not better than that: they do not know the time between two instructions, and the others have
+more of these."""
 
 
 def make_plan(
@@ -118,6 +93,7 @@ def make_plan(
         NetworkError: a cut point is unknown, or the network may not be cut there.
         PlanError: the network cannot be placed on that many devices.
     """
+    trains = optimizers is not None
     first = None
     if isinstance(settings.allocation, tuple):
         first = _first_of_stages(name, partitions, settings.allocation)
@@ -125,53 +101,44 @@ def make_plan(
     else:
         measured = partial(measure, graph, partitions, leaves, device=device, advance=advance)
         profile = cached(measured, graph, partitions, leaves, device)
-    bandwidth = cluster and cluster.bandwidth_bytes_per_s
-    rates = None if cluster is None else cluster.rates
-    table = _table(graph, partitions, profile, rates if optimizers is not None else None, replicas)
-    make = partial(
-        plan_stages,
-        replicas=replicas,
-        stages=stages,
-        microbatches=microbatches,
-        method=settings.method,
-        objective=settings.objective,
-        capacities=None if cluster is None else cluster.capacities,
-        bandwidth_bytes_per_s=bandwidth or BANDWIDTH_BYTES_PER_S[backend],
-        latency_s=0.0 if rates is None else rates.message_s,
-        cut_points=first,
-        contiguous=settings.contiguous,
-        seed=settings.seed,
-    )
     if optimizers is not None and profile.is_measured:
         sharers = replicas if settings.shards_states else 1
-        profile = profile.with_optimizer(
-            partitions, optimizer_bytes(graph.network, optimizers, sharers)
-        )
+        state_bytes = optimizer_bytes(graph.network, optimizers, sharers)
+        profile = profile.with_optimizer(partitions, state_bytes)
+        # gradients are averaged in buckets, copies that one replica does not need
         profile = profile if replicas == 1 else profile.averaged()
     limits = remaining(None if cluster is None else cluster.memory_limits, beside)
     limits = limits and tuple(limit + present_bytes for limit in limits)
-    passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
-    batch_bytes = microbatches * passed if optimizers is not None else 0
     # the driver has the batch, and what the network makes of it
-    for_stages = limits and (max(0, limits[0] - batch_bytes), *limits[1:])
+    passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
+    batch_bytes = microbatches * passed if trains else 0
+    # any stage may hold the partition whose operations take the most
     working = max(row.working_bytes for row in profile.partitions)
-    for_stages = for_stages and tuple(max(0, limit - working) for limit in for_stages)
-    room = partial(
-        _memory,
-        profile,
-        microbatches,
-        for_stages,
+    rates = None if cluster is None else cluster.rates
+    plan = plan_within(
+        _table(graph, partitions, profile, cluster if trains else None, replicas, trains=trains),
         settings,
-        stages,
-        trains=optimizers is not None,
-        batch=microbatches * (graph.batch_of(leaves) or 1),
+        limits
+        and tuple(
+            max(0, limit - batch_bytes * (device == 0) - working)
+            for device, limit in enumerate(limits)
+        ),
+        partial(_check, profile, settings, microbatches * (graph.batch_of(leaves) or 1)),
+        trains=trains,
+        measured=profile.is_measured,
+        replicas=replicas,
+        stages=stages,
+        microbatches=microbatches,
+        capacities=None if cluster is None else cluster.capacities,
+        bandwidth_bytes_per_s=(cluster and cluster.bandwidth_bytes_per_s)
+        or BANDWIDTH_BYTES_PER_S[backend],
+        latency_s=0.0 if rates is None else rates.message_s,
+        cut_points=first,
     )
-    plan = plan_within_memory(
-        settings.recompute if stages > 1 and optimizers is not None else False,
-        lambda again: _plan(settings, profile, table, make, room(again), again),
-        for_stages,
-    )
-    if optimizers is None or not profile.is_measured:
+    if not profile.is_measured:  # counted loads say nothing of times
+        return plan.without_times()
+    # without training nothing grows after the start, so there are no peaks to tell
+    if not trains:
         return plan
     sizes = {name: p.nbytes for name, p in graph.network.named_parameters()}
     life = Life(
@@ -190,40 +157,56 @@ def _table(
     graph: NetworkGraph,
     partitions: Sequence[NetworkPartition],
     profile: Profile,
-    rates: Rates | None,
+    cluster: Cluster | None,
     replicas: int,
+    *,
+    trains: bool,
 ) -> PartitionTable:
-    """What the search knows of each partition; with rates, what follows the backward too."""
+    """What the search knows of each partition; with a cluster, what follows the backward too."""
     table = PartitionTable.of(graph, partitions, profile)
-    if rates is None:
+    if not trains:  # nothing is kept but the parameters
+        sizes = [row.parameter_bytes for row in profile.partitions]
+        table = replace(table, kept_bytes=sizes, activation_bytes=[0] * len(sizes))
+    elif not profile.is_measured:  # counted activations are no measure of memory
+        table = replace(table, kept_bytes=(), activation_bytes=())
+    if cluster is None or cluster.rates is None:
         return table
-    reduce_s, step_s = rates.after_backward(table.gradient_bytes, replicas)
+    reduce_s, step_s = cluster.rates.after_backward(table.gradient_bytes, replicas)
     return replace(table, reduce_s=reduce_s, step_s=step_s)
 
 
-def _plan(
-    settings: PlanSettings,
+def _check(
     profile: Profile,
+    settings: PlanSettings,
+    batch: int,
     table: PartitionTable,
-    make: Callable[..., Plan],
-    room: tuple[list[int] | None, tuple[int, ...] | None],
-    recompute: bool,
-) -> Plan:
-    """A plan of stages that compute their activations again, or do not."""
-    memory_bytes, limits = room
-    table = replace(table, memory_bytes=memory_bytes)
-    if recompute:
-        table = table.recomputed()
-    elif settings.compiled:  # which cannot be gone back through in parts
-        table = table.joint()
-    plan = plan_by_schedule(
-        settings.schedule,
-        lambda name: make(table, memory_limits=limits, schedule=name),
-        contiguous=settings.contiguous,
-        measured=profile.is_measured,
+    limits: tuple[int, ...],
+    held: Held,
+    way: Way,
+    *,
+    trains: bool,
+) -> None:
+    """Complain if no placement can hold the network, with what would fit.
+
+    Raises:
+        PlanError: see :func:`check_memory`.
+    """
+    tried: list[Fit] = []
+    # of streams another number of micro-batches is no alternative
+    if settings.schedule not in STREAMED:
+        ways = [way, replace(way, recompute=False)] if way.recompute else [way]
+        tried = [Fit.of(table, way, limits, batch, may_recompute=trains) for way in ways]
+    # cuts that were given are taken as they are, whether they fit or not
+    searched = isinstance(settings.allocation, str)
+    check_memory(
+        profile,
+        held.needed,
+        held.room(limits) or (),
+        held.most,
+        recompute=way.recompute,
+        tried=tried,
+        contiguous=searched and settings.contiguous and settings.schedule != "looped",
     )
-    plan = replace(plan, recompute=recompute)
-    return plan if profile.is_measured else plan.without_times()
 
 
 def _first_of_stages(
@@ -242,98 +225,132 @@ def _first_of_stages(
     return [partitions[find_boundary(partitions, point, prefix)].name for point in points]
 
 
-@dataclass(frozen=True)
-class _Held:
-    """What devices hold.
+def plan_within(
+    table: PartitionTable,
+    settings: PlanSettings,
+    limits: tuple[int, ...] | None,
+    check: Callable[..., None] | None = None,
+    *,
+    stages: int,
+    microbatches: int,
+    trains: bool = True,
+    measured: bool = True,
+    **more: Any,
+) -> Plan:
+    """Plan stages that fit into memory, with what the user has left open chosen.
 
-    Attributes:
-        needed: bytes per partition.
-        most: passes of which a partition holds the activations at once.
-        kept_inputs: bytes of inputs of stages that a device keeps beside.
+    Args:
+        table: of the partitions, with what they keep and what their activations take.
+        settings: what the user has asked for.
+        limits: bytes that each device of a replica may take; None: not known.
+        check: complains in its own words where nothing fits; it gets the table, the limits, what
+            is held, the way that is tried, and whether the network is trained.
+        stages: number of devices of a replica.
+        microbatches: their number.
+        trains: whether there is a backward.
+        measured: whether times are known.
+        **more: for :func:`plan_stages`.
+
+    Raises:
+        PlanError: there is no placement.
     """
 
-    needed: list[int]
-    most: int = 1
-    kept_inputs: int = 0
-
-
-def _held(
-    profile: Profile, microbatches: int, settings: PlanSettings, stages: int, *, recompute: bool
-) -> _Held:
-    """What devices hold in training."""
-    # that of all exact schedules is the same
-    name = "gpipe" if settings.schedule == AUTO else settings.schedule
-    most, kept_inputs = in_flight(SCHEDULES[name](2, microbatches)), 0
-    if recompute:
-        most, kept_inputs = 1, most * _widest_cut(profile)
-    copies = 0  # of the weights of a stage
-    streamed = STREAMED.get(settings.schedule)
-    if streamed is not None:
-        ahead = streamed.look_aheads(stages)[0]  # of the first stage, which has the most
-        weights = settings.delayed_weights if streamed.delayed else None
-        if weights == "recompute":
-            kept_inputs = ahead * _widest_cut(profile)
-        else:
-            most *= 1 + ahead
-        copies = ahead if weights == "stash" else 0
-    needed = [p.memory_bytes(most) + copies * p.gradient_bytes for p in profile.partitions]
-    return _Held(needed, most, kept_inputs)
-
-
-def _memory(
-    profile: Profile,
-    microbatches: int,
-    limits: tuple[int, ...] | None,
-    settings: PlanSettings,
-    stages: int,
-    recompute: bool,
-    *,
-    trains: bool,
-    batch: int,
-) -> tuple[list[int] | None, tuple[int, ...] | None]:
-    """What each partition holds, and what the devices may take, as far as that is known."""
-    if not trains:
-        held = _Held([p.parameter_bytes for p in profile.partitions])
-    elif not profile.is_measured:
-        return None, None
-    else:
-        held = _held(profile, microbatches, settings, stages, recompute=recompute)
-    if limits is None:
-        return held.needed, None
-    tried: list[Fit] = []
-    if settings.schedule not in STREAMED:
-        footprint = _footprint(profile, microbatches, batch, trains=trains)
-        ways = (
-            Way(stages=stages, microbatches=microbatches, recompute=again)
-            for again in ([True, False] if recompute else [False])
+    def plan_with(recompute: bool) -> Plan:
+        held = Held([round(size) for size in table.kept_bytes])
+        if trains:
+            held = held_in_training(table, settings, stages, microbatches, recompute)
+        if check is not None and limits is not None and held.needed:
+            way = Way(stages=stages, microbatches=microbatches, recompute=recompute)
+            check(table, limits, held, way, trains=trains)
+        planned = replace(table, memory_bytes=held.needed)
+        if recompute:
+            planned = planned.recomputed()
+        elif settings.compiled:  # which cannot be gone back through in parts
+            planned = planned.joint()
+        plan = plan_by_schedule(
+            settings.schedule,
+            lambda name: plan_stages(
+                planned,
+                replace(settings, schedule=name),
+                stages=stages,
+                microbatches=microbatches,
+                memory_limits=held.room(limits),
+                **more,
+            ),
+            contiguous=settings.contiguous,
+            measured=measured,
         )
-        tried = [Fit(way=way, footprint=footprint, limits=limits) for way in ways]
-    limits = tuple(max(0, limit - held.kept_inputs) for limit in limits)
-    searched = isinstance(settings.allocation, str)
-    check_memory(
-        profile,
-        held.needed,
-        limits,
-        held.most,
-        recompute=recompute,
-        tried=tried,
-        contiguous=searched and settings.contiguous and settings.schedule != "looped",
+        return replace(plan, recompute=recompute)
+
+    return plan_within_memory(
+        settings.recompute if stages > 1 and trains else False, plan_with, limits
     )
-    return held.needed, limits
 
 
-def _widest_cut(profile: Profile) -> int:
-    """Bytes of the largest input that a stage may have."""
-    return max((row.output_bytes for row in profile.partitions[:-1]), default=0)
+def plan_by_schedule(
+    schedule: str, plan_with: Callable[[str], Plan], *, contiguous: bool, measured: bool
+) -> Plan:
+    """Make a plan, with a schedule that is chosen if it is not given.
+
+    Delayed schedules are never chosen: they train another model. Nor are streamed ones, which ask
+    something of the training step that no plan can know.
+
+    Args:
+        schedule: Its name, or `auto`.
+        plan_with: Makes the plan with the schedule of this name.
+        contiguous: Whether each device is to have one stage. So may its backward be split; several
+            stages may be in a loop.
+        measured: Whether times are known. Else fill-drain is taken.
+    """
+    if schedule != AUTO:
+        return plan_with(schedule)
+    best = plan_with("gpipe")
+    if best.stages == 1 or not measured:
+        return best
+    try:
+        other = plan_with("zero_bubble" if contiguous else "looped")
+    except PlanError:  # too few partitions for a loop
+        return best
+    return other if other.step_s < (1 - MARGIN) * best.step_s else best
 
 
-def _footprint(profile: Profile, microbatches: int, batch: int, *, trains: bool) -> Footprint:
-    """What the whole batch of a replica holds."""
-    rows = profile.partitions
-    return Footprint(
-        kept_bytes=[r.memory_bytes(0) if trains else r.parameter_bytes for r in rows],
-        activation_bytes=[microbatches * r.activation_bytes if trains else 0 for r in rows],
-        crossing_bytes=microbatches * _widest_cut(profile),
-        batch=batch,
-        may_recompute=trains,
-    )
+def plan_within_memory(
+    recompute: bool | Literal["auto"],
+    plan_with: Callable[[bool], Plan],
+    limits: Sequence[int] | None = None,
+) -> Plan:
+    """Make a plan, of stages that compute their activations again where that is faster, or needed.
+
+    It can be faster where memory alone says where the cuts are: with more room they are where the
+    stages take equally long.
+
+    Args:
+        recompute: Whether they do; `auto`: where without it no placement is found, or one that is
+            slower.
+        plan_with: Makes the plan, with recomputation or without.
+        limits: Bytes that each device may take; None: not known.
+
+    Raises:
+        PlanError: There is no placement.
+    """
+    if isinstance(recompute, bool):
+        return plan_with(recompute)
+    try:
+        plan = plan_with(False)
+    except PlanError:
+        return plan_with(True)
+    if limits is None or not _is_tight(plan, limits):
+        return plan
+    with suppress(PlanError):
+        other = plan_with(True)
+        if other.step_s < (1 - MARGIN) * plan.step_s:
+            return other
+    return plan
+
+
+def _is_tight(plan: Plan, limits: Sequence[int]) -> bool:
+    """Whether memory may have said where the cuts are: one more stage of a device fits nowhere."""
+    held = [0] * len(limits)
+    for row in plan.rows:
+        held[row.device] += row.memory_bytes or 0
+    return any(2 * size > limit for size, limit in zip(held, limits))

@@ -1,7 +1,7 @@
-"""From a profile of the partitions to a plan: choose the cuts, predict the step."""
+"""From a table of the partitions to a plan: choose the cuts, predict the step."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
@@ -13,14 +13,15 @@ from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.looped_placements import best_loop
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.split_backwards import Halves, best_split_chain, split_chain
+from lightning_hybrid.planning.split_backwards import best_split_chain, split_costs
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 from lightning_hybrid.planning.streamed_time import batch_s
-from lightning_hybrid.schedules import SCHEDULES, STREAMED, loop_order
+from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, loop_order
 
 Objective = Literal["step", "makespan", "profit"]
 Method = Literal["gabra", "exact", "merging"]
+AUTO = "auto"
 
 _MOST_CALLS = 5_000
 """Simulated steps that the search for a free placement may take."""
@@ -30,22 +31,53 @@ _STREAM = 64
 fill-drain of many."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What the user has asked for.
+
+    Attributes:
+        schedule: name of the schedule, or ``"auto"``.
+        allocation: how the cuts are chosen, ``"gabra"``, ``"exact"`` or ``"merging"``; or cut
+            points as named in the LightningModule. `merging` has a rule of its own and no
+            objective, and takes the devices to be equal; see `allocation.merging`.
+        objective: what the choice optimises. `step` is the predicted step. Contiguous stages are
+            then cut by a dynamic programme, whatever the method, and the plan says so; free ones
+            are bred by `gabra`, and the best chain is taken where it is no worse. `profit` needs
+            limits, which profiled devices don't have; the capacities are then scaled to hold the
+            network with a quarter to spare.
+        seed: of the genetic algorithm.
+        contiguous: whether each device gets one run of partitions. Else it may get several, and
+            each run is a stage: then the plan has as many stages as the allocation has runs.
+        recompute: whether stages keep no activations, and run their forward again; ``"auto"``: if
+            nothing else fits.
+        compiled: whether stages are compiled, whose backward is one.
+        delayed_weights: what the backward of a batch computes with under a delayed schedule.
+        shards_states: whether replicas divide the state of the optimizer.
+    """
+
+    schedule: str = "gpipe"
+    allocation: Method | tuple[str, ...] = "gabra"
+    objective: Objective = "step"
+    seed: int = 0
+    contiguous: bool = True
+    recompute: bool | Literal["auto"] = "auto"
+    compiled: bool = False
+    delayed_weights: DelayedWeights = "stash"
+    shards_states: bool = False
+
+
 def plan_stages(
     table: PartitionTable,
+    settings: PlanSettings,
     *,
     replicas: int,
     stages: int,
     microbatches: int,
-    schedule: str = "gpipe",
-    method: Method = "gabra",
-    objective: Objective = "step",
     capacities: Sequence[float] | None = None,
     bandwidth_bytes_per_s: float = float("inf"),
     latency_s: float = 0.0,
     memory_limits: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
-    contiguous: bool = True,
-    seed: int = 0,
 ) -> Plan:
     """Choose where to cut a chain of network partitions, and predict the time of a step.
 
@@ -54,54 +86,44 @@ def plan_stages(
 
     Args:
         table: What is known of the partitions.
+        settings: What the user has asked for, with the schedule chosen.
         replicas: Number of replicas.
         stages: Number of devices of a replica, and of its stages if those are contiguous.
         microbatches: Number of micro-batches.
-        schedule: Name of the schedule.
-        method: How the cuts are chosen.
-        objective: What the choice optimises. `step` is the predicted step. Contiguous stages are
-            then cut by a dynamic programme, whatever the method, and the plan says so; free ones
-            are bred by `gabra`, and the best chain is taken where it is no worse. `profit` needs
-            limits, which profiled devices don't have; the capacities are then scaled to hold the
-            network with a quarter to spare. The method `merging` has a rule of its own and no
-            objective, and takes the devices to be equal; see `allocation.merging`.
         capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
             driver's and gets the last stage.
         bandwidth_bytes_per_s: Speed of the links between the devices.
         latency_s: Their latency.
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
         cut_points: Names of the first partition of each next stage, instead of a search; each
-            device has one.
-        contiguous: Whether each device gets one run of partitions. Else it may get several, and
-            each run is a stage: then the plan has as many stages as the allocation has runs.
-        seed: Seed of the allocation.
+            device has one. They are taken and predicted even where they do not fit.
 
     Raises:
         PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, or no
             placement.
     """
+    schedule = settings.schedule
     speeds = [1.0] * stages if capacities is None else list(capacities)
-    _check_shape(stages, len(table.names), schedule, speeds, contiguous)
+    _check_shape(stages, len(table.names), speeds, settings)
     problem = StepProblem(
-        forward_s=table.forward_s,
-        backward_s=table.backward_s,
-        cut_bytes=table.cut_bytes,
+        table=table,
         speeds=speeds,
         links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
+        # a stream has no end: many micro-batches make the fill and the drain negligible
         microbatches=_STREAM if schedule in STREAMED else microbatches,
-        reduce_s=table.reduce_s,
-        step_s=table.step_s,
+        memory_limits=memory_limits or (),
     )
-    limited = _limited(problem, table.memory_bytes, memory_limits)
-    ends, devices, chosen_by = (
-        _best(limited, schedule, bandwidth_bytes_per_s, method, objective, contiguous, seed)
-        if cut_points is None
-        else (*_given_for(schedule, table.names, cut_points, stages), "given")
-    )
+    if cut_points is None:
+        ends, devices, chosen_by = _best(problem, settings)
+    else:
+        ends, devices = _given_for(schedule, table.names, cut_points, stages)
+        chosen_by = "given"
     costs = problem.costs(ends, devices)
-    if schedule == "zero_bubble":
-        given = cut_points is not None
-        ends, costs = _split(limited, ends, devices, table.halves(), given=given)
+    # cuts that were good without a split may not be with one: halves of a backward end sooner
+    if schedule == "zero_bubble" and cut_points is None:
+        ends, costs = best_split_chain(problem, ends, devices)
+    elif schedule == "zero_bubble":
+        costs = split_costs(problem, ends, devices)
     return Plan(
         replicas=replicas,
         stages=len(ends),
@@ -112,49 +134,30 @@ def plan_stages(
         capacities=tuple(speeds),
         rows=table.rows(ends, costs),
         predicted_step_s=_predicted_s(costs, schedule, microbatches),
-        objective=objective,
+        objective=settings.objective,
         allocation=chosen_by,
-        seed=seed,
+        seed=settings.seed,
         split=tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s),
     )
 
 
 def _check_shape(
-    stages: int, partitions: int, schedule: str, speeds: Sequence[float], contiguous: bool
+    stages: int, partitions: int, speeds: Sequence[float], settings: PlanSettings
 ) -> None:
     if stages > partitions:
         raise PlanError(
             f"stages({stages}) are more than the {partitions} partitions of the network: "
             f"ask for at most {partitions} stages, or cut the network into more partitions"
         )
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
-    if schedule == "zero_bubble" and not contiguous:
+    if settings.schedule not in SCHEDULES:
+        raise PlanError(f"schedule {settings.schedule!r} is none of {', '.join(SCHEDULES)}")
+    if settings.schedule == "zero_bubble" and not settings.contiguous:
         raise PlanError(
             "schedule 'zero_bubble' gives each stage a device of its own: use contiguous=True, or "
             "schedule 'gpipe'"
         )
     if len(speeds) != stages:
         raise PlanError(f"stages({stages}) != {len(speeds)} capacities {speeds}")
-
-
-def _limited(
-    problem: StepProblem, memory_bytes: Sequence[int] | None, memory_limits: Sequence[int] | None
-) -> StepProblem:
-    """The same for the search. What is given is predicted even where it does not fit.
-
-    A limit binds only where it is known what the partitions need.
-    """
-    if memory_bytes is None or memory_limits is None:
-        return problem
-    return replace(problem, memory=memory_bytes, memory_limits=memory_limits)
-
-
-def _split(
-    problem: StepProblem, ends: list[int], devices: list[int], halves: Halves, *, given: bool
-) -> tuple[list[int], StepCosts]:
-    """The ends of the stages and what they cost where backwards may be split."""
-    return (split_chain if given else best_split_chain)(problem, ends, devices, halves)
 
 
 def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
@@ -197,65 +200,59 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
     return [*ends, len(names)]
 
 
-def _best(
-    problem: StepProblem,
-    schedule: str,
-    bandwidth_bytes_per_s: float,
-    method: Method,
-    objective: Objective,
-    contiguous: bool,
-    seed: int,
-) -> tuple[list[int], list[int], str]:
+def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list[int], str]:
     """The ends of the stages, their devices, and which search found them."""
-    if schedule == "looped":
+    if settings.schedule == "looped":
         return *best_loop(problem), "descent"
-    if method == "merging":
-        return _merged(problem, bandwidth_bytes_per_s, contiguous), _order(problem.m), method
-    if objective == "step":
-        return _shortest_step(problem, method, contiguous, seed)
-    return *_search(problem, bandwidth_bytes_per_s, method, objective, contiguous, seed), method
+    if settings.allocation == "merging":
+        return _merged(problem, settings), _order(problem.m), "merging"
+    method: Literal["gabra", "exact"] = "exact" if settings.allocation == "exact" else "gabra"
+    if settings.objective == "step":
+        return _shortest_step(problem, method, settings)
+    return *_allocated(problem, method, settings.objective, settings), method
 
 
 def _shortest_step(
-    problem: StepProblem, method: Literal["gabra", "exact"], contiguous: bool, seed: int
+    problem: StepProblem, method: Literal["gabra", "exact"], settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
     """The ends of the stages, their devices, and which search found them."""
     order = _order(problem.m)
+    ends, chain_s = list[int](), float("inf")
     try:
         ends, chain_s = best_chain(problem, order)
     except PlanError as error:
-        if contiguous:
+        if settings.contiguous:
             raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
-        ends, chain_s = [], float("inf")
-    if contiguous or problem.m == 1:
+    # a chain is solved exactly, so nothing is left to breed
+    if settings.contiguous or problem.m == 1:
         return ends, order, "dynamic"
     if method == "exact":
         raise PlanError(
             "no exact solver knows the step of a free placement: use allocation='gabra', or "
             "objective='makespan'"
         )
+    # small problems are searched to the end long before the limit
+    calls = min(_MOST_CALLS, 50 * problem.n * problem.m)
     try:
-        calls = min(_MOST_CALLS, 50 * problem.n * problem.m)
-        genes, history = evolve(FreePlacements(problem), seed, Breeding(evaluations=calls))
+        genes, history = evolve(FreePlacements(problem), settings.seed, Breeding(evaluations=calls))
     except AllocationError as error:
         if not ends:
             raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
         return ends, order, "dynamic"
+    # of two equal placements the chain sends less and is easier to read
     if chain_s <= history[-1]:
         return ends, order, "dynamic"
     return *runs(genes), "gabra"
 
 
-def _merged(problem: StepProblem, bandwidth_bytes_per_s: float, contiguous: bool) -> list[int]:
+def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
     """The ends of the stages that are left when the most expensive cuts are closed."""
-    if not contiguous:
+    if not settings.contiguous:
         raise PlanError(
             "allocation='merging' leaves one run of partitions for each device: use "
             "contiguous=True, or allocation='gabra'"
         )
-    loads = [f + b for f, b in zip(problem.forward_s, problem.backward_s)]
-    cut_costs = [2 * size / bandwidth_bytes_per_s for size in problem.cut_bytes]
-    ends = list(merge(loads, cut_costs, problem.m).ends)
+    ends = merge(problem.table.loads, _cut_costs(problem), problem.m)
     if not problem.fits(ends, _order(problem.m)):
         raise PlanError(
             f"allocation='merging' knows no limits of memory, and with its cuts {problem.m} stages "
@@ -265,41 +262,44 @@ def _merged(problem: StepProblem, bandwidth_bytes_per_s: float, contiguous: bool
     return ends
 
 
-def _search(
+def _allocated(
     problem: StepProblem,
-    bandwidth_bytes_per_s: float,
     method: Literal["gabra", "exact"],
     objective: Literal["makespan", "profit"],
-    contiguous: bool,
-    seed: int,
+    settings: PlanSettings,
 ) -> tuple[list[int], list[int]]:
     """The ends of the stages, and their devices; neighbouring runs of a device are one stage."""
-    loads = [f + b for f, b in zip(problem.forward_s, problem.backward_s)]
-    speeds = problem.speeds
+    loads, speeds = problem.table.loads, problem.speeds
     capacities = list(speeds)
     if objective == "profit":
+        # Eq. 5 fills capacities: without some room to spare every placement would be the same
         room = max(1.25 * sum(loads) / sum(speeds), max(loads) / min(speeds))
         capacities = [speed * room for speed in speeds]
-    # A cut carries activations forward and gradients of the same size back.
-    cut_costs = [2 * size / bandwidth_bytes_per_s for size in problem.cut_bytes]
+    limited = bool(problem.ceilings)
     try:
         found = allocate(
             loads,
             capacities,
-            cut_costs=cut_costs,
-            memory=problem.memory or None,
-            memory_limits=problem.memory_limits or None,
+            cut_costs=_cut_costs(problem),
+            memory=problem.table.memory_bytes if limited else None,
+            memory_limits=problem.memory_limits if limited else None,
             method=method,
             objective=objective,
-            contiguous=contiguous,
+            contiguous=settings.contiguous,
+            # the driver, device 0, owns the last stage, beside which the loss is computed
             last_device=0,
-            device_order=_order(len(speeds)) if contiguous else None,
-            seed=seed,
+            device_order=_order(len(speeds)) if settings.contiguous else None,
+            seed=settings.seed,
         )
     except AllocationError as error:
         raise PlanError(f"stages({len(speeds)}) cannot be placed: {error}") from error
-    starts = [i for i, (a, b) in enumerate(pairwise(found.assignment), 1) if a != b]
-    return [*starts, len(loads)], [found.assignment[i] for i in (0, *starts)]
+    return runs(found.assignment)
+
+
+def _cut_costs(problem: StepProblem) -> list[float]:
+    """Seconds of a cut after each partition: activations cross it, and gradients of their size."""
+    seconds_per_byte = problem.links.seconds_per_byte[0][0]  # the links of a plan are equal
+    return [2 * size * seconds_per_byte for size in problem.table.cut_bytes]
 
 
 def _order(stages: int) -> list[int]:

@@ -14,7 +14,6 @@ backward and hold the activations of one micro-batch.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -25,14 +24,7 @@ from lightning_hybrid.planning.cluster_description import ClusterDescription, Le
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.step_problem import Links, StepProblem
-from lightning_hybrid.planning.would_fit import (
-    Fit,
-    Footprint,
-    Way,
-    gigabytes,
-    what_lacks,
-    what_would_fit,
-)
+from lightning_hybrid.planning.would_fit import Fit, Way, gigabytes, what_lacks, what_would_fit
 
 _MOST_TURNS = 3
 """Stages per device that are tried at most."""
@@ -124,16 +116,18 @@ def rank_shapes(
     count = len(cluster.devices)
     found: list[Shape] = []
     for devices in _divisors(count):
+        # which links a replica uses depends on the number of its devices alone
         links = links_of(cluster, devices)
         for microbatches in _divisors(batch, _MOST_MICROBATCHES) if splits else (1,):
             costs = costs_of(batch // microbatches).divided(count // devices)
+            # each device needs a partition
             if devices > len(costs.names):
                 continue
             for recompute in (False, True):
                 problem = problem_of(costs, cluster, devices, microbatches, links, recompute)
                 shapes = [*_cut(problem, count // devices, batch, recompute)]
                 if devices == 1 == microbatches or devices > 1:
-                    fit = _fit(costs, problem, batch, recompute)
+                    fit = _fit(problem, batch, recompute)
                     shapes = [s if s.fits else replace(s, fit=fit) for s in shapes]
                 found += shapes
                 # one device, or one micro-batch, would hold as much as before
@@ -155,6 +149,7 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
     for shape in shapes:
         if shape.fits:
             return shape
+    # of many shapes that do not fit the text tells of one
     nearest = min(shapes, key=lambda shape: shape.lacking_bytes)
     tried = [shape.fit for shape in shapes if shape.fit is not None]
     numbers = f" What lacks for each: {what_lacks(tried)}. {what_would_fit(tried)}" if tried else ""
@@ -167,28 +162,30 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
 
 def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
-    costs = costs_of(batch // shape.microbatches).divided(shape.replicas)
-    devices, recompute = shape.devices_per_replica, shape.recompute
-    problem = problem_of(costs, cluster, devices, shape.microbatches, recompute=recompute)
-    held = costs.held_bytes(1 if recompute else shape.microbatches)
-    if recompute:
-        costs = costs.recomputed()
+    problem = _problem_of_shape(shape, costs_of, cluster, batch)
+    table = problem.table
     return Plan(
         replicas=shape.replicas,
         stages=len(shape.ends),
         microbatches=shape.microbatches,
         schedule="gpipe",
-        cuts=tuple(costs.names[end] for end in shape.ends[:-1]),
+        cuts=tuple(table.names[end] for end in shape.ends[:-1]),
         devices=shape.devices,
         capacities=tuple(problem.speeds),
-        rows=replace(costs, memory_bytes=held).rows(
-            shape.ends, problem.costs(shape.ends, shape.devices)
-        ),
+        rows=table.rows(shape.ends, problem.costs(shape.ends, shape.devices)),
         predicted_step_s=shape.step_s,
         objective="step",
         allocation=shape.search,
-        recompute=recompute,
+        recompute=shape.recompute,
     )
+
+
+def _problem_of_shape(
+    shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int
+) -> StepProblem:
+    costs = costs_of(batch // shape.microbatches).divided(shape.replicas)
+    devices, slices = shape.devices_per_replica, shape.microbatches
+    return problem_of(costs, cluster, devices, slices, recompute=shape.recompute)
 
 
 def problem_of(
@@ -207,44 +204,33 @@ def problem_of(
     All replicas wait for each other, so a ``pp_rank`` is as fast and as large as its smallest
     device, and a link as slow as its slowest.
     """
-    count = len(cluster.devices)
-    replicas = count // devices
-    speeds = cluster.relative_speeds
-    limits = cluster.memory_limits
-    backward_s, in_flight = costs.backward_s, microbatches
+    replicas = len(cluster.devices) // devices
+    speeds, limits = cluster.relative_speeds, cluster.memory_limits
+    table = replace(
+        costs,
+        memory_bytes=costs.held_bytes(1 if recompute else microbatches),
+        reduce_s=_reduce_s(costs, cluster, devices, replicas),
+    )
     if recompute:
-        backward_s = tuple(f + b for f, b in zip(costs.forward_s, costs.backward_s))
-        in_flight, kept = 1, microbatches * max(costs.cut_bytes, default=0)
+        table = table.recomputed()
+        kept = microbatches * max(costs.cut_bytes, default=0)
         limits = limits and tuple(max(0.0, limit - kept) for limit in limits)
     return StepProblem(
-        forward_s=costs.forward_s,
-        backward_s=backward_s,
-        cut_bytes=costs.cut_bytes,
+        table=table,
         speeds=[min(speeds[k::devices]) for k in range(devices)],
         links=links or links_of(cluster, devices),
         microbatches=microbatches,
-        reduce_s=_reduce_s(costs, cluster, devices, replicas),
-        step_s=costs.step_s,
-        memory=() if limits is None else costs.held_bytes(in_flight),
-        memory_limits=() if limits is None else [min(limits[k::devices]) for k in range(devices)],
+        memory_limits=[min(limits[k::devices]) for k in range(devices)] if limits else (),
     )
 
 
-def _fit(costs: PartitionTable, problem: StepProblem, batch: int, recompute: bool) -> Fit:
+def _fit(problem: StepProblem, batch: int, recompute: bool) -> Fit:
     """The same shape as far as its memory goes; without limits it lacks nothing."""
-    microbatches = problem.microbatches
-    limits = problem.memory_limits
-    crossing = microbatches * max(costs.cut_bytes, default=0)
-    if recompute:  # of which the problem has taken what is crossing away
-        limits = [limit + crossing for limit in limits]
-    footprint = Footprint(
-        kept_bytes=costs.kept_bytes,
-        activation_bytes=[microbatches * size for size in costs.activation_bytes],
-        crossing_bytes=crossing,
-        batch=batch,
-    )
+    limits, microbatches = problem.memory_limits, problem.microbatches
     way = Way(stages=problem.m, microbatches=microbatches, recompute=recompute)
-    return Fit(way=way, footprint=footprint, limits=limits)
+    fit = Fit.of(problem.table, way, limits, batch)
+    # the problem has taken what is crossing away
+    return replace(fit, limits=[limit + recompute * fit.crossing_bytes for limit in limits])
 
 
 def links_of(cluster: ClusterDescription, devices: int) -> Links:
@@ -309,12 +295,9 @@ def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> It
 
 def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Shape:
     """The same cut by the dynamic programme, if that is quick and better."""
-    devices = shape.devices_per_replica
-    costs = costs_of(batch // shape.microbatches).divided(shape.replicas)
-    if devices * len(costs.names) > _QUICK:
+    problem = _problem_of_shape(shape, costs_of, cluster, batch)
+    if problem.n * problem.m > _QUICK:
         return shape
-    again = shape.recompute
-    problem = problem_of(costs, cluster, devices, shape.microbatches, recompute=again)
     try:
         ends, step_s = best_chain(problem, shape.devices)
     except PlanError:
@@ -322,7 +305,7 @@ def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch
     if shape.fits and step_s >= shape.step_s:
         return replace(shape, search="dynamic")  # no chain is faster
     refined = _shape(problem, ends, shape.devices, shape.replicas, batch, "dynamic")
-    return replace(refined, recompute=again)
+    return replace(refined, recompute=shape.recompute)
 
 
 def _shape(
@@ -338,12 +321,7 @@ def _shape(
     costs = free.costs(ends, order)
     busy_s = problem.microbatches * (sum(costs.forward_s) + sum(costs.backward_s))
     busy_s += sum(costs.step_s)
-    held = [0.0] * problem.m
-    for (a, b), device in zip(pairwise((0, *ends)), order):
-        held[device] += (
-            problem.sums["memory"][b] - problem.sums["memory"][a] if problem.memory else 0
-        )
-    lacks = [h - limit for h, limit in zip(held, problem.memory_limits)]
+    lacks = [h - limit for h, limit in zip(problem.held(ends, order), problem.memory_limits)]
     fits = problem.fits(ends, order)
     return Shape(
         replicas=replicas,
@@ -361,7 +339,7 @@ def _shape(
 
 
 def _unlimited(problem: StepProblem) -> StepProblem:
-    return replace(problem, memory=(), memory_limits=()) if problem.memory else problem
+    return replace(problem, memory_limits=())
 
 
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:

@@ -12,26 +12,17 @@ large batches), and a candidate whose estimate is behind the best measured one i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.automatic_choices import plan_by_schedule, plan_within_memory
-from lightning_hybrid.planning.chosen_sizes import WORTHWHILE, Candidate, Choice, Sizes
-from lightning_hybrid.planning.cluster import Cluster, Device, make_cluster
+from lightning_hybrid.planning.cluster import Cluster, Device, Rates, make_cluster
 from lightning_hybrid.planning.memory import remaining
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.rates import Rates
-from lightning_hybrid.planning.search import Method, Objective, plan_stages
-from lightning_hybrid.planning.would_fit import (
-    Fit,
-    Footprint,
-    Way,
-    what_lacks,
-    what_would_fit,
-)
+from lightning_hybrid.planning.planner import plan_within
+from lightning_hybrid.planning.search import PlanSettings
+from lightning_hybrid.planning.would_fit import Fit, Way, what_lacks, what_would_fit
 
 SPARE = 0.1
 """Share of a device's memory that chosen sizes leave free, where they can: what a step holds is
@@ -57,29 +48,110 @@ class Machine:
     def cluster(self, replicas: int, stages: int) -> Cluster:
         """The devices as so many replicas of so many devices."""
         cluster = make_cluster(self.devices, replicas, stages, self.capacity)
-        return replace(cluster, rates=self.rates)
+        bandwidth = self.bandwidth_bytes_per_s
+        return replace(cluster, rates=self.rates, bandwidth_bytes_per_s=bandwidth)
+
+
+WORTHWHILE = 0.95
+"""Stages are taken only where they are predicted to take at most this share of the time of
+replicas alone: a prediction is off by some percent, and replicas change nothing in the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
-    """How plans are made for each of the sizes; see :func:`plan_stages`.
+class Sizes:
+    """The sizes of a run.
 
     Attributes:
-        method: how the cuts are chosen.
-        objective: what the choice optimises.
-        schedule: name of the schedule, or `auto`.
-        contiguous: whether each device gets one run of partitions.
-        seed: of the allocation.
-        recompute: whether stages run their forward again, and hold the activations of one
-            micro-batch; `auto`: where nothing else fits.
+        replicas: number of replicas.
+        stages: number of devices of a replica.
+        microbatches: number of slices of a replica's batch.
     """
 
-    method: Method = "gabra"
-    objective: Objective = "step"
-    schedule: str = "gpipe"
-    contiguous: bool = True
-    seed: int = 0
-    recompute: bool | Literal["auto"] = "auto"
+    replicas: int
+    stages: int
+    microbatches: int
+
+    def __str__(self) -> str:
+        if self.stages == 1:
+            return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
+        slices = f"{self.microbatches} micro-batch{'es' if self.microbatches > 1 else ''}"
+        return f"{self.replicas} x {self.stages} stages, {slices}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Sizes, and what a step is predicted to take with them.
+
+    Attributes:
+        sizes: replicas, stages and micro-batches.
+        step_s: predicted seconds of a step, all networks together.
+        divided: into how many parts a batch is divided over the replicas; 1: each takes a whole
+            one.
+        recompute: whether stages run their forward again for the backward, since it does not fit
+            otherwise.
+    """
+
+    sizes: Sizes
+    step_s: float
+    divided: int = 1
+    recompute: bool = False
+
+    @property
+    def batches(self) -> float:
+        """How many batches the replicas take in a step."""
+        return self.sizes.replicas / self.divided
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds for each of the batches that the replicas take in a step."""
+        return self.step_s / self.batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was chosen, and what was not.
+
+    Attributes:
+        best: the shortest time of a batch; replicas alone have an advance, see :data:`WORTHWHILE`.
+        others: the best of each other number of stages, the shortest first; estimates where those
+            are far behind.
+        alone_s: predicted seconds of a batch on one of the devices.
+    """
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    alone_s: float
+
+    def describe(self) -> str:
+        """What was chosen, what it is predicted to take, and the runners-up."""
+        best = self.best
+        lines = [
+            f"Chosen for {best.sizes.replicas * best.sizes.stages} devices: {best.sizes}. "
+            f"{_predicted(best)}"
+        ]
+        for other in self.others[:2]:
+            lines.append(f"Next: {other.sizes}. {_predicted(other)}")
+            if other.batch_s < best.batch_s:
+                lines[-1] += f" Stages are taken where they save {1 - WORTHWHILE:.0%} or more."
+        if self.alone_s < best.batch_s:
+            lines.append(
+                f"One device alone is predicted to take {_seconds(self.alone_s)} for a batch, less "
+                "than any use of several: consider Trainer(devices=1)."
+            )
+        return "\n".join(lines)
+
+
+def _predicted(candidate: Candidate) -> str:
+    text = f"Predicted step: {_seconds(candidate.step_s)}"
+    if candidate.recompute:
+        text = f"Activations are computed again, as it does not fit otherwise. {text}"
+    if candidate.batches == 1:
+        return f"{text}."
+    return f"{text} for {candidate.batches:g} batches, {_seconds(candidate.batch_s)} each."
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
 def choose(
@@ -91,7 +163,7 @@ def choose(
     asked: int | None = None,
     splits: Callable[[int], bool] = lambda microbatches: True,
     allowed: Callable[[int, int], bool] = lambda replicas, stages: True,
-    search: Search | None = None,
+    settings: PlanSettings | None = None,
     present_bytes: int = 0,
 ) -> Choice:
     """The sizes with the shortest predicted time of a batch.
@@ -104,22 +176,29 @@ def choose(
         asked: number of micro-batches that the user wants; None: it is chosen too.
         splits: whether batches may be split into so many micro-batches, more than one.
         allowed: whether numbers of replicas and stages may be taken.
-        search: how plans are made.
+        settings: what the user has asked for.
         present_bytes: of the networks, which each device had when it was asked what it may take.
 
     Raises:
         PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
     """
-    batches = _Batches(samples=batch, divided=cache(divided), splits=splits)
     prediction = _Prediction(
-        machine, networks, asked or 1, batches, search or Search(), present_bytes
+        machine=machine,
+        networks=[cache(network) for network in networks],
+        samples=batch,
+        divided=cache(divided),
+        splits=splits,
+        asked=asked,
+        settings=settings or PlanSettings(),
+        present_bytes=present_bytes,
     )
     count = len(machine.devices)
-    possible = [s for s in _sizes(count, batches, asked) if allowed(s.replicas, s.stages)]
+    possible = [s for s in prediction.sizes() if allowed(s.replicas, s.stages)]
     if not possible:
         raise PlanError(f"no numbers of replicas and stages of {count} devices are allowed here")
     try:
         known, guesses = _compared(prediction, possible)
+    # a tight fit is better than none
     except PlanError:
         prediction.spare_nothing()
         known, guesses = _compared(prediction, possible)
@@ -145,8 +224,10 @@ def _compared(
             guesses.append(prediction.estimated(sizes))
         except PlanError as error:  # they cannot hold it
             problem = error
+    # measuring takes seconds, estimating none: the most promising are measured first
     guesses.sort(key=_rated)
     for guess in guesses:
+        # estimates are optimistic, so what is behind by its estimate stays behind
         if known and _rated(guess) >= min(map(_rated, known)):
             break
         try:
@@ -163,70 +244,61 @@ def _rated(candidate: Candidate) -> float:
     return candidate.batch_s * (WORTHWHILE if candidate.sizes.stages == 1 else 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batches:
-    """What replicas take in a step.
-
-    Attributes:
-        samples: in the batch of a replica that is alone.
-        divided: into how many parts that is divided when there are so many replicas.
-        splits: whether batches may be split into so many micro-batches, more than one.
-    """
-
-    samples: int
-    divided: Callable[[int], int]
-    splits: Callable[[int], bool]
-
-    def of(self, replicas: int) -> int:
-        """Samples in the batch of each of so many replicas."""
-        return max(1, self.samples // self.divided(replicas))
-
-
-def _sizes(devices: int, batches: _Batches, asked: int | None) -> list[Sizes]:
-    """All sizes that use all devices."""
-    found = []
-    for stages in (s for s in range(1, devices + 1) if devices % s == 0):
-        numbers = [asked or 1]
-        if asked is None and stages > 1:
-            # slices of two samples at least, if that can be: single ones may take a slow path
-            batch = batches.of(devices // stages)
-            limit = max(batch // 2, min(batch, 2))
-            tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
-            numbers = [1, *filter(batches.splits, tried)]
-        found += [Sizes(replicas=devices // stages, stages=stages, microbatches=m) for m in numbers]
-    return found
-
-
+@dataclass(kw_only=True)
 class _Prediction:
     """What steps take.
 
-    Args:
+    Attributes:
         machine: the devices.
         networks: see :func:`choose`.
-        whole: micro-batches of one stage, which takes its batches as the user wants, else whole.
-        batches: what replicas take in a step.
-        search: how plans are made.
+        samples: in the batch of a replica that is alone.
+        divided: into how many parts that is divided when there are so many replicas.
+        splits: whether batches may be split into so many micro-batches, more than one.
+        asked: number of micro-batches that the user wants; None: it is chosen too.
+        settings: what the user has asked for.
         present_bytes: of the networks, which each device gives back where another one owns it.
+        spare: share of the memory of the devices that is left free.
+        short: what lacks in the sizes that do not fit.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        networks: Sequence[Callable[[int], PartitionTable]],
-        whole: int,
-        batches: _Batches,
-        search: Search,
-        present_bytes: int,
-    ) -> None:
-        self._spare, self._present_bytes = SPARE, present_bytes
-        self._machine, self._whole, self._search, self._batches = machine, whole, search, batches
-        self._networks = [cache(network) for network in networks]
-        self._short: list[Fit] = []
+    machine: Machine
+    networks: Sequence[Callable[[int], PartitionTable]]
+    samples: int
+    divided: Callable[[int], int]
+    splits: Callable[[int], bool]
+    asked: int | None
+    settings: PlanSettings
+    present_bytes: int
+    spare: float = SPARE
+    short: list[Fit] = field(default_factory=list)
+
+    @property
+    def whole(self) -> int:
+        """Micro-batches of one stage, which takes its batches as the user wants, else whole."""
+        return self.asked or 1
+
+    def batch_of(self, replicas: int) -> int:
+        """Samples in the batch of each of so many replicas."""
+        return max(1, self.samples // self.divided(replicas))
+
+    def sizes(self) -> list[Sizes]:
+        """All sizes that use all devices."""
+        found, devices = [], len(self.machine.devices)
+        for stages in (s for s in range(1, devices + 1) if devices % s == 0):
+            replicas, numbers = devices // stages, [self.whole]
+            if self.asked is None and stages > 1:
+                # slices of two samples at least, if that can be: single ones may take a slow path
+                batch = self.batch_of(replicas)
+                limit = max(batch // 2, min(batch, 2))
+                tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
+                numbers = [1, *filter(self.splits, tried)]
+            found += [Sizes(replicas=replicas, stages=stages, microbatches=m) for m in numbers]
+        return found
 
     def spare_nothing(self) -> None:
         """Nothing fits otherwise."""
-        self._spare = 0.0
-        self._short.clear()
+        self.spare = 0.0
+        self.short.clear()
 
     def measured(self, sizes: Sizes) -> Candidate:
         """A step, from what networks take at that size of the micro-batch.
@@ -234,28 +306,30 @@ class _Prediction:
         Raises:
             PlanError: the devices cannot hold them.
         """
-        slices = sizes.microbatches * self._batches.divided(sizes.replicas)
-        if slices > sizes.microbatches and not self._batches.splits(slices):
+        slices = sizes.microbatches * self.divided(sizes.replicas)
+        # a batch that cannot be cut cannot be measured in parts
+        if slices > sizes.microbatches and not self.splits(slices):
             return self.estimated(sizes)
-        return self._candidate([network(slices) for network in self._networks], sizes)
+        return self._candidate([network(slices) for network in self.networks], sizes)
 
     def estimated(self, sizes: Sizes) -> Candidate:
         """The same, from what they take whole."""
-        share = self._whole / (sizes.microbatches * self._batches.divided(sizes.replicas))
+        share = self.whole / (sizes.microbatches * self.divided(sizes.replicas))
         return self._candidate(
-            [network(self._whole).scaled(share) for network in self._networks], sizes
+            [network(self.whole).scaled(share) for network in self.networks], sizes
         )
 
     def alone_s(self) -> float:
         """Seconds of a step on one device, however much it holds."""
-        parts = [network(self._whole) for network in self._networks]
-        computed = sum(self._whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
+        parts = [network(self.whole) for network in self.networks]
+        computed = sum(self.whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
         trained = sum(sum(p.gradient_bytes) for p in parts)
-        return computed + self._machine.rates.update_s_per_byte * trained
+        return computed + self.machine.rates.update_s_per_byte * trained
 
     def _candidate(self, networks: Sequence[PartitionTable], sizes: Sizes) -> Candidate:
         plans: list[Plan] = []
-        cluster = self._machine.cluster(sizes.replicas, sizes.stages)
+        cluster = self.machine.cluster(sizes.replicas, sizes.stages)
+        # replicas that divide states hold less the more there are
         networks = [each.divided(sizes.replicas) for each in networks]
         for parts in networks if sizes.replicas == 1 else [each.averaged() for each in networks]:
             # one with too few parts for the stages stays on the driver
@@ -265,7 +339,7 @@ class _Prediction:
         return Candidate(
             sizes=sizes,
             step_s=sum(plan.step_s for plan in plans),
-            divided=self._batches.divided(sizes.replicas),
+            divided=self.divided(sizes.replicas),
             recompute=any(plan.recompute for plan in plans),
         )
 
@@ -273,12 +347,12 @@ class _Prediction:
         """What each device may take, but for what is spared."""
         limits = cluster.memory_limits
         return limits and tuple(
-            round((1 - self._spare) * (limit + self._present_bytes)) for limit in limits
+            round((1 - self.spare) * (limit + self.present_bytes)) for limit in limits
         )
 
     def why_nothing_fits(self) -> PlanError | None:
         """What lacks in the sizes that were looked at, and what would fit; None: nothing lacks."""
-        short = [fit for fit in self._short if not fit.fits]
+        short = [fit for fit in self.short if not fit.fits]
         if not short:
             return None
         return PlanError(
@@ -289,78 +363,32 @@ class _Prediction:
 
     def _plan(
         self,
-        parts: PartitionTable,
+        table: PartitionTable,
         sizes: Sizes,
         capacities: Sequence[float],
         limits: tuple[int, ...] | None,
     ) -> Plan:
-        machine, search = self._machine, self._search
-        make = partial(
-            plan_stages,
-            replicas=sizes.replicas,
-            stages=sizes.stages,
-            microbatches=sizes.microbatches,
-            method=search.method,
-            objective=search.objective,
-            capacities=capacities[: sizes.stages],
-            bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
-            latency_s=machine.rates.message_s,
-            contiguous=search.contiguous,
-            seed=search.seed,
-        )
-        limits = limits and limits[: sizes.stages]
-        recompute = search.recompute if sizes.stages > 1 else False
-        plan_with = partial(self._plan_with, make, parts, sizes, limits)
+        machine, stages = self.machine, sizes.stages
+        rates = machine.rates
+        reduce_s, step_s = rates.after_backward(table.gradient_bytes, sizes.replicas)
+        limits = limits and limits[:stages]
         try:
-            return plan_within_memory(recompute, plan_with, limits)
+            return plan_within(
+                replace(table, reduce_s=reduce_s, step_s=step_s),
+                self.settings,
+                limits,
+                replicas=sizes.replicas,
+                stages=stages,
+                microbatches=sizes.microbatches,
+                capacities=capacities[:stages],
+                bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
+                latency_s=rates.message_s,
+            )
         except PlanError:
-            if limits is not None:
-                batch = self._batches.of(sizes.replicas)
-                self._short += _fits(parts, sizes, limits, recompute, batch)
+            recompute = self.settings.recompute if stages > 1 else False
+            again = [recompute] if isinstance(recompute, bool) else [True, False]
+            for each in again if limits is not None else []:
+                way = Way(stages=stages, microbatches=sizes.microbatches, recompute=each)
+                batch = self.batch_of(sizes.replicas)
+                self.short.append(Fit.of(table, way, limits or (), batch))
             raise
-
-    def _plan_with(
-        self,
-        make: Callable[..., Plan],
-        parts: PartitionTable,
-        sizes: Sizes,
-        limits: tuple[int, ...] | None,
-        recompute: bool,
-    ) -> Plan:
-        in_flight = 1 if recompute or sizes.stages == 1 else sizes.microbatches
-        if recompute and limits is not None:  # the inputs of all micro-batches are kept
-            kept = sizes.microbatches * round(max(parts.cut_bytes))
-            limits = tuple(max(0, limit - kept) for limit in limits)
-        rates = self._machine.rates
-        reduce_s, step_s = rates.after_backward(parts.gradient_bytes, sizes.replicas)
-        held = parts.held_bytes(in_flight)
-        table = replace(parts, reduce_s=reduce_s, step_s=step_s, memory_bytes=held)
-        if recompute:
-            table = table.recomputed()
-        plan = plan_by_schedule(
-            self._search.schedule,
-            lambda name: make(table, memory_limits=limits, schedule=name),
-            contiguous=self._search.contiguous,
-            measured=True,
-        )
-        return replace(plan, recompute=recompute)
-
-
-def _fits(
-    parts: PartitionTable,
-    sizes: Sizes,
-    limits: Sequence[int],
-    recompute: bool | Literal["auto"],
-    batch: int,
-) -> list[Fit]:
-    """What devices lack for a network in these sizes."""
-    count = sizes.microbatches
-    footprint = Footprint(
-        kept_bytes=parts.kept_bytes,
-        activation_bytes=[count * size for size in parts.activation_bytes],
-        crossing_bytes=count * max(parts.cut_bytes, default=0.0),
-        batch=batch,
-    )
-    again = [recompute] if isinstance(recompute, bool) else [True, False]
-    ways = [Way(stages=sizes.stages, microbatches=sizes.microbatches, recompute=r) for r in again]
-    return [Fit(way=way, footprint=footprint, limits=limits) for way in ways]

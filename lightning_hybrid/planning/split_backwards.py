@@ -6,7 +6,7 @@ the simulated step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from lightning_hybrid.planning.looped_placements import improved
@@ -14,21 +14,8 @@ from lightning_hybrid.planning.step_problem import StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class Halves:
-    """The two parts of the backward of n partitions, for one micro-batch.
-
-    Attributes:
-        input_s: (n,) for the gradients of the inputs, on a device of speed 1.
-        weight_s: (n,) for those of the weights, afterwards; None: it cannot be split.
-    """
-
-    input_s: Sequence[float]
-    weight_s: Sequence[float | None]
-
-
 def best_split_chain(
-    problem: StepProblem, ends: Sequence[int], devices: Sequence[int], halves: Halves
+    problem: StepProblem, ends: Sequence[int], devices: Sequence[int]
 ) -> tuple[list[int], StepCosts]:
     """Improve the cuts of a chain for backwards that may be split.
 
@@ -36,7 +23,6 @@ def best_split_chain(
         problem: What was placed.
         ends: For each stage the number after its last partition: the best ones without a split.
         devices: Of each stage; each has its own.
-        halves: The parts of the backwards.
 
     Returns:
         The ends, and what the stages take, some of them split.
@@ -45,27 +31,18 @@ def best_split_chain(
     def step_s(moved: Sequence[int]) -> float:
         if not problem.fits(moved, devices):
             return float("inf")
-        _, costs = split_chain(problem, moved, devices, halves)
-        return fill_drain_s(costs, problem.microbatches)
+        return fill_drain_s(split_costs(problem, moved, devices), problem.microbatches)
 
-    return split_chain(problem, improved(list(ends), step_s), devices, halves)
+    best = improved(list(ends), step_s)
+    return best, split_costs(problem, best, devices)
 
 
-def split_chain(
-    problem: StepProblem, ends: Sequence[int], devices: Sequence[int], halves: Halves
-) -> tuple[list[int], StepCosts]:
-    """The same with the cuts as they are: those stages are split for which it pays."""
+def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
+    """What the stages take where those are split for which it pays, with the cuts as they are."""
     joint = problem.costs(ends, devices)
-    parts: list[tuple[float, float] | None] = [None]
-    for (a, b), device in list(zip(pairwise((0, *ends)), devices))[1:]:
-        weights = halves.weight_s[a:b]
-        speed = problem.speeds[device]
-        known = [w for w in weights if w is not None]
-        parts.append(
-            (sum(halves.input_s[a:b]) / speed, sum(known) / speed)
-            if len(known) == len(weights) and sum(known) > 0
-            else None
-        )
+    bounds = zip(pairwise((0, *ends)), devices)
+    # the first stage hands nothing on: nobody waits for its gradients
+    parts = [None, *(_parts(problem, a, b, device) for (a, b), device in list(bounds)[1:])]
 
     def costs(chosen: frozenset[int]) -> StepCosts:
         rows = [
@@ -79,8 +56,18 @@ def split_chain(
 
     may = [stage for stage, part in enumerate(parts) if part]
     starts = (frozenset[int](), frozenset(may))
-    best = min((_toggled(start, may, step_s) for start in starts), key=step_s)
-    return list(ends), costs(best)
+    return costs(min((_toggled(start, may, step_s) for start in starts), key=step_s))
+
+
+def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, float] | None:
+    """Seconds of both parts of the backward of a stage; None: it cannot be split."""
+    table, speed = problem.table, problem.speeds[device]
+    half_s = [backward_s / 2 for backward_s in table.backward_s]
+    weights = (table.weight_part_s or half_s)[a:b]
+    known = [weight_s for weight_s in weights if weight_s is not None]
+    if len(known) < len(weights) or not sum(known):
+        return None
+    return sum((table.input_part_s or half_s)[a:b]) / speed, sum(known) / speed
 
 
 def _toggled(

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from lightning_hybrid.allocation import SLACK
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 
 
@@ -39,104 +40,85 @@ class StepProblem:
     last one n) and its device. Neighbouring runs are on different devices.
 
     Attributes:
-        forward_s: (n,) forward of one micro-batch on a device of speed 1.
-        backward_s: (n,) its backward.
-        cut_bytes: (n - 1,) what crosses the cut after a partition per micro-batch, in either
-            direction.
+        table: what is known of the partitions; their optimizer steps and their computations are
+            those of a device of speed 1.
         speeds: (m,) of the devices; device 0 is the driver's, which has the last partition.
         links: between the m devices.
         microbatches: M, slices of a replica's batch.
-        reduce_s: (n,) all-reduce of the gradients of a partition over the replicas; empty: no time.
-        step_s: (n,) its optimizer step on a device of speed 1; empty: no time.
-        memory: (n,) bytes that a partition holds, its micro-batches in flight included; empty: no
-            limit.
-        memory_limits: (m,) bytes that a device takes.
-        driver_s: seconds of what the driver does between the passes.
+        memory_limits: (m,) bytes that a device takes; empty: no limit. They bind where the table
+            says what partitions hold.
+
+    Raises:
+        PlanError: there are fewer partitions than devices, or not one limit >= 0 for each device.
     """
 
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    cut_bytes: Sequence[float]
+    table: PartitionTable
     speeds: Sequence[float]
     links: Links
     microbatches: int
-    reduce_s: Sequence[float] = ()
-    step_s: Sequence[float] = ()
-    memory: Sequence[float] = ()
     memory_limits: Sequence[float] = ()
-    driver_s: float = 0.0
 
     def __post_init__(self) -> None:
-        n, m = len(self.forward_s), len(self.speeds)
-        for name, count in (
-            ("forward_s", n),
-            ("backward_s", n),
-            ("cut_bytes", n - 1),
-            ("reduce_s", n),
-            ("step_s", n),
-            ("memory", n),
-            ("memory_limits", m),
-        ):
-            values = getattr(self, name)
-            optional = name not in ("forward_s", "backward_s", "cut_bytes")
-            if len(values) != count and not (optional and not len(values)):
-                raise PlanError(f"{name} has {len(values)} entries, {count} are needed")
-            for index, value in enumerate(values):
-                if not 0 <= value < float("inf"):
-                    raise PlanError(f"{name}[{index}] is {value}: a finite number >= 0 is needed")
-        if bool(len(self.memory)) != bool(len(self.memory_limits)):
-            raise PlanError("memory and memory_limits must be given together")
-        if n < m:
-            raise PlanError(f"{n} partitions cannot give each of {m} devices one")
+        if len(self.memory_limits) not in (0, self.m):
+            raise PlanError(
+                f"memory_limits has {len(self.memory_limits)} entries, {self.m} are needed"
+            )
+        for device, limit in enumerate(self.memory_limits):
+            if not 0 <= limit < float("inf"):
+                raise PlanError(f"memory_limits[{device}] is {limit}: a number >= 0 is needed")
+        if self.n < self.m:
+            raise PlanError(f"{self.n} partitions cannot give each of {self.m} devices one")
 
     @property
     def n(self) -> int:
-        return len(self.forward_s)
+        return len(self.table.forward_s)
 
     @property
     def m(self) -> int:
         return len(self.speeds)
 
     @cached_property
-    def sums(self) -> dict[str, list[float]]:
-        """For each list of the partitions its sums up to each of them, n + 1 numbers."""
-        names = ("forward_s", "backward_s", "reduce_s", "step_s", "memory")
-        return {name: [0.0, *accumulate(getattr(self, name))] for name in names}
-
-    @cached_property
     def ceilings(self) -> list[float]:
-        """The memory limits, with the rounding they forgive."""
-        return [limit * (1 + SLACK) for limit in self.memory_limits]
+        """The memory limits, with the rounding they forgive; empty: none binds."""
+        # a limit means nothing where it is not known what is held
+        known = self.memory_limits if self.table.memory_bytes else ()
+        return [limit * (1 + SLACK) for limit in known]
+
+    def held(self, ends: Sequence[int], devices: Sequence[int]) -> list[float]:
+        """Bytes that each device holds of a placement; zeros where they are not known."""
+        held, sums = [0.0] * self.m, self.table.sums["memory_bytes"]
+        for (a, b), device in zip(pairwise((0, *ends)), devices):
+            held[device] += sums[b] - sums[a]
+        return held
 
     def fits(self, ends: Sequence[int], devices: Sequence[int]) -> bool:
         """Whether every device can hold its runs."""
         if not self.ceilings:
             return True
-        held, sums = [0.0] * self.m, self.sums["memory"]
-        for (a, b), device in zip(pairwise((0, *ends)), devices):
-            held[device] += sums[b] - sums[a]
-        return all(h <= c for h, c in zip(held, self.ceilings))
+        return all(h <= c for h, c in zip(self.held(ends, devices), self.ceilings))
 
     def costs(self, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
         """What the parts of a step take, by run."""
-        runs = list(zip(pairwise((0, *ends)), (self.speeds[j] for j in devices)))
+        bounds = list(pairwise((0, *ends)))
 
         def per_run(name: str) -> list[float]:
-            sums = self.sums[name]
-            return [(sums[b] - sums[a]) / speed for (a, b), speed in runs]
+            sums = self.table.sums[name]
+            return [sums[b] - sums[a] for a, b in bounds]
+
+        def computed(name: str) -> list[float]:
+            return [work / self.speeds[j] for work, j in zip(per_run(name), devices)]
 
         edges = list(zip(ends, pairwise(devices)))
         rates, latency = self.links.seconds_per_byte, self.links.latency_s
-        reduce = self.sums["reduce_s"]
         return StepCosts(
-            forward_s=per_run("forward_s"),
-            backward_s=per_run("backward_s"),
+            forward_s=computed("forward_s"),
+            backward_s=computed("backward_s"),
             devices=devices,
-            send_s=[self.cut_bytes[end - 1] * rates[i][j] for end, (i, j) in edges],
+            send_s=[self.table.cut_bytes[end - 1] * rates[i][j] for end, (i, j) in edges],
             latency_s=[latency[i][j] for _, (i, j) in edges],
-            reduce_s=[reduce[b] - reduce[a] for (a, b), _ in runs] if len(self.reduce_s) else (),
-            step_s=per_run("step_s") if len(self.step_s) else (),
-            driver_s=self.driver_s,
+            # the network between replicas is no faster on a fast device
+            reduce_s=per_run("reduce_s"),
+            step_s=computed("step_s"),
         )
 
     def step_time_s(self, ends: Sequence[int], devices: Sequence[int]) -> float:

@@ -5,16 +5,16 @@ micro-batch, c_k seconds in which such a message occupies the link after stage k
 
 **Every stage on a device of its own.** Devices and links are then a row of servers that each take
 constant time for a micro-batch, so that micro-batch m leaves server s after the sum of the times up
-to s and m times the largest of them. With c_-1 the inputs' and sums over what lies in between ::
+to s and m times the largest of them. With sums over what lies in between ::
 
     forward   T = sum(f) + sum(c + l) + (M - 1) max(f, c)
-    backward  E_k = T + u + sum_{i >= k} b_i + sum_{i >= k} (c_i + l_i) + (M - 1) max_{i >= k}(b, c)
+    backward  E_k = T + sum_{i >= k} b_i + sum_{i >= k} (c_i + l_i) + (M - 1) max_{i >= k}(b, c)
     step      max_k ( max(E_k, E_k - b_k + reduce_k) + step_k )
 
-where u is what the driver does between the passes. The all-reduce of a stage runs beside its last
-backward. That takes O(S): where only a cut moves, there is nothing left to save. A stage whose
-backward is split hands a micro-batch on after b_k and takes the next one after b_k + w_k: w_k is
-in the maximum and not in the sum, and the stage ends w_k later, beside which its gradients travel.
+The all-reduce of a stage runs beside its last backward. That takes O(S): where only a cut moves,
+there is nothing left to save. A stage whose backward is split hands a micro-batch on after b_k and
+takes the next one after b_k + w_k: w_k is in the maximum and not in the sum, and the stage ends w_k
+later, beside which its gradients travel.
 
 **Stages that share devices** (loops, free placements) take turns in the order of their ticks, see
 `schedules.merged`. The recursion goes through the (stage, micro-batch) pairs in that order: O(S M).
@@ -30,19 +30,23 @@ from lightning_hybrid.errors import PlanError
 class StepCosts:
     """What the parts of a step take, by stage. All in seconds.
 
+    Lists that are left empty are filled with zeros.
+
     Attributes:
         forward_s: (S,) forward of one micro-batch.
         backward_s: (S,) its backward.
         devices: (S,) device of each stage, counted from 0; the last stage is the driver's.
         send_s: (S - 1,) how long a micro-batch occupies the link after a stage, in either
-            direction; empty: no time.
-        latency_s: (S - 1,) how much later it is there; empty: no time.
-        reduce_s: (S,) all-reduce of the gradients of a stage over its replicas; empty: no time.
-        step_s: (S,) optimizer step of a stage; empty: no time.
-        input_s: how long a micro-batch of inputs occupies the link from the driver to stage 0.
-        driver_s: what the driver does between forward and backward.
+            direction.
+        latency_s: (S - 1,) how much later it is there.
+        reduce_s: (S,) all-reduce of the gradients of a stage over its replicas.
+        step_s: (S,) optimizer step of a stage.
         weight_s: (S,) weight part of the backward where that is split, and then `backward_s` is its
-            input part; 0: not split. Empty: none is. For stages that have a device each.
+            input part; 0: not split. For stages that have a device each.
+
+    Raises:
+        PlanError: a list has not one entry for each stage or cut, or a backward is split though its
+            stage shares its device.
     """
 
     forward_s: Sequence[float]
@@ -52,24 +56,17 @@ class StepCosts:
     latency_s: Sequence[float] = ()
     reduce_s: Sequence[float] = ()
     step_s: Sequence[float] = ()
-    input_s: float = 0.0
-    driver_s: float = 0.0
     weight_s: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
-        for name, count in (
-            ("backward_s", stages),
-            ("devices", stages),
-            ("send_s", stages - 1),
-            ("latency_s", stages - 1),
-            ("reduce_s", stages),
-            ("step_s", stages),
-            ("weight_s", stages),
-        ):
+        for name in ("backward_s", "devices", *_MAY_BE_EMPTY):
+            needed = stages - 1 if name in ("send_s", "latency_s") else stages
             given = getattr(self, name)
-            if len(given) != count and (len(given) or name in ("backward_s", "devices")):
-                raise PlanError(f"{name} has {len(given)} entries, {count} are needed: {given}")
+            if name in _MAY_BE_EMPTY and not len(given):
+                object.__setattr__(self, name, (0.0,) * needed)
+            elif len(given) != needed:
+                raise PlanError(f"{name} has {len(given)} entries, {needed} are needed: {given}")
         if any(self.weight_s) and len(set(self.devices)) < stages:
             raise PlanError(
                 f"weight_s{tuple(self.weight_s)} splits backwards of stages that share devices, "
@@ -77,117 +74,102 @@ class StepCosts:
             )
 
 
+_MAY_BE_EMPTY = ("send_s", "latency_s", "reduce_s", "step_s", "weight_s")
+
+
 def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
 
-    The same as `simulate(gpipe(S, M), ...).makespan_s`, and with `weight_s` as that of
-    `zero_bubble` with these stages split, without events, busy times and checks of
-    the numbers: made to be called thousands of times.
+    The same as `simulate(gpipe(S, M), costs).makespan_s`, and with `weight_s` as that of
+    `zero_bubble` with these stages split, without events: made to be called thousands of times.
     """
-    stages = len(costs.forward_s)
-    if len(set(costs.devices)) == stages:
-        return _chain_s(costs, stages, microbatches)
-    return _shared_s(costs, stages, microbatches)
+    if len(set(costs.devices)) == len(costs.devices):
+        return _chain_s(costs, microbatches)
+    return _shared_s(costs, microbatches)
 
 
-def _chain_s(costs: StepCosts, stages: int, microbatches: int) -> float:
+def _chain_s(costs: StepCosts, microbatches: int) -> float:
     more = microbatches - 1
-    none = (0.0,) * stages
-    send, latency = costs.send_s or none, costs.latency_s or none
-    forward = backward = longest = 0.0
-    if stages > 1:
-        forward = longest = costs.input_s
-    last = stages - 1
-    for k, f in enumerate(costs.forward_s):
-        forward += f
-        longest = max(longest, f)
-        if k < last:
-            forward += send[k] + latency[k]
-            longest = max(longest, send[k])
-    start = forward + more * longest + costs.driver_s
-    reduce, step, weight = costs.reduce_s or none, costs.step_s or none, costs.weight_s or none
-    longest = finish = 0.0
-    for k in range(last, -1, -1):
-        b = costs.backward_s[k]
-        if k < last:
-            backward += send[k] + latency[k]
-            longest = max(longest, send[k])
-        backward += b
-        w = weight[k]
-        longest = max(longest, b + w)
+    crossing = sum(costs.send_s) + sum(costs.latency_s)
+    # the first micro-batch takes the sum of all times, each further one the largest of them
+    start = sum(costs.forward_s) + crossing + more * max(*costs.forward_s, *costs.send_s, 0.0)
+    backward = longest = finish = 0.0
+    edges = (*zip(costs.send_s, costs.latency_s), (0.0, 0.0))
+    stages = zip(costs.backward_s, costs.weight_s, costs.reduce_s, costs.step_s, edges)
+    for b, w, reduce, step, (send, latency) in reversed(list(stages)):
+        backward += send + latency + b
+        longest = max(longest, send, b + w)
         end = start + backward + more * longest + w
-        finish = max(finish, max(end, end - (w or b) + reduce[k]) + step[k])
+        finish = max(finish, max(end, end - (w or b) + reduce) + step)
     return finish
 
 
-def _shared_s(costs: StepCosts, stages: int, microbatches: int) -> float:
-    devices, none = costs.devices, (0.0,) * stages
-    count = max(devices) + 1
-    clock = [0.0] * count
-    free = [[0.0] * count for _ in range(count)]  # of the link from one device to another
-    _forward(costs, stages, microbatches, clock, free)
-    clock[devices[-1]] += costs.driver_s
-    reduced = _backward(costs, stages, microbatches, clock, free)
-    steps = [0.0] * count
-    for device, seconds in zip(devices, costs.step_s or none):
-        steps[device] += seconds
-    return max(max(c, r) + s for c, r, s in zip(clock, reduced, steps))
+def _shared_s(costs: StepCosts, microbatches: int) -> float:
+    there = range(len(costs.devices))
+    back = there[::-1]
+    clocks = _Clocks(costs, microbatches)
+    clocks.run(costs.forward_s, there)
+    last_start_s = clocks.run(costs.backward_s, back)
+    reduced, steps = [0.0] * clocks.devices, [0.0] * clocks.devices
+    for stage in back:  # the all-reduces of a device follow each other
+        device = costs.devices[stage]
+        reduced[device] = max(last_start_s[stage], reduced[device]) + costs.reduce_s[stage]
+        steps[device] += costs.step_s[stage]
+    return max(max(c, r) + s for c, r, s in zip(clocks.device_s, reduced, steps))
 
 
-def _forward(
-    costs: StepCosts, stages: int, microbatches: int, clock: list[float], free: list[list[float]]
-) -> None:
-    devices, forward = costs.devices, costs.forward_s
-    send, latency = costs.send_s or (0.0,) * stages, costs.latency_s or (0.0,) * stages
-    last = stages - 1
-    # `there` holds for each stage when the messages from the stage before it have arrived
-    there = [[0.0] * microbatches for _ in range(stages)]
-    if devices[0] != devices[last]:
-        there[0] = [(m + 1) * costs.input_s for m in range(microbatches)]
-        free[devices[last]][devices[0]] = microbatches * costs.input_s
-    for tick in range(stages + microbatches - 1):
-        for k in range(max(0, tick - microbatches + 1), min(last, tick) + 1):
-            m, device = tick - k, devices[k]
-            start = there[k][m]
-            end = (start if start > clock[device] else clock[device]) + forward[k]
-            clock[device] = end
-            if k == last:
-                continue
-            target = devices[k + 1]
-            if target != device:
-                link = free[device]
-                end = (end if end > link[target] else link[target]) + send[k]
-                link[target] = end
-                end += latency[k]
-            there[k + 1][m] = end
+class _Clocks:
+    """When devices and links are free again, of stages that share devices."""
+
+    def __init__(self, costs: StepCosts, microbatches: int) -> None:
+        self.costs, self.microbatches = costs, microbatches
+        self.devices = max(costs.devices) + 1
+        self.device_s = [0.0] * self.devices
+        self.link_s = [[0.0] * self.devices for _ in self.device_s]  # from one device to another
+
+    def run(self, seconds: Sequence[float], way: range) -> list[float]:
+        """Take all micro-batches through the stages, forward or backward.
+
+        Args:
+            seconds: of a micro-batch, by stage.
+            way: numbers of the stages in their order on the way.
+
+        Returns:
+            When the last micro-batch begins, by stage.
+        """
+        devices, device_s, last = self.costs.devices, self.device_s, len(way) - 1
+        arrived_s = [[0.0] * self.microbatches for _ in way]
+        start_s = [0.0] * len(way)
+        for tick in range(len(way) + self.microbatches - 1):
+            places = range(max(0, tick - self.microbatches + 1), min(last, tick) + 1)
+            # within a tick a device takes its stages by their numbers, also on the way back
+            for place in places[:: way.step]:
+                stage = way[place]
+                device, number = devices[stage], tick - place
+                start_s[stage] = max(arrived_s[stage][number], device_s[device])
+                end_s = device_s[device] = start_s[stage] + seconds[stage]
+                if place < last:
+                    arrived_s[way[place + 1]][number] = self._sent(stage, way[place + 1], end_s)
+        return start_s
+
+    def _sent(self, stage: int, target: int, end_s: float) -> float:
+        """When a message is there that leaves its stage at this time."""
+        here, there = self.costs.devices[stage], self.costs.devices[target]
+        if here == there:
+            return end_s
+        cut = min(stage, target)
+        free_s = max(end_s, self.link_s[here][there]) + self.costs.send_s[cut]
+        self.link_s[here][there] = free_s
+        return free_s + self.costs.latency_s[cut]
 
 
-def _backward(
-    costs: StepCosts, stages: int, microbatches: int, clock: list[float], free: list[list[float]]
-) -> list[float]:
-    """Advance the clocks; returns when the all-reduces of each device are done."""
-    devices, backward = costs.devices, costs.backward_s
-    send, latency = costs.send_s or (0.0,) * stages, costs.latency_s or (0.0,) * stages
-    reduce = costs.reduce_s or (0.0,) * stages
-    last, reduced = stages - 1, [0.0] * len(clock)
-    there = [[0.0] * microbatches for _ in range(stages)]
-    for tick in range(stages + microbatches - 1):
-        first = max(0, last - tick)
-        for k in range(first, min(last, last - tick + microbatches - 1) + 1):
-            j, device = tick - (last - k), devices[k]  # the j-th to arrive; the last is reduced
-            start = there[k][j]
-            if start < clock[device]:
-                start = clock[device]
-            if j == microbatches - 1:
-                reduced[device] = max(start, reduced[device]) + reduce[k]
-            end = clock[device] = start + backward[k]
-            if k == 0:
-                continue
-            target = devices[k - 1]
-            if target != device:
-                link = free[device]
-                end = (end if end > link[target] else link[target]) + send[k - 1]
-                link[target] = end
-                end += latency[k - 1]
-            there[k - 1][j] = end
-    return reduced
+def speedup(serial_s: float, parallel_s: float) -> float:
+    """S = T_s / T_p (Akintoye et al. 2022, Eq. 14): how many times faster the same work is done.
+
+    Raises:
+        PlanError: a time is not positive.
+    """
+    for name, value in (("serial_s", serial_s), ("parallel_s", parallel_s)):
+        if not value > 0:
+            raise PlanError(f"{name} is {value}: a time of more than 0 s is needed")
+    return serial_s / parallel_s

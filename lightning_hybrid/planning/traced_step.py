@@ -6,10 +6,9 @@ The files are those of `LIGHTNING_HYBRID_TRACE`, see `lightning_hybrid.pipeline.
 import json
 import os
 import re
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
@@ -18,21 +17,20 @@ VARIABLE = "LIGHTNING_HYBRID_TRACE"
 _NAME = re.compile(r"(?:.*\s)?(forward|backward|weight) (\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(NamedTuple):
     """A forward or a backward of a micro-batch, as traced.
 
     Attributes:
-        device: number of the device within the replica.
+        device: its number within the replica.
         kind: `forward`, `backward` or `weight`.
-        microbatch: number of the micro-batch.
+        number: of the micro-batch.
         start_s: when it begins, in seconds; of a whole step: since its first forward began.
         end_s: likewise, when it is over.
     """
 
     device: int
     kind: str
-    microbatch: int
+    number: int
     start_s: float
     end_s: float
 
@@ -61,18 +59,12 @@ def measured_step(plan: Plan, folder: str | Path | None) -> list[Work]:
             )
         return []
     steps = steps[1:] or steps  # the first one warms up
+    # a median is not moved by a step that waited for something else
     steps.sort(key=_length_s)
     chosen = steps[len(steps) // 2]
     begin = min(work.start_s for work in chosen)
     return [
-        Work(
-            device=work.device,
-            kind=work.kind,
-            microbatch=work.microbatch,
-            start_s=work.start_s - begin,
-            end_s=work.end_s - begin,
-        )
-        for work in chosen
+        work._replace(start_s=work.start_s - begin, end_s=work.end_s - begin) for work in chosen
     ]
 
 
@@ -113,16 +105,8 @@ def _from_event(event: dict[str, Any], device: int) -> list[Work]:
     match = _NAME.fullmatch(event["name"]) if event["ph"] == "X" else None
     if match is None:
         return []
-    start_s = event["ts"] / 1e6
-    return [
-        Work(
-            device=device,
-            kind=match[1],
-            microbatch=int(match[2]),
-            start_s=start_s,
-            end_s=start_s + event["dur"] / 1e6,
-        )
-    ]
+    start_s, length_s = event["ts"] / 1e6, event["dur"] / 1e6
+    return [Work(device, match[1], int(match[2]), start_s, start_s + length_s)]
 
 
 def _steps(works: list[Work]) -> list[list[Work]]:

@@ -5,29 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_hybrid.allocation import SLACK
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.network import PartitionProfile, Profile
+from lightning_hybrid.planning.partition_table import PartitionTable
 
 _STEPS = 60
 """Bisections, after which what is lacking is known to a byte."""
 _SHOWN = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """What the n partitions of a network hold while it trains, for the whole batch of a replica.
-
-    Attributes:
-        kept_bytes: (n,) parameters, gradients and the state of the optimizer.
-        activation_bytes: (n,) from forward to backward; taken to be proportional to the samples.
-        crossing_bytes: what crosses the widest cut.
-        batch: samples, which are the most micro-batches.
-        may_recompute: whether activations may be computed again.
-    """
-
-    kept_bytes: Sequence[float]
-    activation_bytes: Sequence[float]
-    crossing_bytes: float
-    batch: int = 1
-    may_recompute: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +40,45 @@ class Fit:
 
     Attributes:
         way: the way.
-        footprint: of the network.
         limits: (m,) bytes that each device may take, by its index in the replica.
+        kept_bytes: (n,) bytes of the parameters, the gradients and the state of the optimizer of
+            each partition.
+        activation_bytes: (n,) bytes from forward to backward for the whole batch of a replica;
+            taken to be proportional to the samples.
+        crossing_bytes: what crosses the widest cut for the whole batch.
+        batch: samples, which are the most micro-batches.
+        may_recompute: whether activations may be computed again.
     """
 
     way: Way
-    footprint: Footprint
     limits: Sequence[float]
+    kept_bytes: Sequence[float]
+    activation_bytes: Sequence[float]
+    crossing_bytes: float
+    batch: int
+    may_recompute: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        table: PartitionTable,
+        way: Way,
+        limits: Sequence[float],
+        batch: int,
+        *,
+        may_recompute: bool = True,
+    ) -> "Fit":
+        """Of a network whose table is for a micro-batch of this way."""
+        count = way.microbatches
+        return cls(
+            way=way,
+            limits=limits,
+            kept_bytes=table.kept_bytes,
+            activation_bytes=[count * size for size in table.activation_bytes],
+            crossing_bytes=count * max(table.cut_bytes, default=0.0),
+            batch=batch,
+            may_recompute=may_recompute,
+        )
 
     @cached_property
     def lacks(self) -> list[float]:
@@ -78,15 +94,15 @@ class Fit:
     @property
     def _held(self) -> list[float]:
         """Bytes that each partition keeps in training."""
-        way, footprint = self.way, self.footprint
+        way = self.way
         # one stage goes backward with each micro-batch before it begins with the next
         share = 1 / way.microbatches if way.recompute or way.stages == 1 else 1.0
-        return [k + share * a for k, a in zip(footprint.kept_bytes, footprint.activation_bytes)]
+        return [k + share * a for k, a in zip(self.kept_bytes, self.activation_bytes)]
 
     @property
     def _room(self) -> list[float]:
         """Bytes that each device has left beside the inputs that its stage keeps."""
-        kept_inputs = self.footprint.crossing_bytes if self.way.recompute else 0.0
+        kept_inputs = self.crossing_bytes if self.way.recompute else 0.0
         return [limit - kept_inputs for limit in self.limits]
 
     @property
@@ -120,6 +136,7 @@ def least_lacks(
     Returns:
         (m,) bytes by device; below 0: what is left.
     """
+    # with this much more than it has any device could hold everything
     low, high = -max(limits), sum(held) - min(0.0, *limits)
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -157,6 +174,7 @@ def what_lacks(tried: Sequence[Fit]) -> str:
 
 def what_would_fit(tried: Sequence[Fit]) -> str:
     """What to do so that it fits, with numbers, beginning with the nearest of what was tried."""
+    # advice is shortest for what nearly fits
     nearest = min(tried, key=_worst)
     known = {fit.way for fit in tried}
     found = [way for way in _ways(nearest) if way not in known]
@@ -177,13 +195,13 @@ def what_would_fit(tried: Sequence[Fit]) -> str:
 def _ways(nearest: Fit) -> Iterator[Way]:
     """Ways that fit: as many stages and more micro-batches, or more stages."""
     stages, microbatches = nearest.way.stages, nearest.way.microbatches
-    footprint, room = nearest.footprint, min(nearest.limits)
-    counts = [m for m in (2**k for k in range(1, 7)) if microbatches <= m <= footprint.batch]
-    again = [m for m in sorted({*counts, microbatches}) if footprint.may_recompute and m > 1]
+    room = min(nearest.limits)
+    counts = [m for m in (2**k for k in range(1, 7)) if microbatches <= m <= nearest.batch]
+    again = [m for m in sorted({*counts, microbatches}) if nearest.may_recompute and m > 1]
     if stages > 1:
         same = (Way(stages=stages, microbatches=m, recompute=True) for m in again)
         yield from [way for way in same if nearest.on(way, nearest.limits).fits][:1]
-    most = len(footprint.kept_bytes)
+    most = len(nearest.kept_bytes)
     for slices, recompute in [(microbatches, False), *((m, True) for m in again[-1:])]:
         for more in range(stages + 1, most + 1):
             way = Way(stages=more, microbatches=slices, recompute=recompute)
@@ -199,3 +217,82 @@ def _worst(fit: Fit) -> float:
 
 def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
+
+
+def check_memory(
+    profile: Profile,
+    needed: Sequence[int],
+    limits: Sequence[int],
+    held: int,
+    *,
+    recompute: bool = False,
+    tried: Sequence[Fit] = (),
+    contiguous: bool = False,
+) -> None:
+    """Complain if no placement can hold the network.
+
+    Args:
+        profile: of its partitions.
+        needed: bytes that each of them holds.
+        limits: bytes that each device of a replica may take, by its index.
+        held: micro-batches whose activations are held at once.
+        recompute: whether activations are computed again.
+        tried: this way of spreading it, and others that are no alternative.
+        contiguous: whether each device gets one run of partitions, so that the first of `tried`
+            is the only placement.
+
+    Raises:
+        PlanError: one partition is larger than any device, or all are larger than all devices, or
+            no chain fits; the text says what is missing where, and what would fit.
+    """
+    again = ", with recompute=True," if recompute else ""
+    free = "free beside the inputs that its stages keep" if recompute else "free"
+    largest = max(range(len(needed)), key=needed.__getitem__)
+    roomiest = max(range(len(limits)), key=limits.__getitem__)
+    more = ""
+    if needed[largest] > limits[roomiest]:
+        problem = (
+            f"network partition {profile.partitions[largest].name!r} needs{again} "
+            f"{_spelled([profile.partitions[largest]], held)}, more than any device has: the "
+            f"largest, device {roomiest} of a replica, has {gigabytes(limits[roomiest])} {free}"
+        )
+    elif sum(needed) > sum(limits):
+        each = ", ".join(map(gigabytes, limits))
+        more = ", or more stages (pipeline_parallel_size)"
+        problem = (
+            f"the network needs{again} {_spelled(profile.partitions, held)}, more than the "
+            f"{len(limits)} devices of a replica have {free} together: {gigabytes(sum(limits))} "
+            f"({each})"
+        )
+    elif contiguous and tried and not tried[0].fits:
+        more = ", or more stages (pipeline_parallel_size)"
+        problem = f"no chain of stages fits into memory, however it is cut: {tried[0]}"
+    else:
+        return
+    raise PlanError(f"{problem}. {_advice(profile, held, more, tried)}")
+
+
+def _advice(profile: Profile, held: int, more: str, tried: Sequence[Fit]) -> str:
+    texts = [
+        "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
+        f"use larger devices{more}."
+    ]
+    if held > 1:
+        less = gigabytes(sum(p.memory_bytes(1) for p in profile.partitions))
+        texts.append(f"recompute=True holds activations of one micro-batch: {less} in all.")
+    if tried:
+        texts.append(what_would_fit(tried))
+    return " ".join(texts)
+
+
+def _spelled(partitions: Sequence[PartitionProfile], held: int) -> str:
+    def total(name: str) -> str:
+        return gigabytes(sum(getattr(p, f"{name}_bytes") for p in partitions))
+
+    buckets = f"{total('bucket')} to average them, " if partitions[0].bucket_bytes else ""
+    return (
+        f"{gigabytes(sum(p.memory_bytes(held) for p in partitions))} (parameters "
+        f"{total('parameter')}, gradients {total('gradient')}, {buckets}"
+        f"optimizer {total('optimizer')}, "
+        f"activations {total('activation')} for each of {held} micro-batches held)"
+    )

@@ -1,7 +1,8 @@
 """Processes start, find each other, are watched, and end."""
 
 from lightning_hybrid.process.checkup import Checkup, check_up
-from lightning_hybrid.process.device_survey import look_around, survey
+from lightning_hybrid.process.children import watch_parent
+from lightning_hybrid.process.device_survey import look_around
 from lightning_hybrid.process.faults import (
     Watch,
     first_fault,
@@ -15,7 +16,6 @@ from lightning_hybrid.process.launcher import (
     HybridSubprocessLauncher,
     Parted,
 )
-from lightning_hybrid.process.orphans import watch_parent
 from lightning_hybrid.process.run_results import Results, Snapshot, adopt_results, collect_results
 from lightning_hybrid.process.store import Meeting
 
@@ -42,6 +42,5 @@ __all__ = [
     "look_around",
     "read_fault",
     "say_at_next_meeting",
-    "survey",
     "watch_parent",
 ]

@@ -1,14 +1,24 @@
-"""The processes that a script has started as ranks, when runs of it have failed."""
+"""The processes that a script starts as ranks: they end with it, and it sees who has ended.
+
+Before they have met, a started rank watches the process that has started it: who imports while rank
+0 is killed would wait for the store of a process that is gone, for as long as a store may take to
+begin. From there on connections tell.
+"""
 
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.process.faults import GRACE_S
+
+_PARENT = "LIGHTNING_HYBRID_STARTED_BY"
+_LOOK_EVERY_S = 0.5
 
 
 class Children:
@@ -66,3 +76,44 @@ def _exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+class _Process:
+    """What ends the watch of this process; set: nobody watches."""
+
+    met = Event()
+
+
+@contextmanager
+def starting_ranks() -> Iterator[None]:
+    """Inside, processes that this one starts are to watch it."""
+    os.environ[_PARENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        os.environ.pop(_PARENT, None)
+
+
+def watch_parent() -> None:
+    """In a started process: end with the one that has started it, until :func:`have_met`."""
+    parent = os.environ.pop(_PARENT, None)
+    if parent is not None and int(parent) != os.getpid():
+        _Process.met.clear()  # a forked process has that of its parent, which may have met others
+        Thread(target=_watch, args=(int(parent),), daemon=True, name="hybrid-orphans").start()
+
+
+def have_met() -> None:
+    """All ranks have met: connections tell who is gone, and scripts may end one by one."""
+    _Process.met.set()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        if _Process.met.wait(_LOOK_EVERY_S):
+            return
+    print(
+        f"Process {os.getpid()} ends: process {parent}, which has started it as a rank, is gone.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)

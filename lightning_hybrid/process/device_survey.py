@@ -5,7 +5,6 @@ with the same numbers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import log2
 from time import perf_counter
 
@@ -15,22 +14,17 @@ from torch import Tensor
 from lightning_hybrid.comm import (
     UNKNOWN_PEER,
     Group,
-    Mesh,
-    TensorSpec,
     gather_objects,
-    link_stages,
     meet,
     start,
     wait,
 )
 from lightning_hybrid.planning import (
-    Cluster,
     Device,
     Machine,
     Rates,
     given_speeds,
     look_at,
-    make_cluster,
     measure_speed,
     update_s_per_byte,
     want_second_look,
@@ -47,27 +41,16 @@ _UNMEASURED = {"nccl": (2e10, 1e10, 1e-4)}
 an all-reduce, seconds of an empty all-reduce."""
 
 
-def survey(
-    world: Group,
-    device: torch.device,
-    replicas: int,
-    stages: int,
-    given: Sequence[float] | None,
-) -> Cluster:
-    """Look at the devices of all ranks; every rank calls this together.
+def devices_of_all(
+    world: Group, device: torch.device, given: Sequence[float] | None
+) -> list[Device]:
+    """What all ranks say of their devices; every rank calls this together.
 
     Args:
         world: group of all ranks.
         device: of this rank.
-        replicas: number of replicas.
-        stages: number of stages.
         given: relative speeds of the ranks; None: measure them.
     """
-    return make_cluster(_devices(world, device, given), replicas, stages, given)
-
-
-def _devices(world: Group, device: torch.device, given: Sequence[float] | None) -> list[Device]:
-    """What all ranks say of their devices."""
     if given is not None:
         return gather_objects(world, look_at(device))
     meet(world)  # those on one host must feel each other
@@ -75,8 +58,9 @@ def _devices(world: Group, device: torch.device, given: Sequence[float] | None) 
     if not want_second_look(devices):
         return devices
     meet(world)
-    again = gather_objects(world, look_at(device, measure_speed(device, long=True)))
-    return with_second_look(devices, again)
+    return with_second_look(
+        gather_objects(world, look_at(device, measure_speed(device, long=True)))
+    )
 
 
 class _Seen:
@@ -111,7 +95,7 @@ def look_around(
 def _look_around(
     world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
 ) -> Machine:
-    devices = _devices(world, device, given)
+    devices = devices_of_all(world, device, given)
     known = _UNMEASURED.get(backend)
     return Machine(
         devices=tuple(devices),
@@ -180,34 +164,3 @@ def _best_s(world: Group, action: Callable[[], None]) -> float:
         action()
         best_s = min(best_s, perf_counter() - start_s)
     return best_s
-
-
-def measure_links(mesh: Mesh, cluster: Cluster, device: torch.device) -> Cluster:
-    """Note what the slowest link carries when all are in use, and what else a step takes.
-
-    All ranks call it together.
-
-    The best of a few times counts, since a busy machine only ever makes one longer, and a power
-    of two at that, so that a plan does not change from run to run. Over gloo only: transfers of
-    NCCL end on the device, for which nobody waits here.
-    """
-    if mesh.coordinates.ranks_per_replica == 1:
-        return cluster
-    if cluster.rates is None:
-        cluster = replace(cluster, rates=_rates(mesh.world, device, mesh.backend))
-    if mesh.backend != "gloo":
-        return cluster
-    [links] = link_stages(mesh, mesh.coordinates.chain, device).values()
-    load = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
-    best_s = float("inf")
-    specs = [TensorSpec.of(load)]
-    for _ in range(LINK_REPEATS):
-        arrival = links.previous.post(specs)
-        meet(mesh.world)
-        start_s = perf_counter()
-        links.next.send([load], specs)
-        arrival.wait()
-        links.next.flush()
-        best_s = min(best_s, perf_counter() - start_s)
-    slowest = min(gather_objects(mesh.world, LINK_BYTES / best_s))
-    return replace(cluster, bandwidth_bytes_per_s=2.0 ** round(log2(slowest)))

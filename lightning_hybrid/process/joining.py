@@ -17,9 +17,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, make_world
 from lightning_hybrid.planning import Cluster
-from lightning_hybrid.process.children import miss_nobody
-from lightning_hybrid.process.device_survey import measure_links
-from lightning_hybrid.process.orphans import have_met
+from lightning_hybrid.process.children import have_met, miss_nobody
 from lightning_hybrid.process.store import LETTING_GO_S, MEETING_TIMEOUT, Meeting, make_store
 
 _LOOK_EVERY_S = 0.05
@@ -156,8 +154,6 @@ def join(
     _Process.generation += 1
     name = f"mesh{_Process.generation}"
     mesh = Mesh(coordinates, everyone.store, everyone.world, backend, timeout, name, device)
-    if cluster is not None:
-        cluster = measure_links(mesh, cluster, device)
     _Process.joined, _Process.key = Joined(mesh, cluster), key
     return _Process.joined
 

@@ -42,9 +42,14 @@ from lightning_hybrid.comm import (
     told_text,
 )
 from lightning_hybrid.errors import HybridError, RemoteError
-from lightning_hybrid.process.children import Children, leave_nobody, miss_nobody, not_caught
+from lightning_hybrid.process.children import (
+    Children,
+    leave_nobody,
+    miss_nobody,
+    not_caught,
+    starting_ranks,
+)
 from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
-from lightning_hybrid.process.orphans import starting_ranks
 from lightning_hybrid.process.run_results import Results, adopt_attributes
 from lightning_hybrid.wrong_package import OTHER_PACKAGE
 

@@ -2,7 +2,7 @@
 
 An order knows no messages: a forward needs the one before it along the chain, a backward the one
 after it, and the weight part of a backward its input part. The simulator times it and counts the
-micro-batches that are held; see `planning.order_times`. The classic results for p equal stages::
+micro-batches that are held; see `planning.streamed_time`. The classic results for p equal stages::
 
     order                    bubble, seconds            micro-batches held at once
     fill_drain               (p - 1) (F + B + W)        M

@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.automatic_choices import (
+from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.planner import (
     MARGIN,
     plan_by_schedule,
     plan_within_memory,
 )
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.stage_plan import StagePlan
 
 
 class Planner:

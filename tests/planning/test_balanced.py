@@ -2,6 +2,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from planned import step_problem
 
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.chains import best_chain
@@ -19,7 +20,7 @@ def problem(n: int, m: int, seed: int = 0, **changes: object) -> StepProblem:
         "links": Links.equal(m, 1.0),
         "microbatches": 64,
     }
-    return StepProblem(**(values | changes))  # type: ignore[arg-type]
+    return step_problem(**(values | changes))  # type: ignore[arg-type]
 
 
 def slowest(work: list[float], ends: tuple[int, ...]) -> float:
@@ -29,7 +30,7 @@ def slowest(work: list[float], ends: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_slowest_stage_is_as_fast_as_that_of_the_best_of_all_cuts(seed: int) -> None:
     one = problem(10, 4, seed)
-    work = [f + b for f, b in zip(one.forward_s, one.backward_s)]
+    work = [f + b for f, b in zip(one.table.forward_s, one.table.backward_s)]
     ends = balanced_ends(one, [1, 2, 3, 0])
     assert ends is not None
     best = min(slowest(work, (*cut, 10)) for cut in combinations(range(1, 10), 3))
@@ -45,7 +46,7 @@ def test_a_device_of_half_the_speed_gets_half_the_work() -> None:
 
 
 def test_memory_binds() -> None:
-    alike = {"forward_s": [1.0] * 4, "backward_s": [2.0] * 4, "memory": [1.0, 1.0, 1.0, 3.0]}
+    alike = {"forward_s": [1.0] * 4, "backward_s": [2.0] * 4, "memory_bytes": [1.0, 1.0, 1.0, 3.0]}
     assert balanced_ends(problem(4, 2, **alike, memory_limits=[3.0, 9.0]), [1, 0]) == [3, 4]
     assert balanced_ends(problem(4, 2, **alike, memory_limits=[2.0, 9.0]), [1, 0]) is None
 

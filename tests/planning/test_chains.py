@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import simulate, step_problem
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import chains
 from lightning_hybrid.planning.chains import best_chain
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.schedules.gpipe import gpipe
 
@@ -24,7 +24,7 @@ def problem(seed: int, n: int, m: int, microbatches: int, limited: bool = False)
 
     memory, limits = (numbers(0.1, 1, n), numbers(0.5, 1, m)) if limited else ([], [])
     room = 1.5 * sum(memory) / sum(limits) if limited else 1.0
-    return StepProblem(
+    return step_problem(
         forward_s=numbers(0.1, 1, n),
         backward_s=numbers(0.1, 2, n),
         cut_bytes=numbers(0, 1, n - 1),
@@ -36,9 +36,8 @@ def problem(seed: int, n: int, m: int, microbatches: int, limited: bool = False)
         microbatches=microbatches,
         reduce_s=numbers(0, 1, n),
         step_s=numbers(0, 0.2, n),
-        memory=memory,
+        memory_bytes=memory,
         memory_limits=[room * limit for limit in limits],
-        driver_s=0.5,
     )
 
 
@@ -78,14 +77,15 @@ def test_the_step_is_that_of_the_simulated_events() -> None:
     edges = list(zip(ends, pairwise(places)))
     timeline = simulate(
         gpipe(3, 4),
-        per_stage(found.forward_s),
-        per_stage(found.backward_s),
+        per_stage(found.table.forward_s),
+        per_stage(found.table.backward_s),
         devices=places,
-        send_s=[found.cut_bytes[e - 1] * found.links.seconds_per_byte[i][j] for e, (i, j) in edges],
+        send_s=[
+            found.table.cut_bytes[e - 1] * found.links.seconds_per_byte[i][j] for e, (i, j) in edges
+        ],
         latency_s=[found.links.latency_s[i][j] for _, (i, j) in edges],
-        reduce_s=per_stage(found.reduce_s, by_speed=False),
-        step_s=per_stage(found.step_s),
-        driver_s=0.5,
+        reduce_s=per_stage(found.table.reduce_s, by_speed=False),
+        step_s=per_stage(found.table.step_s),
     )
     assert step_s == pytest.approx(timeline.makespan_s)
 
@@ -106,8 +106,8 @@ def test_slow_messages_move_the_cut_to_where_little_crosses() -> None:
         "forward_s": [1.0] * 4, "backward_s": [1.0] * 4, "cut_bytes": [1.0, 9.0, 1.0],
         "speeds": [1.0, 1.0], "microbatches": 4,
     }  # fmt: skip
-    fast = StepProblem(**plain, links=Links.equal(2, 1e9))
-    slow = StepProblem(**plain, links=Links.equal(2, 1.0))
+    fast = step_problem(**plain, links=Links.equal(2, 1e9))
+    slow = step_problem(**plain, links=Links.equal(2, 1.0))
     assert best_chain(fast, [1, 0])[0] == [2, 4]
     assert best_chain(slow, [1, 0])[0] in ([1, 4], [3, 4])
 
@@ -120,7 +120,9 @@ def test_slow_messages_move_the_cut_to_where_little_crosses() -> None:
         ({"forward_s": [1.0, -1.0, 1.0]}, r"forward_s\[1\] is -1.0"),
         ({"backward_s": [1.0, float("nan"), 1.0]}, r"backward_s\[1\] is nan"),
         ({"speeds": [1.0] * 4}, "3 partitions cannot give each of 4 devices one"),
-        ({"memory": [1.0] * 3}, "must be given together"),
+        ({"memory_bytes": [1.0] * 2}, "memory_bytes has 2 entries"),
+        ({"memory_limits": [1.0]}, "memory_limits has 1 entries, 2 are needed"),
+        ({"memory_limits": [1.0, -1.0]}, r"memory_limits\[1\] is -1.0"),
     ],
 )
 def test_what_is_no_problem_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -129,7 +131,7 @@ def test_what_is_no_problem_is_refused(changes: dict[str, Any], message: str) ->
         "speeds": [1.0, 1.0], "links": Links.equal(2, 1.0), "microbatches": 1,
     }  # fmt: skip
     with pytest.raises(PlanError, match=message):
-        StepProblem(**(values | changes))
+        step_problem(**(values | changes))
 
 
 def test_an_order_names_each_device_once() -> None:

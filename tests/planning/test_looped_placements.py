@@ -4,17 +4,16 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from planned import planned
+from planned import planned, simulate, step_problem
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.looped_placements import best_loop
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.schedules.looped import loop_order, looped
 
 
 def problem(loads: list[float], devices: int, microbatches: int = 4) -> StepProblem:
-    return StepProblem(
+    return step_problem(
         forward_s=loads,
         backward_s=[2 * load for load in loads],
         cut_bytes=[0.0] * (len(loads) - 1),

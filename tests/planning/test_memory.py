@@ -8,14 +8,12 @@ from torch import nn
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network.profile import PartitionProfile, Profile
 from lightning_hybrid.planning.memory import (
-    check_memory,
     in_flight,
     optimizer_bytes,
     remaining,
 )
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.stage_plan import StagePlan
-from lightning_hybrid.planning.would_fit import Fit, Footprint, Way
+from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.would_fit import Fit, Way, check_memory
 from lightning_hybrid.schedules.gpipe import gpipe
 
 GB = 10**9
@@ -98,10 +96,8 @@ def test_a_chain_that_no_cut_makes_fit_is_told_what_lacks_where() -> None:
     found, _ = profile()
     limits = [9 * GB, 8 * GB]  # 17 GB for 16, but the larger partition comes first, on device 1
     ways = Way(stages=2, microbatches=2)
-    footprint = Footprint(
-        kept_bytes=[4 * GB, 4 * GB], activation_bytes=[5 * GB, 3 * GB], crossing_bytes=GB, batch=8
-    )
-    tried = [Fit(way=ways, footprint=footprint, limits=limits)]
+    held = {"kept_bytes": [4 * GB, 4 * GB], "activation_bytes": [5 * GB, 3 * GB]}
+    tried = [Fit(way=ways, limits=limits, crossing_bytes=GB, batch=8, **held)]
     with pytest.raises(PlanError, match="no chain of stages") as error:
         check_memory(found, [9 * GB, 7 * GB], limits, 2, tried=tried, contiguous=True)
     text = str(error.value)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import fill_drain, one_f_one_b, zero_bubble
+from planned import simulate
+from timed_orders import time_orders
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.memory import in_flight
-from lightning_hybrid.planning.order_times import time_orders
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules import Part, Work
 from lightning_hybrid.schedules.gpipe import gpipe
 

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from lightning_hybrid.planning.peaks import DRIVER_BYTES, WORKER_BYTES, Life, with_peaks
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.stage_plan import StagePlan
+from lightning_hybrid.planning.memory import DRIVER_BYTES, WORKER_BYTES, Life, with_peaks
+from lightning_hybrid.planning.plan import Plan, StagePlan
 
 GB = 10**9
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.stage_plan import StagePlan
+from lightning_hybrid.planning.plan import Plan, StagePlan
 
 
 def plan(**changes: Any) -> Plan:

@@ -11,11 +11,11 @@ from torch import nn
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.network import network_partitions
 from lightning_hybrid.planning import cluster
-from lightning_hybrid.planning.cluster import Device, make_cluster
+from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
 from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.planner import PlanSettings, make_plan
-from lightning_hybrid.planning.rates import Rates
+from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.planning.search import PlanSettings
 
 MICROBATCHES = 8
 
@@ -48,9 +48,7 @@ def planned(
         network_partitions(graph),
         leaves,
         MICROBATCHES,
-        settings=replace(
-            PlanSettings("gpipe", "exact", "step", 0, recompute=recompute), **settings
-        ),
+        settings=replace(PlanSettings(allocation="exact", recompute=recompute), **settings),
         replicas=replicas,
         stages=2,
         backend="gloo",

@@ -4,25 +4,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import step_problem
 
 from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import Links
 
 
 def space(seed: int, n: int, m: int, room: float = 0.0) -> FreePlacements:
     rng = np.random.default_rng(seed)
     sizes = rng.uniform(0.1, 1.0, n)
     limits = [room * float(sizes.sum()) / m] * m if room else []
-    problem = StepProblem(
+    problem = step_problem(
         forward_s=rng.uniform(0.1, 1, n).tolist(),
         backward_s=rng.uniform(0.1, 2, n).tolist(),
         cut_bytes=rng.uniform(0, 0.3, n - 1).tolist(),
         speeds=rng.uniform(0.5, 1, m).tolist(),
         links=Links.equal(m, 2.0, 0.01),
         microbatches=3,
-        memory=sizes.tolist() if room else [],
+        memory_bytes=sizes.tolist() if room else [],
         memory_limits=limits,
     )
     return FreePlacements(problem)

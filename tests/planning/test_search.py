@@ -2,12 +2,11 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from planned import planned
+from planned import planned, simulate
 
 from lightning_hybrid.allocation import merge
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules.gpipe import gpipe
 
 NAMES = ("stem", "layer1", "layer2", "layer3", "layer4", "head")
@@ -31,7 +30,7 @@ def plan(**changes: Any) -> Plan:
 @pytest.mark.parametrize("method", ["gabra", "exact"])
 @pytest.mark.parametrize("objective", ["step", "makespan"])
 def test_a_symmetric_network_is_cut_in_the_middle(method: Any, objective: Any) -> None:
-    found = plan(method=method, objective=objective)
+    found = plan(allocation=method, objective=objective)
     assert found.cuts == ("layer3",)
     assert found.allocation == ("dynamic" if objective == "step" else method)
     assert [row.load for row in found.rows] == [0.5, 0.5]
@@ -68,14 +67,14 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
 
 
 def test_merging_closes_the_most_expensive_cuts() -> None:
-    found = plan(method="merging", stages=3, bandwidth_bytes_per_s=1.0)
+    found = plan(allocation="merging", stages=3, bandwidth_bytes_per_s=1.0)
     expected = merge([3.0, 6.0, 9.0, 9.0, 6.0, 3.0], [16.0, 8.0, 4.0, 2.0, 2.0], 3)
-    assert found.cuts == tuple(NAMES[end] for end in expected.ends[:-1])
+    assert found.cuts == tuple(NAMES[end] for end in expected[:-1])
     assert found.allocation == "merging"
     with pytest.raises(PlanError, match="one run of partitions"):
-        plan(method="merging", contiguous=False)
+        plan(allocation="merging", contiguous=False)
     with pytest.raises(PlanError, match="no limits of memory"):
-        plan(method="merging", memory_bytes=[6] * 6, memory_limits=[12, 12])
+        plan(allocation="merging", memory_bytes=[6] * 6, memory_limits=[12, 12])
 
 
 def test_memory_is_a_hard_limit() -> None:
@@ -111,7 +110,7 @@ def test_given_cut_points_are_taken() -> None:
 def test_a_free_placement_gives_a_device_several_stages(method: Any) -> None:
     times: dict[str, Any] = {"forward_s": [3.0, 4.0, 4.0, 3.0, 3.0, 3.0], "backward_s": [0.0] * 6}
     times["objective"] = "makespan"
-    chain, found = (plan(method=method, contiguous=c, **times) for c in (True, False))
+    chain, found = (plan(allocation=method, contiguous=c, **times) for c in (True, False))
     loads = [sum(row.load for row in found.rows if row.device == j) for j in (0, 1)]
     assert loads == pytest.approx([0.5, 0.5])
     assert max(row.load for row in chain.rows) > 0.5
@@ -204,7 +203,7 @@ def test_the_papers_objective_gives_a_plan_too() -> None:
             {"memory_bytes": [4, 4, 4, 4, 4, 4], "memory_limits": [7, 19]},
             r"stages\(2\) cannot be placed",
         ),
-        ({"contiguous": False, "method": "exact"}, "no exact solver knows the step of a free"),
+        ({"contiguous": False, "allocation": "exact"}, "no exact solver knows the step of a free"),
         ({"capacities": [1.0]}, r"stages\(2\) != 1 capacities"),
         ({"cut_bytes": [1.0]}, "cut_bytes has 1 entries, 5 are needed for 6 partitions"),
         ({"forward_s": [-1.0] * 6, "backward_s": [0.0] * 6}, r"forward_s\[0\] is -1.0"),

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from planned import simulate
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
@@ -13,7 +14,6 @@ from lightning_hybrid.planning.shapes import (
     rank_shapes,
     ring_s,
 )
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules.gpipe import gpipe
 
 
@@ -153,8 +153,8 @@ def test_rings_of_the_stages_of_a_host_share_its_links() -> None:
     alone = problem_of(costs_of(6), one, 1, 1)  # one ring through all
     shared = problem_of(costs_of(6), one, 2, 1)  # two rings of two
     level = one.levels[-1]
-    assert sum(alone.reduce_s) == pytest.approx(ring_s(level, 80e6, 4))
-    assert sum(shared.reduce_s) == pytest.approx(ring_s(level, 80e6, 2, sharers=2))
+    assert sum(alone.table.reduce_s) == pytest.approx(ring_s(level, 80e6, 4))
+    assert sum(shared.table.reduce_s) == pytest.approx(ring_s(level, 80e6, 2, sharers=2))
 
 
 def test_a_ring_moves_twice_what_is_not_ones_own() -> None:

@@ -7,11 +7,10 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
-from lightning_hybrid.planning.chosen_sizes import Candidate, Choice, Sizes
-from lightning_hybrid.planning.cluster import Device
+from lightning_hybrid.planning.cluster import Device, Rates
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.rates import Rates
-from lightning_hybrid.planning.sizes import Machine, Search, choose
+from lightning_hybrid.planning.search import PlanSettings
+from lightning_hybrid.planning.sizes import Candidate, Choice, Machine, Sizes, choose
 
 MS, MB = 1e-3, 1e6
 
@@ -275,7 +274,7 @@ def test_where_nothing_fits_the_error_has_the_numbers_of_what_would() -> None:
             replace(machine(), devices=devices),
             [Network(big)],
             batch=8,
-            search=Search(recompute=False),
+            settings=PlanSettings(recompute=False),
         )
     text = str(caught.value)
     assert (
@@ -320,6 +319,6 @@ def test_what_fits_only_with_activations_computed_again_is_told_so() -> None:
     assert choice.best.sizes.microbatches > 1
     assert "computed again" in choice.describe()
     with pytest.raises(PlanError, match="memory"):
-        choose(small, [Network(parts)], batch=8, search=Search(recompute=False))
+        choose(small, [Network(parts)], batch=8, settings=PlanSettings(recompute=False))
     with pytest.raises(PlanError, match="memory"):  # 158 MB with the inputs that are kept
         choose(small, [Network(wide)], batch=8)

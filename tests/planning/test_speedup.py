@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.speedup import Training, speedup, speedup_to_target
+from lightning_hybrid.planning.step_time import speedup
 
 TABLE3 = Path(__file__).parents[2] / "benchmarks" / "akintoye_2022_table3.csv"
 
@@ -26,12 +26,6 @@ def test_the_papers_table_3_gives_the_speed_ups_of_equation_14(
     minutes = [float(row["minutes"]) for row in rows]
     assert [row["gpus"] for row in rows] == list("12345678")
     assert [speedup(minutes[0], t) for t in minutes[1:]] == pytest.approx(expected, abs=0.006)
-
-
-def test_equation_13_is_the_product_of_its_three_ratios() -> None:
-    one = Training(step_s=0.4, steps_per_epoch=132, epochs=50)
-    many = Training(step_s=0.5, steps_per_epoch=33, epochs=60)
-    assert speedup_to_target(one, many) == pytest.approx((0.4 / 0.5) * (132 / 33) * (50 / 60))
 
 
 def test_no_time_at_all_is_refused() -> None:

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import planned
+from planned import planned, simulate
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 

@@ -13,19 +13,8 @@ from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 def simulated_s(costs: StepCosts, microbatches: int) -> float:
     split = [stage for stage, weight_s in enumerate(costs.weight_s) if weight_s]
-    return simulate(
-        zero_bubble(len(costs.forward_s), microbatches, split=split),
-        costs.forward_s,
-        costs.backward_s,
-        weight_s=costs.weight_s or 0.0,
-        devices=costs.devices,
-        send_s=costs.send_s,
-        latency_s=costs.latency_s,
-        input_s=costs.input_s,
-        driver_s=costs.driver_s,
-        reduce_s=costs.reduce_s,
-        step_s=costs.step_s,
-    ).makespan_s
+    schedule = zero_bubble(len(costs.forward_s), microbatches, split=split)
+    return simulate(schedule, costs).makespan_s
 
 
 def drawn(data: Any, stages: int, devices: Any) -> StepCosts:
@@ -34,7 +23,7 @@ def drawn(data: Any, stages: int, devices: Any) -> StepCosts:
 
     return StepCosts(
         times(stages), times(stages), devices, times(stages - 1), times(stages - 1),
-        times(stages), times(stages), data.draw(st.floats(0, 5)), data.draw(st.floats(0, 5)),
+        times(stages), times(stages),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from lightning_hybrid.planning.would_fit import Fit, Footprint, Way, least_lacks, what_would_fit
+from lightning_hybrid.planning.would_fit import Fit, Way, least_lacks, what_would_fit
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -22,11 +22,14 @@ def test_the_least_that_lacks_is_that_of_the_best_of_all_cuts(seed: int) -> None
 
 def fit(limit: float, stages: int = 2, **how: bool) -> Fit:
     """Six partitions of 1 GB, and 2 GB of activations each."""
-    footprint = Footprint(
-        kept_bytes=[1e9] * 6, activation_bytes=[2e9] * 6, crossing_bytes=1e8, batch=8
+    return Fit(
+        way=Way(stages=stages, microbatches=2, **how),
+        limits=[limit] * stages,
+        kept_bytes=[1e9] * 6,
+        activation_bytes=[2e9] * 6,
+        crossing_bytes=1e8,
+        batch=8,
     )
-    way = Way(stages=stages, microbatches=2, **how)
-    return Fit(way=way, footprint=footprint, limits=[limit] * stages)
 
 
 def test_what_is_said_to_fit_does() -> None:

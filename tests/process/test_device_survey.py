@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hybrid.comm import Group
-from lightning_hybrid.planning import Device
+from lightning_hybrid.planning.cluster import Device, make_cluster
 from lightning_hybrid.process import device_survey
 
 CPU = torch.device("cpu")
@@ -47,7 +47,8 @@ def _survey(monkeypatch: pytest.MonkeyPatch) -> Survey:
         monkeypatch.setattr(device_survey, "look_at", seen)
         monkeypatch.setattr(device_survey, "measure_speed", looks.measure)
         monkeypatch.setattr(device_survey, "gather_objects", looks.gather)
-        cluster = device_survey.survey(cast(Group, None), CPU, 1, 2, given)
+        devices = device_survey.devices_of_all(cast(Group, None), CPU, given)
+        cluster = make_cluster(devices, 1, 2, given)
         return list(cluster.capacities)
 
     return survey

@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from lightning_hybrid.process.orphans import have_met, starting_ranks, watch_parent
+from lightning_hybrid.process.children import have_met, starting_ranks, watch_parent
 
 
 def child_lives_on(folder: Path, *, met: bool) -> bool:

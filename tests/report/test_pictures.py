@@ -14,7 +14,7 @@ from lightning_hybrid.report import (
     page,
     table,
 )
-from lightning_hybrid.report.svg import WIDTH, shortened, ticks
+from lightning_hybrid.report.pictures import WIDTH, shortened, ticks
 
 SPANS = {
     "device 1": [

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from driven import Model, Replica, let_go
+from planned import simulate
 from test_streamed_calls import Coming, frozen_scale, model, train, values
 from torch import nn
 
 from lightning_hybrid.comm.protocol import Step
 from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules import make_schedule
 
 Made = Callable[..., Replica]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from driven import Model, Replica, let_go
+from planned import simulate
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline import backward_pass, forward_pass
@@ -19,7 +20,6 @@ from lightning_hybrid.pipeline.random_numbers import (
     microbatch_seed,
 )
 from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 DEVICES = {2: (1, 0), 3: (1, 2, 0), 4: (1, 2, 3, 0)}

@@ -2,8 +2,8 @@
 
 import pytest
 from orders import one_f_one_b
+from timed_orders import time_orders
 
-from lightning_hybrid.planning.order_times import time_orders
 from lightning_hybrid.schedules import STREAMED, Part, Work
 
 

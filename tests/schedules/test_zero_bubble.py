@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import simulate
 from schedule_rules import check, draw
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.schedules import Instruction, Kind
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.zero_bubble import zero_bubble

@@ -17,7 +17,8 @@ from torch import nn
 from lightning_hybrid import HybridGabraStrategy, Plan, refusals
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.planner import PlanSettings, make_plan
+from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.progress import StartProgress
 from lightning_hybrid.refusals import refuse_copies, refuse_lazy, refuse_no_room
@@ -177,7 +178,7 @@ def test_more_stages_than_partitions() -> None:
     stages = 50
     plan = partial(
         make_plan,
-        settings=PlanSettings("gpipe", "gabra", "makespan", 0),
+        settings=PlanSettings(objective="makespan"),
         replicas=1,
         stages=stages,
         backend="gloo",
