@@ -25,8 +25,6 @@ A description is a YAML file, see `lightning_hybrid/planning/clusters/`::
 `cluster` (the module beside this one) is about the devices of a run that is going on, as measured.
 """
 
-import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -37,25 +35,7 @@ from typing import Any, Self
 import yaml
 
 from lightning_hybrid.errors import PlanError
-
-_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-
-UNITS: dict[str, dict[str, float]] = {
-    "memory": {f"{p}B": f for p, f in {**_PREFIXES, **_BINARY}.items()},
-    "compute": {f"{p}FLOP/s": f for p, f in _PREFIXES.items()},
-    "bandwidth": {f"{p}B/s": f for p, f in {**_PREFIXES, **_BINARY}.items()}
-    | {f"{p}bit/s": f / 8 for p, f in _PREFIXES.items()},
-    "latency": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
-}
-"""For each quantity its units, as multiples of byte, FLOP/s, byte/s or second."""
-_EXAMPLES = {
-    "memory": "'16 GB'",
-    "compute": "'15.7 TFLOP/s'",
-    "bandwidth": "'25 GB/s' or '100 Gbit/s'",
-    "latency": "'5 us'",
-}
-_NUMBER = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(.*?)\s*")
+from lightning_hybrid.planning.units import parse, spell
 
 SHIPPED = Path(__file__).parent / "clusters"
 """Folder of the descriptions that come with the package."""
@@ -336,46 +316,3 @@ def _number(value: Any, where: str) -> float:
     if not is_number or not 0 < value < float("inf"):
         raise PlanError(f"{where} is {value!r}: a finite number of more than 0 is needed")
     return float(value)
-
-
-def parse(quantity: str, value: Any, where: str) -> float:
-    """Read a number with its unit.
-
-    Args:
-        quantity: What it is: a key of `UNITS`.
-        value: What was written, such as `"16 GB"`.
-        where: Its place, for the error.
-
-    Returns:
-        The value in bytes, FLOP/s, bytes per second or seconds.
-
-    Raises:
-        PlanError: there is no number, no unit or an unknown one, or the number is negative (or 0,
-            except for a latency).
-    """
-    units, example = UNITS[quantity], _EXAMPLES[quantity]
-    match = _NUMBER.fullmatch(str(value))
-    try:
-        number, unit = (float(match[1]), match[2]) if match else (math.nan, "")
-    except ValueError:  # two points, for instance
-        number, unit = math.nan, ""
-    if math.isnan(number):
-        raise PlanError(f"{where} is {value!r}, which is no {quantity}: write {example}")
-    if not unit:
-        raise PlanError(f"{where} is {value!r}, without a unit: write {example}")
-    if unit not in units:
-        raise PlanError(
-            f"{where} is {value!r}, and {unit!r} is no unit of {quantity}: write {example} "
-            f"(known: {', '.join(units)})"
-        )
-    if number < 0 or (number == 0 and quantity != "latency"):
-        raise PlanError(f"{where} is {value!r}: a {quantity} of more than 0 is needed")
-    return number * units[unit]
-
-
-def spell(quantity: str, value: float) -> str:
-    """Write a value with the largest decimal unit that leaves a number of at least 1."""
-    units = {u: f for u, f in UNITS[quantity].items() if "i" not in u and u != "µs"}
-    fitting = [unit for unit, factor in units.items() if value >= factor * (1 - 1e-12)]
-    unit = max(fitting, key=units.__getitem__) if fitting else min(units, key=units.__getitem__)
-    return f"{value / units[unit]:.12g} {unit}"

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from lightning_hybrid.planning.cluster_description import spell
 from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.planning.traced_step import Work, measured_step
+from lightning_hybrid.planning.units import spell
 from lightning_hybrid.report import (
     Bar,
     Piece,
